@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,12 +35,27 @@ class Location:
 
     @staticmethod
     def of_caller() -> Location:
-        """The innermost frame outside this package: the user's line."""
+        """The innermost frame outside this package: the user's line; or what `stated_location` states."""
+        if (stated := _stated.get()) is not None:
+            return stated
         frame = sys._getframe(1)
         while frame.f_back is not None and is_of_package(frame):
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno
         return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))
+
+
+_stated: ContextVar[Location | None] = ContextVar("stated", default=None)
+
+
+@contextmanager
+def stated_location(location: Location | None) -> Iterator[None]:
+    """Here this is the user's line, where a graph that was recorded is traced and no frame is that of its author."""
+    token = _stated.set(location)
+    try:
+        yield
+    finally:
+        _stated.reset(token)
 
 
 class HostweaveError(Exception):

@@ -1,0 +1,66 @@
+"""A compiled program as a custom op of torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from hostweave.api import Program
+from hostweave.base.errors import ArgumentError
+from hostweave.runtime.group import current
+from hostweave.torch.aten import DTYPES
+from hostweave.types.shards import bind_sizes, block_shape, global_shape
+
+
+def as_torch_op(program: Program, name: str) -> Any:
+    """Registers a program as the custom op `name`, such as "mylib::mlp", and returns it: it is called with the program's inputs in order.
+
+    It has a fake kernel, so it works under torch.compile(fullgraph=True), torch.export, make_fx and in CUDA graphs. In a process that has
+    joined a group a call is of this rank, else of all ranks in this process, as `program(...)` and `program.run(...)` are. It has no
+    gradient: a backward pass is a program of its own, which torch.library.register_autograd connects.
+
+    Raises ArgumentError for a name without a namespace, or that is taken, and for a program that donates inputs.
+
+    Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
+        raise ArgumentError(f"as_torch_op: {name!r} is not a name of an op; write it with a namespace, as 'mylib::{program.name}'")
+    namespace, _, op = name.partition("::")
+    if hasattr(getattr(torch.ops, namespace), op):
+        raise ArgumentError(f"as_torch_op: there is an op {name} already; choose another name")
+    host = program._host
+    if donated := [output.memory for output in host.outputs if output.memory]:
+        raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; an op of torch does not change its inputs")
+    types = {dtype: of for of, dtype in DTYPES.items()}
+    parameters = ", ".join(f"Tensor {parameter.name}" for parameter in host.inputs)
+    results = ["Tensor"] * len(host.outputs)
+    schema = f"({parameters}) -> {results[0] if len(results) == 1 else '(' + ', '.join(results) + ')'}"
+
+    def call(*arrays: torch.Tensor) -> Any:
+        made = program(*arrays) if current() else program.run(*arrays)
+        return tuple(made) if isinstance(made, tuple) else made
+
+    def fake(*arrays: torch.Tensor) -> Any:
+        given = {parameter.name: tuple(array.shape) for parameter, array in zip(host.inputs, arrays, strict=True)}
+        group, inputs = current(), {parameter.name: parameter.type for parameter in host.inputs}
+        sizes = bind_sizes(program.name, program.mesh, inputs, given, None) if group is None else _of_local(inputs, given, program)
+        shapes = [global_shape(output.type, sizes) for output in host.outputs]
+        if group:
+            shapes = [block_shape(output.type, program.mesh, group.rank, shape) for output, shape in zip(host.outputs, shapes, strict=True)]
+        made = tuple(arrays[0].new_empty(shape, dtype=types[output.type.dtype]) for output, shape in zip(host.outputs, shapes, strict=True))
+        return made if len(made) > 1 else made[0]
+
+    made = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    return made
+
+
+def _of_local(inputs: Any, given: Any, program: Program) -> dict[str, int]:
+    """The global sizes where each rank has an even share of every sharded dim."""
+    shapes = {
+        name: tuple(size * program.mesh.size_of(dim.axes) for size, dim in zip(given[name], type_.dims, strict=True))
+        for name, type_ in inputs.items()
+    }
+    return bind_sizes(program.name, program.mesh, inputs, shapes, None)

@@ -1,0 +1,180 @@
+"""From an exported graph to a fusion: constants are computed, ops looked up, and repeated modules made functions."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+import hostweave as hw
+from hostweave.base.errors import Location, ProgramError
+from hostweave.base.names import unique_name
+from hostweave.torch.aten import TABLE, dtype_of
+from hostweave.torch.patterns import op_of, word_of_mask
+from hostweave.torch.plan import Axes, Layouts
+from hostweave.types.tensor import Dim, TensorType
+
+
+@dataclass
+class Graph:
+    """An exported program, read: which nodes are inputs, parameters and constants, and under which names."""
+
+    exported: ExportedProgram
+    layouts: Layouts
+    mesh: hw.Mesh
+    names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
+    constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
+    parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
+    arguments: list[str] = field(default_factory=list)  # the names of the module's own inputs
+    bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
+
+    def __post_init__(self) -> None:
+        signature, taken = self.exported.graph_signature, dict[str, str]()
+        targets = {spec.arg.name: spec for spec in signature.input_specs}
+        for node in self.placeholders:
+            spec = targets[node.name]
+            if spec.kind is InputKind.USER_INPUT:
+                if not isinstance(node.meta["val"], torch.Tensor):
+                    self.constants[node] = node.meta["val"]
+                    continue
+                self.names[node] = unique_name(node.name, taken)
+                self.arguments.append(self.names[node])
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                self.names[node] = unique_name(_name_of(spec.target), taken)
+                self.parameters[self.names[node]] = spec.target
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                self.constants[node] = self.exported.constants[spec.target]
+            else:
+                raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
+            taken[self.names.get(node, "")] = ""
+        self._fold(taken)
+
+    @cached_property
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.exported.graph.nodes if node.op == "placeholder"]
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes that are computed by the program, in order: they depend on an input or a parameter, and an output on them."""
+        calls = [node for node in self.exported.graph.nodes if node.op == "call_function" and node not in self.constants]
+        needed = set(self.outputs)
+        for node in reversed(calls):
+            if node in needed:
+                needed.update(node.all_input_nodes)
+        return [node for node in calls if node in needed]
+
+    @cached_property
+    def outputs(self) -> list[Node]:
+        """The nodes of what the module returns."""
+        specs = self.exported.graph_signature.output_specs
+        if changed := [spec for spec in specs if spec.kind is not OutputKind.USER_OUTPUT]:
+            raise ProgramError(
+                f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()"
+            )
+        (output,) = (node for node in self.exported.graph.nodes if node.op == "output")
+        return [node for node in output.args[0] if isinstance(node, Node)]
+
+    def _fold(self, taken: dict[str, str]) -> None:
+        """Computes what depends on constants alone; buffers are constants where nothing else goes into it."""
+        buffers = {
+            node: self.exported.state_dict[spec.target] if spec.target in self.exported.state_dict else self.exported.constants[spec.target]
+            for node, spec in zip(self.placeholders, self.exported.graph_signature.input_specs, strict=True)
+            if spec.kind is InputKind.BUFFER
+        }
+        known: dict[Node, Any] = {**self.constants, **buffers}
+        for node in self.exported.graph.nodes:
+            is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
+            if node.op == "call_function" and is_fixed and "rand" not in str(node.target):
+                args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
+                known[node] = node.target(*args, **kwargs)
+        self.constants.update({node: value for node, value in known.items() if node not in buffers})
+        self._expect_table()
+        read = {argument for node in self.nodes for argument in node.all_input_nodes} | set(self.outputs)
+        for node in [node for node in self.names if node not in read and self.names[node] in self.parameters]:
+            del self.parameters[self.names.pop(node)]
+        named: dict[object, str] = {}
+        for node in self.nodes:  # the constants that the program reads are inputs of it, but for single numbers and masks that are words
+            for argument in node.all_input_nodes:
+                value = self.constants.get(argument)
+                if (
+                    not isinstance(value, torch.Tensor)
+                    or value.numel() == 1
+                    or argument in self.names
+                    or word_of_mask(node, argument, value)
+                ):
+                    continue
+                data = value.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+                equal = (value.dtype, tuple(value.shape), data)
+                name = self.names[argument] = named.setdefault(equal, unique_name(argument.name, taken))
+                taken[name] = ""
+                self.bound[name] = value.contiguous()
+
+    def _expect_table(self) -> None:
+        """Raises ProgramError for all ops that are missing, before anything runs."""
+        missing = [node for node in self.nodes if not is_known(node)]
+        if missing:
+            counts = Counter(op_of(node) for node in missing)
+            first = {op_of(node): location(node) for node in reversed(missing)}
+            listed = "; ".join(f"aten.{op}, {n} times, first at {first[op]}" for op, n in counts.items())
+            raise ProgramError(f"ops that are not supported: {listed}; write them with other ops, or as an hw.kernel in a fusion")
+
+    def type_of(self, node: Node, axes: Axes | None = None) -> TensorType:
+        """The type of a node's value, with these mesh axes."""
+        value = node.meta["val"] if "val" in node.meta else self.constants[node]
+        sizes = shape_of(value)
+        axes = axes or tuple(() for _ in sizes)
+        return TensorType(dtype_of(value.dtype), tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True)))
+
+    def input_types(self) -> dict[str, TensorType]:
+        """The type of each input of the fusion, by name, with the sharding that the plan states."""
+        stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
+        return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
+
+
+def is_known(node: Node) -> bool:
+    return node.target is operator.getitem or op_of(node) in TABLE or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+
+
+def _is_symbolic(node: Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(
+        isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in v.shape)) for v in values
+    )
+
+
+def shape_of(value: Any) -> tuple[int | str, ...]:
+    return tuple(map(size_of, value.shape))
+
+
+def size_of(size: int | torch.SymInt) -> int | str:
+    """A size as hostweave writes it: an int, or text such as `2*s0`."""
+    if isinstance(size, int):
+        return size
+    text = str(size.node.expr).replace("**", "^")
+    return int(text) if text.isdigit() else text.replace("//", "/")
+
+
+def location(node: Node) -> Location | None:
+    """The user's line that made a node: the innermost that is not torch's own."""
+    frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    if not own:
+        return None
+    path, line, text = own[-1]
+    return Location(path.rpartition("/")[2], int(line), text)
+
+
+def _name_of(target: str) -> str:
+    """`model.layers.3.mlp.up_proj.weight` as `model_mlp_up_proj_weight_3`: numbers of layers last, as arrays of structs have them."""
+    words = target.split(".")
+    numbers = [word for word in words if word.isdigit()]
+    return "_".join([word for word in words if not word.isdigit()] + numbers)

@@ -1,0 +1,65 @@
+"""What several nodes of a graph compute together that is one op here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+ATTENTION = "scaled_dot_product_attention.default"
+
+
+def op_of(node: Node) -> str:
+    """The name of the op, such as `add.Tensor`."""
+    return str(node.target).removeprefix("aten.")
+
+
+def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
+    """What a constant mask of attention says in a word: "causal", "none", or nothing."""
+    if op_of(node) != ATTENTION or argument not in node.args[3:4]:
+        return None
+    added = mask.dtype != torch.bool
+    if added and not bool(((mask == 0) | (mask < -1e30)).all()):
+        return None
+    seen = mask == 0 if added else mask
+    if bool(seen.all()):
+        return "none"
+    causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
+    return "causal" if bool((seen == causal).all()) else None
+
+
+def repeated(node: Any) -> Node | None:
+    """The keys [B, G, S, E] of which a node has every head several times, as transformers' `repeat_kv` writes it."""
+    chain = [node]
+    for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
+        if op_of(chain[-1]) != op:
+            return None
+        chain.append(chain[-1].args[0])
+    is_repeated = chain[3].args[1] == 2 and [*chain[2].meta["val"].shape[:2]] == [*chain[4].meta["val"].shape[:2]]
+    return chain[-1] if is_repeated and chain[0].meta["val"].ndim == 4 else None
+
+
+def rotated(node: Any, constants: dict[Any, Any]) -> tuple[Node, Node, Node] | None:
+    """x and the tables of `x * cos + rotate_half(x) * sin`, as transformers writes rotary embeddings, with constant tables."""
+    products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
+    if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
+        return None
+    (x, cos), (turned, sin) = products[0].args, products[1].args
+    tables = [constants.get(table) for table in (cos, sin) if isinstance(table, Node)]
+    if not isinstance(x, Node) or not isinstance(turned, Node) or op_of(turned) != "cat.default":
+        return None
+    value, joined = x.meta["val"], turned.args[0]
+    pair: list[Any] = [*joined] if isinstance(joined, list | tuple) else []
+    if len(pair) != 2:
+        return None
+    negative, first = pair
+    last, half = value.ndim - 1, value.shape[-1] // 2
+    if op_of(negative) != "neg.default" or turned.args[1] not in (-1, last):
+        return None
+    parts = [(op_of(part), part.args[:3]) for part in (first, negative.args[0])]
+    if parts != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
+        return None
+    is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.ndim and t.shape[-1] == 2 * half for t in tables]
+    is_twice = all(is_table) and all(bool((t[..., :half] == t[..., half:]).all()) for t in tables if t is not None)
+    return (x, cos, sin) if is_twice else None

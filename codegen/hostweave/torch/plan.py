@@ -1,0 +1,170 @@
+"""The sharding plan of a module: which mesh axes shard each parameter, input and module output, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from hostweave.base.errors import ProgramError
+from hostweave.types.mesh import Mesh
+
+Axes = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that shard it
+
+
+@dataclass
+class Layouts:
+    """The stated shardings: of parameters and buffers, of inputs, and of what modules return, each by name."""
+
+    parameters: dict[str, Axes] = field(default_factory=dict)
+    inputs: dict[str, Axes] = field(default_factory=dict)
+    outputs: dict[str, Axes] = field(default_factory=dict)
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """An hw.Mesh, also of torch's DeviceMesh with named dims. Raises ProgramError."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise ProgramError(f"mesh={mesh!r} is neither an hw.Mesh nor a DeviceMesh with mesh_dim_names; write hw.Mesh(tp=2)")
+    return Mesh(**{name: mesh.size(i) for i, name in enumerate(names)})
+
+
+def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh) -> Layouts:
+    """What the plan says of this module; `dims` gives the number of dims of each input, by name.
+
+    An entry that matches nothing, two that state different shardings of one tensor, and words that fit no tensor raise ProgramError.
+    """
+    found = Layouts()
+    for name, parameter in _tensors(module):
+        if isinstance(parameter, DTensor):
+            found.parameters[name] = _of_placements(parameter, mesh, name)
+    stated: dict[str, str] = {}  # the entry that said it
+    modules = {name: part for name, part in module.named_modules() if name}
+    tensors = dict(_tensors(module))
+    for pattern, value in plan.items():
+        if isinstance(value, ParallelStyle):
+            names = _matching(pattern, modules, "modules")
+            for name in names:
+                for of, layout in _of_style(value, name, modules[name], _axis(pattern, mesh)):
+                    _state(found, of, layout, pattern, stated, tensors, dims)
+            continue
+        if not isinstance(value, str):
+            raise ProgramError(f'plan: "{pattern}": {value!r} is neither text such as "tp, -" nor a ParallelStyle of torch')
+        for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
+            kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
+            _state(found, (kind, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
+    return found
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
+    names = list(names)
+    matching = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+    if not matching:
+        near = get_close_matches(pattern.replace("*", "0"), names, 1, 0.3)
+        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names[:5])}, ..."
+        raise ProgramError(f'plan: "{pattern}" matches none of the {what}; {remedy}')
+    return matching
+
+
+def _state(
+    found: Layouts,
+    of: tuple[str, str],
+    layout: Axes,
+    pattern: str,
+    stated: dict[str, str],
+    tensors: Mapping[str, Any],
+    dims: Mapping[str, int],
+) -> None:
+    kind, name = of
+    count = tensors[name].ndim if kind == "parameters" else dims.get(name)
+    if count is not None and len(layout) != count:
+        raise ProgramError(f'plan: "{pattern}" states {len(layout)} dims, and {name} has {count}; write one of "tp" and "-" for each dim')
+    known = getattr(found, kind)
+    if known.get(name, layout) != layout:
+        other = stated.get(name)
+        by = f'"{other}"' if other else "its DTensor"
+        raise ProgramError(f'plan: {name} is sharded as "{_text(known[name])}" by {by} and as "{_text(layout)}" by "{pattern}"; keep one')
+    known[name], stated[name] = layout, pattern
+
+
+def _text(layout: Axes) -> str:
+    return ", ".join("+".join(axes) or "-" for axes in layout)
+
+
+def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+    """`tp, -` and `dp+tp, -`: for each dim its mesh axes, the outermost first, or "-"."""
+    layout = tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
+    used = [axis for axes in layout for axis in axes]
+    known = [name for name, _ in mesh.axes]
+    for axis in used:
+        if axis not in known:
+            raise ProgramError(f'plan: "{pattern}": "{text}": {mesh} has no axis {axis!r}; its axes: {", ".join(known) or "none"}')
+        if used.count(axis) > 1:
+            raise ProgramError(f'plan: "{pattern}": "{text}": the axis {axis} shards two dims; it can shard one')
+    return layout
+
+
+def _axis(pattern: str, mesh: Mesh) -> str:
+    """The mesh axis of torch's parallel styles."""
+    names = [name for name, _ in mesh.axes]
+    if len(names) == 1 or "tp" in names:
+        return "tp" if "tp" in names else names[0]
+    raise ProgramError(f'plan: "{pattern}": a ParallelStyle is of one mesh axis, and {mesh} has {len(names)}; name one of them tp')
+
+
+def _placed(placement: Any, dims: int, axis: str) -> Axes | None:
+    """What one placement along one mesh axis says; None for no statement."""
+    if isinstance(placement, Shard):
+        return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
+    return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
+
+
+def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[tuple[str, str], Axes]]:
+    """What a style of torch.distributed.tensor.parallel states of a module. What it leaves at its default is inferred."""
+    dims = 3  # [batch, sequence, features], as torch's layouts of activations are written
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise ProgramError(f"plan: {name} is a {type(module).__name__}, and {type(style).__name__} is for Linear and Embedding")
+        yield ("parameters", f"{name}.weight"), tuple((axis,) if i == sharded else () for i in range(2))
+        if getattr(module, "bias", None) is not None:
+            yield ("parameters", f"{name}.bias"), ((axis,) if isinstance(style, ColwiseParallel) else (),)
+        natural = Shard(-1) if isinstance(style, ColwiseParallel) else Replicate()
+        (layout,) = style.output_layouts
+        if layout != natural and (placed := _placed(layout, dims, axis)):
+            yield ("outputs", name), placed
+    elif isinstance(style, SequenceParallel):
+        if placed := _placed(style.sequence_sharding[0], dims, axis):
+            yield ("outputs", name), placed
+    elif not isinstance(style, PrepareModuleInput):  # whose reshards are inferred
+        raise ProgramError(
+            f"plan: {name}: {type(style).__name__} is not supported; use ColwiseParallel, RowwiseParallel, SequenceParallel, "
+            'PrepareModuleInput, or text such as "tp, -"'
+        )
+
+
+def _of_placements(parameter: DTensor, mesh: Mesh, name: str) -> Axes:
+    names = parameter.device_mesh.mesh_dim_names
+    known = [axis for axis, _ in mesh.axes]
+    if not names or any(axis not in known for axis in names):
+        raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them as the axes of {mesh}")
+    result: list[tuple[str, ...]] = [() for _ in range(parameter.ndim)]
+    for axis, placement in zip(names, parameter.placements, strict=True):
+        if isinstance(placement, Shard):
+            result[placement.dim] += (axis,)
+        elif not isinstance(placement, Replicate):
+            raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")
+    return tuple(result)

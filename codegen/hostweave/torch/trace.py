@@ -1,0 +1,277 @@
+"""A graph of ATen ops, written down as a fusion. Modules of one class that repeat, such as layers, become one function."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError, stated_location
+from hostweave.base.names import unique_name
+from hostweave.fusion_ir.frontend.function import Function
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.options import Options
+from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
+from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.merge_contractions import merge_contractions
+from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.torch.aten import TABLE, Result
+from hostweave.torch.graph import Graph, location, shape_of, size_of
+from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
+from hostweave.types.tensor import TensorType
+
+Values = dict[Node, Any]
+
+
+def traced(graph: Graph, name: str, options: Options) -> Fusion:
+    """The fusion of a graph. Raises ProgramError, with the user's line, for what an op does not take."""
+    layers = _layers(graph)
+    types = _types_between(graph, name, layers, options) if layers else {}
+    functions = {id(layer.like): _function(graph, layer.like, types) for layer in layers}
+    starts = {layer.nodes[0]: (layer, functions[id(layer.like)]) for layer in layers}
+    return _fusion(graph, name, starts)
+
+
+def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function]], marked: Iterable[Node] = ()) -> Fusion:
+    marked = list(marked)
+
+    def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        values: Values = {node: inputs[of] for node, of in graph.names.items()}
+        skipped: set[Node] = set()
+        for node in graph.nodes:
+            if node in starts:
+                layer, function = starts[node]
+                with stated_location(location(node)):
+                    results = function(*(_value(graph, values, argument, node) for argument in layer.arguments))
+                values.update(zip(layer.results, results if isinstance(results, tuple) else (results,), strict=True))
+                skipped.update(layer.nodes)
+            elif node not in skipped:
+                _run(graph, values, node)
+        for number, node in enumerate(marked):
+            if values[node]._op is not None and values[node]._name is None:
+                values[node].named(f"between_{number}")
+        return tuple(_placed(graph, values[node], node) for node in graph.outputs if node not in graph.constants)
+
+    program.__name__ = name
+    types: dict[str, Any] = {**graph.input_types()}
+    return hw.fusion(mesh=graph.mesh, **types)(program)
+
+
+def _placed(graph: Graph, value: hw.Tensor, node: Node) -> hw.Tensor:
+    """An output of the program: replicated, unless the plan states the sharding of the module that made it."""
+    path = next((path for path in reversed(_modules(node)) if path in graph.layouts.outputs), None)
+    return value if path else hw.reshard(value, *value.shape)
+
+
+def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
+    """What a node gives to another: a tensor of the fusion, or a number."""
+    if node in values:
+        return values[node]
+    value = graph.constants.get(node, node.meta.get("val"))
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, torch.SymInt):
+        return size_of(value)
+    if isinstance(value, torch.Tensor):
+        raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is no input", location(user))
+    return value
+
+
+def _run(graph: Graph, values: Values, node: Any) -> None:
+    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool) or op_of(node).startswith("_assert"):
+        return
+    if node.target is operator.getitem:
+        values[node] = values[node.args[0]][node.args[1]]
+        return
+    args, kwargs = list(node.args), dict(node.kwargs)
+    mask = graph.constants.get(args[3]) if len(args) > 3 and isinstance(args[3], Node) else None
+    if isinstance(mask, torch.Tensor) and (word := word_of_mask(node, args[3], mask)):
+        args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
+    if op_of(node) == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
+        args[1:3], kwargs["enable_gqa"] = pair, True
+    if found := rotated(node, graph.constants):
+        x, cos, sin = (_value(graph, values, part, node) for part in found)
+        with stated_location(location(node)):
+            half = [table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin)]
+            values[node] = hw.rotary_embedding(x, *half)
+        return
+    with stated_location(location(node)):
+        args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("layout", "device", "pin_memory", "memory_format", "dtype")}
+        made = TABLE[op_of(node)](_result(node, values), *args, **kwargs)
+        made = _stated(graph, node, made)
+    if isinstance(made, hw.Tensor) and made._op is not None and made._variable is None and (word := _word(node)):
+        made._variable = word
+    values[node] = made
+
+
+def _result(node: Node, values: Values) -> Result:
+    leaves = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    anything = next(value for value in values.values() if isinstance(value, hw.Tensor))
+    return Result(tuple(value.dtype for value in leaves), tuple(map(shape_of, leaves)), anything)
+
+
+def _stated(graph: Graph, node: Node, made: Any) -> Any:
+    """The value, resharded as the plan says of the module whose result it is."""
+    for path in _modules(node):
+        axes = graph.layouts.outputs.get(path)
+        if axes is not None and _last_of(graph, path) is node:
+            if not isinstance(made, hw.Tensor) or made.ndim != len(axes):
+                dims = made.ndim if isinstance(made, hw.Tensor) else "several results of"
+                raise ProgramError(f"plan: {path} returns {dims} dims, and {len(axes)} are stated; write one of an axis and - for each dim")
+            made = hw.reshard(made, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(made.shape, axes, strict=True)))
+    return made
+
+
+def _last_of(graph: Graph, path: str) -> Node:
+    return next(node for node in reversed(graph.nodes) if path in _modules(node))
+
+
+def _modules(node: Node) -> list[str]:
+    """The paths of the modules in which a node was made, the outermost first."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+
+
+def _word(node: Node) -> str | None:
+    """The name of the innermost module, for what it returns."""
+    paths = _modules(node)
+    if not paths or any(path == paths[-1] for user in node.users for path in _modules(user)):
+        return None
+    word = paths[-1].rpartition(".")[2]
+    return word if word.isidentifier() and word.isascii() else None
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Layer:
+    """One of the modules that repeat: consecutive nodes, what they read from outside, and which of them are read there."""
+
+    path: str
+    name: str
+    nodes: list[Node]
+    arguments: list[Node]
+    results: list[Node]
+    like: _Layer | None = None  # the first of those that compute the same
+
+
+def _layers(graph: Graph) -> list[_Layer]:
+    """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
+    grouped: dict[str, list[Node]] = {}
+    classes: dict[str, str] = {}
+    for node in graph.nodes:
+        stack = [entry for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]
+        for path, kind in stack:
+            if path.rpartition(".")[2].isdigit():
+                grouped.setdefault(path, []).append(node)
+                classes[path] = kind if isinstance(kind, str) else kind.__name__
+                break
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    layers, firsts = [], dict[object, _Layer]()
+    for path, nodes in grouped.items():
+        if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
+            continue  # other modules compute in between
+        layer = _layer(graph, path, classes[path], nodes)
+        layer.like = firsts.setdefault(_signature(graph, layer), layer)
+        layers.append(layer)
+    repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
+    taken: dict[str, None] = {}
+    for layer in repeated:
+        if layer.like is layer:
+            layer.name = unique_name(layer.name, taken)
+            taken[layer.name] = None
+    return repeated
+
+
+def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
+    inside, arguments = set(nodes), dict[Node, None]()
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in inside and (argument in graph.names or argument in graph.nodes):
+                arguments[argument] = None
+    outside = {argument for node in graph.nodes if node not in inside for argument in node.all_input_nodes} | set(graph.outputs)
+    results = [node for node in nodes if node in outside]
+    return _Layer(path, snake_case(kind.rpartition(".")[2]), nodes, list(arguments), results)
+
+
+def snake_case(name: str) -> str:
+    """The name of a function for that of a class: llama_decoder_layer for LlamaDecoderLayer."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _signature(graph: Graph, layer: _Layer) -> object:
+    """What two layers that compute the same have in common."""
+    number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
+    number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
+    stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}
+
+    def of(node: Node) -> object:
+        if node in number:
+            return number[node]
+        value = graph.constants.get(node, node.meta.get("val"))
+        return ("constant", value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else (node.name, str(value)[:20])
+
+    types = graph.input_types()
+    return (
+        tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
+        tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
+        tuple(number[node] for node in layer.results),
+        tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
+        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) and shared not in graph.parameters),
+    )
+
+
+def _types_between(graph: Graph, name: str, layers: list[_Layer], options: Options) -> dict[Node, TensorType]:
+    """The shardings of what layers pass to one another, as they are inferred for the program without functions."""
+    marked = list(dict.fromkeys(node for layer in layers for node in (*layer.arguments, *layer.results) if node not in graph.names))
+    if graph.mesh.size == 1:
+        return {}
+    flat = _fusion(graph, name, {}, marked)
+    for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
+        flat = apply(flat, options)
+    types = {value.name: value.type for value in flat.values().values()}
+    return {node: replace(types[f"between_{number}"], partial=None) for number, node in enumerate(marked) if f"between_{number}" in types}
+
+
+def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorType]) -> Function:
+    """The function of the layers like this one. What they pass on has the sharding that it has behind the first."""
+    assert layer is not None
+    taken: dict[str, None] = {}
+    names: list[str] = []
+    inputs: dict[str, Any] = {}
+    stated = graph.input_types()
+    for node in layer.arguments:
+        own = graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}.").replace(".", "_")
+        names.append(unique_name(own or graph.names.get(node, "x"), taken))
+        taken[names[-1]] = None
+        inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
+    chained = {argument: result for argument, result in _chained(layer) if result in types}
+    inputs |= {name: types[chained[node]] for name, node in zip(names, layer.arguments, strict=True) if node in chained}
+
+    def function(**arguments: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        values: Values = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
+        for node in layer.nodes:
+            _run(graph, values, node)
+        return tuple(values[node] for node in layer.results)
+
+    function.__name__ = layer.name
+    return hw.block(**inputs)(function)
+
+
+def _chained(layer: _Layer) -> list[tuple[Node, Node]]:
+    """The argument that the layer before passed on as a result, and that result's counterpart in this layer."""
+    of_type = {str(result.meta["val"].shape): result for result in layer.results}
+    found = []
+    for argument in layer.arguments:
+        shape = str(argument.meta["val"].shape) if "val" in argument.meta else ""
+        if argument.op == "call_function" and len(layer.results) == 1 and shape in of_type:
+            found.append((argument, of_type[shape]))
+    return found[:1]

@@ -1,0 +1,121 @@
+"""Models of transformers, compiled by `hostweave.torch.compile`, against torch on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from small_models import MODELS, PLANS  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+
+SEQUENCE_PARALLEL = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "model.norm": SequenceParallel(),
+    "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "model.layers.*.input_layernorm": SequenceParallel(),
+    "model.layers.*.post_attention_layernorm": SequenceParallel(),
+    "self_attn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+    "q_proj": ColwiseParallel(),
+    "k_proj": ColwiseParallel(),
+    "v_proj": ColwiseParallel(),
+    "o_proj": RowwiseParallel(output_layouts=Shard(1)),
+    "gate_proj": ColwiseParallel(),
+    "up_proj": ColwiseParallel(),
+    "down_proj": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def expect_logits(compiled: Any, module: nn.Module, inputs: dict[str, Any]) -> None:
+    with torch.no_grad():
+        got, want = compiled(**inputs), module(**inputs)
+    assert type(got) is type(want)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_torch(name: str, ranks: int) -> None:
+    torch.manual_seed(ranks)
+    module, inputs = MODELS[name]()
+    plan = PLANS[name] if ranks > 1 else {}
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs)
+    expect_logits(compiled, module, inputs)
+    again = {key: value.flip(0).contiguous() for key, value in inputs.items()}
+    expect_logits(compiled, module, again)
+    if name == "llama":
+        ir = compiled.program.fusion_ir
+        assert ir.count("function @llama_decoder_layer") == 1
+        assert ir.count("call @llama_decoder_layer") == 3
+
+
+def test_styles_of_torch_make_it_sequence_parallel() -> None:
+    torch.manual_seed(0)
+    module, inputs = MODELS["llama"]()
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), SEQUENCE_PARALLEL, inputs)
+    expect_logits(compiled, module, inputs)
+    layer = compiled.program.host_ir.partition("function @llama_decoder_layer")[2].partition("\n}")[0]
+    assert layer.count("reduce_scatter") == 2
+    assert layer.count("all_gather") == 2
+    assert "all_reduce" not in layer
+
+
+def test_parameters_are_read_where_they_lie() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Any, factor: float = 1.0) -> Any:
+            return {"y": self.linear(x) * factor, "twice": (x + x, x)}
+
+    module = Scaled().eval()
+    x = torch.randn(6, 8)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x, 3.0))
+    with torch.no_grad():
+        got = compiled(x, 3.0)
+        torch.testing.assert_close(got["y"], module(x, 3.0)["y"])
+        torch.testing.assert_close(got["twice"][0], x + x)
+        torch.testing.assert_close(got["twice"][1], x)
+        module.linear.weight.mul_(2)
+        torch.testing.assert_close(compiled(x, 3.0)["y"], module(x, 3.0)["y"])
+        state = {key: value.clone() for key, value in module.state_dict().items()}
+        module.load_state_dict({key: value + 1 for key, value in state.items()})
+        torch.testing.assert_close(compiled(x, 3.0)["y"], module(x, 3.0)["y"])
+
+
+def test_dynamic_sizes_are_symbols() -> None:
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), {"input": "dp, -"}, (torch.randn(4, 8),), dynamic_shapes=shapes)
+    with torch.no_grad():
+        for rows in (2, 6, 32):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-5, atol=1e-5)
+    assert "@dp" in compiled.program.fusion_ir
+
+
+def test_ranks_of_a_group_call_it() -> None:
+    torch.manual_seed(3)
+    module, inputs = MODELS["llama"]()
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), PLANS["llama"], inputs)
+    with torch.no_grad():
+        want = module(**inputs).logits
+
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        with torch.no_grad():
+            return compiled(**inputs).logits
+
+    for got in threads.run(rank_main):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

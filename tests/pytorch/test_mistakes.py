@@ -1,0 +1,183 @@
+"""What users of `hostweave.torch.compile` get wrong, and what they are told: a place, a reason, a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+from torch.distributed.tensor import Replicate  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+X = torch.ones(4, 8)
+MESH = hw.Mesh(tp=2)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.act = nn.ReLU()
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        y = self.down(self.act(self.up(x)))
+        return y if scale is None else y * scale
+
+
+class Written(nn.Module):
+    """A module that computes a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def compiled(plan: Any = None, mesh: Any = MESH, inputs: Any = (X,), module: Any = None) -> Any:
+    return hostweave.torch.compile(module or Layer().eval(), mesh, plan, inputs)
+
+
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "matches nothing": ({"upp.weight": "tp, -"}, r'plan: "upp.weight" matches none of the parameters, .*; did you mean up.weight\?'),
+    "no such layer": ({"layers.*.weight": "tp, -"}, 'plan: "layers.*.weight" matches none of the parameters, inputs or modules; '),
+    "module of a style": ({"gate": ColwiseParallel()}, 'plan: "gate" matches none of the modules; .*'),
+    "two that fight": (
+        {"up.weight": "tp, -", "*.weight": "-, tp"},
+        r'plan: up.weight is sharded as "tp, -" by "up.weight" and as "-, tp" by "\*.weight"; keep one',
+    ),
+    "a style and a text": (
+        {"up": ColwiseParallel(), "up.weight": "-, tp"},
+        'plan: up.weight is sharded as "tp, -" by "up" and as "-, tp" by "up.weight"; keep one',
+    ),
+    "too few dims": ({"up.weight": "tp"}, 'plan: "up.weight" states 1 dims, and up.weight has 2; write one of "tp" and "-" for each dim'),
+    "too many dims": ({"up.bias": "tp, -"}, 'plan: "up.bias" states 2 dims, and up.bias has 1'),
+    "no such axis": ({"up.weight": "dp, -"}, r"""plan: "up.weight": "dp, -": mesh\(tp=2\) has no axis 'dp'; its axes: tp"""),
+    "axis twice": ({"up.weight": "tp, tp"}, 'plan: "up.weight": "tp, tp": the axis tp shards two dims; it can shard one'),
+    "no text": ({"up.weight": 0}, r'plan: "up.weight": 0 is neither text such as "tp, -" nor a ParallelStyle of torch'),
+    "style of an activation": ({"act": ColwiseParallel()}, "plan: act is a ReLU, and ColwiseParallel is for Linear and Embedding"),
+    "unknown style": (
+        {"up": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())},
+        "plan: up: PrepareModuleOutput is not supported; use ColwiseParallel, ",
+    ),
+    "dims of a result": ({"act": "-, -, tp"}, "plan: act returns 2 dims, and 3 are stated; write one of an axis and - for each dim"),
+    "input": ({"x": "-"}, 'plan: "x" states 1 dims, and x has 2'),
+}
+
+
+@pytest.mark.parametrize(("plan", "message"), PLANS.values(), ids=PLANS)
+def test_plan(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        compiled(plan)
+
+
+def branch(x: Any) -> Any:
+    return x + 1 if x.sum() > 0 else x - 1
+
+
+def unsupported(x: Any) -> Any:
+    return torch.fft.rfft(x).real + torch.linalg.det(x[:4, :4])
+
+
+def masked(x: Any) -> Any:
+    return x[x > 0]
+
+
+def convolved(x: Any) -> Any:
+    return torch.nn.functional.conv2d(x.reshape(1, 1, 4, 8), torch.ones(1, 1, 3, 3) * x.sum(), padding=1)
+
+
+def complex_numbers(x: Any) -> Any:
+    return torch.view_as_complex(x.reshape(4, 4, 2)).abs()
+
+
+MODULES: dict[str, tuple[Callable[..., Any], str]] = {
+    "branch on data": (branch, "(?s)Written: torch.export: .*write what depends on data as tensor ops"),
+    "unsupported": (unsupported, r"ops that are not supported: aten._fft_r2c.default, 1 times, first at test_mistakes.py:\d+.*"),
+    "mask": (masked, "(?s)ops that are not supported|aten.index by a mask|torch.export"),
+    "convolution": (convolved, r"test_mistakes.py:\d+: a convolution of kernel \[3, 3\], stride \[1, 1\], padding \[1, 1\]"),
+    "complex": (complex_numbers, "ops that are not supported: aten.view_as_complex.default"),
+}
+
+
+@pytest.mark.parametrize(("forward", "message"), MODULES.values(), ids=MODULES)
+def test_module(forward: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        compiled(module=Written(forward).eval())
+
+
+COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
+    "function": (lambda: hostweave.torch.compile(torch.relu, MESH, {}, (X,)), "is no torch.nn.Module; pass the module"),  # type: ignore[arg-type]
+    "no inputs": (lambda: compiled(inputs=()), "example_inputs is empty; pass the arguments of one call"),
+    "wrong shape": (lambda: compiled(inputs=(torch.ones(4, 9),)), "(?s)Layer: torch.export: .*pass example_inputs that the module takes"),
+    "too many": (lambda: compiled(inputs=(X, None, X)), "(?s)Layer: torch.export: "),
+    "unknown keyword": (lambda: compiled(inputs={"y": X}), "(?s)Layer: torch.export: "),
+    "mesh": (lambda: compiled(mesh=2), "mesh=2 is neither an hw.Mesh nor a DeviceMesh with mesh_dim_names; write hw.Mesh"),
+    "two axes": (
+        lambda: compiled({"up": ColwiseParallel()}, mesh=hw.Mesh(a=2, b=2)),
+        r'plan: "up": a ParallelStyle is of one mesh axis, and mesh\(a=2, b=2\) has 2; name one of them tp',
+    ),
+    "dropout": (
+        lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train()),
+        "dropout with p=0.5 in a module that trains is not supported in a forward program; call module.eval",
+    ),
+    "batch norm": (
+        lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train()),
+        "the module changes its buffers in forward, which is not supported; call module.eval",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), COMPILES.values(), ids=COMPILES)
+def test_compile(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        make()
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    return compiled({"up": ColwiseParallel()}, inputs=(X, 2.0))
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "too few": (lambda c: c(X), "Layer: the arguments have another structure than example_inputs; pass as many"),
+    "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; call it likewise"),
+    "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile; compile it again"),
+    "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
+    "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted"),
+    "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_call(layer: Any, call: Callable[[Any], Any], message: str) -> None:
+    with torch.no_grad(), pytest.raises(ArgumentError, match=message):
+        call(layer)
+
+
+def test_gradients_are_refused(layer: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"Layer: this is a forward program, without gradients; call it in torch.no_grad"):
+        layer(X, 2.0)
+
+
+def test_a_module_that_was_changed_is_refused() -> None:
+    module = Layer().eval()
+    program = compiled(module=module)
+    with torch.no_grad():
+        module.train()
+        with pytest.raises(ArgumentError, match=r"Layer: was compiled for eval\(\) and is changed; compile it again"):
+            program(X)
+        module.eval()
+        module.up.weight = nn.Parameter(torch.zeros(16, 8))
+        with pytest.raises(ArgumentError, match="Layer: weight is another tensor than at compile; compile again, or copy_ into"):
+            program(X)
