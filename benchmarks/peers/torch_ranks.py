@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
