@@ -49,7 +49,7 @@ const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                           .prepare = [](void*, const hw::Tensor*) {},
                                           .run = [](void* program, const hw::Tensor* x, const hw::Tensor* y,
                                                     cudaStream_t caller) { static_cast<Pass*>(program)->run(*x, *y, caller); },
-                                          .arena = [](void*, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
+                                          .arena = [](void*, size_t, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
 
 hw::Array array_of(float* data, int device) {
   hw::Array array;
