@@ -48,7 +48,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_result_and_choice(ranks: int) -> None:
-    ways = {"@layer %z": "all_reduce(2)"} if ranks > 1 else {}
+    ways = {"@layer %y": f"put({ranks})", "@layer %z": "all_reduce(2)"} if ranks > 1 else {}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
     taken = {choice.value: choice.taken.algorithm for choice in program.choices}
     assert taken == ({"h": "put", "y": "put", "z": "all_reduce"} if ranks > 1 else {})

@@ -16,6 +16,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.types.machine import H200, Machine
+from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
@@ -90,8 +91,9 @@ def seconds(fusion: Fusion, sizes: Mapping[str, int], machine: Machine = H200, t
 
 
 def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool, functions: Mapping[str, float]) -> dict[str, float]:
-    dims = {name: local_dims(value.type, fusion.mesh, sizes) for name, value in fusion.values().items()}
-    bytes_of = {name: float(prod(dims[name]) * value.type.dtype.itemsize) for name, value in fusion.values().items()}
+    types = {name: value.type for name, value in fusion.values().items()}
+    dims = {name: local_dims(type, fusion.mesh, sizes) for name, type in types.items()}
+    bytes_of = {name: float(prod(dims[name]) * type.dtype.itemsize) for name, type in types.items()}
 
     def of_op(op: Op) -> float:
         if op.callee:
@@ -100,7 +102,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
             return 0.0
         moved = [bytes_of[name] for name in (*op.tensors, op.result.name)]
         if OPS[op.kind].is_reshard_step:
-            return communication(machine, op.kind, _ranks(op, fusion), max(moved))
+            return communication(machine, op.kind, _ranks(op, types[op.tensors[0]].mesh_in(fusion.mesh)), max(moved))
         if op.kind == "matmul":
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         return machine.launch + sum(moved) / machine.memory
@@ -108,9 +110,10 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
     return {op.result.name: of_op(op) for op in fusion.ops}
 
 
-def _ranks(op: Op, fusion: Fusion) -> int:
+def _ranks(op: Op, mesh: Mesh) -> int:
+    """How many communicate, of the mesh that the operand is on."""
     axes = step_of(op).axes
-    return op.result.type.mesh_in(fusion.mesh).size_of(axes) if axes else 2
+    return mesh.size_of(axes) if axes else 2
 
 
 def communication(machine: Machine, kind: str, ranks: int, size: float) -> float:
@@ -156,7 +159,7 @@ class Overlap:
         if self.kind == "all_gather":
             return LOOP + _after_arrival(own * multiply, [transfer] * others, multiply)
         summed = machine.launch + (self.ranks + 1) * self.size / self.ranks / machine.memory if by_shard else 0.0
-        return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
+        return LOOP + _before_departure([transfer] * others, multiply, own * multiply, 2 if one_sided else 1) + summed
 
     def transfer(self, machine: Machine, one_sided: bool, size: float) -> float:
         """Of one chunk between two ranks."""
@@ -183,10 +186,14 @@ def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> 
     return computed
 
 
-def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
-    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
-    computed = departed = 0.0
+def _before_departure(transfers: Sequence[float], multiply: float, here: float, at_once: int) -> float:
+    """Each chunk leaves once it is computed, one after the other; what is computed here comes last.
+
+    So many matmuls run at a time, on streams that begin together: the first may end with the last of these.
+    """
+    behind = (at_once - 1) * multiply
+    computed, departed = behind, 0.0
     for transfer in transfers:
         computed += multiply
         departed = max(departed, computed) + transfer
-    return max(departed, computed + here)
+    return max(departed, computed - behind + here)

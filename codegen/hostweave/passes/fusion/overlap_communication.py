@@ -38,7 +38,7 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
-        if min(beside, times[name]) >= ENOUGH:
+        if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
             ops.insert(earlier, replace(op, result=replace(op.result, is_async=True)))
     return replace(fusion, ops=tuple(ops))
@@ -62,6 +62,12 @@ def _earliest(ops: Sequence[Op], place: int, times: dict[str, float]) -> int:
         if times[other.result.name] and not in_loop:  # a loop stays in one piece
             best = at
     return best
+
+
+def _in_flight(ops: Sequence[Op], place: int, times: dict[str, float]) -> float:
+    """How long the communications take that are not waited for before the one at `place`, which follows them in any case."""
+    flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
+    return sum(times[ops[at].result.name] for at in flying)
 
 
 def _first_use(ops: Sequence[Op], place: int) -> int:

@@ -18,7 +18,8 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
-from hostweave.fusion_ir.ir import Fusion, Stream
+from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ops import OPS
 from hostweave.options import Options
 from hostweave.tune.overlaps import Candidate, candidates, ways
 
@@ -34,9 +35,14 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
     streams: dict[str, Stream] = {}  # of what a user would stream
     in_loops: set[str] = set()
     choices = []
-    for candidate in candidates(fusion, options.sizes):
+    ordered = _views_of_inputs_first(fusion)
+    found = [candidate for candidate in candidates(ordered, options.sizes) if not candidate.unknown]
+    if not found:
+        return fusion
+    fusion = ordered
+    for candidate in found:
         involved = {op.result.name for op in (candidate.reshard, *candidate.matmuls)}
-        if candidate.unknown or not involved.isdisjoint(in_loops):
+        if not involved.isdisjoint(in_loops):
             continue
         possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
         taken = _stated(fusion, candidate, possible, options) or _best(possible)
@@ -47,6 +53,16 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
     return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+
+
+def _views_of_inputs_first(fusion: Fusion) -> Fusion:
+    """Such as the transpose of a weight, which stands before the matmul that takes it: one loop with several needs them in front of all."""
+    known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
+    for op in fusion.ops:
+        is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
+        (first if is_first else rest).append(op)
+        known |= {op.result.name} if is_first else set()
+    return replace(fusion, ops=(*first, *rest))
 
 
 def _stated(fusion: Fusion, candidate: Candidate, possible: tuple[Way, ...], options: Options) -> Way | None:
