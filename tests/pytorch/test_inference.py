@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
+from hostweave.build.cuda import gpus  # noqa: E402
 
 SEQUENCE_PARALLEL = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -55,6 +56,22 @@ def test_logits_are_those_of_torch(name: str, ranks: int) -> None:
         ir = compiled.program.fusion_ir
         assert ir.count("function @llama_decoder_layer") == 1
         assert ir.count("call @llama_decoder_layer") == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [ranks for ranks in (1, 2, 4) if ranks <= len(gpus())])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_on_gpus(name: str, dtype: str, ranks: int) -> None:
+    torch.manual_seed(ranks)
+    module, inputs = MODELS[name]()
+    module = module.to("cuda", getattr(torch, dtype))
+    inputs = {key: value.to(module.dtype if value.is_floating_point() else value.dtype).cuda() for key, value in inputs.items()}
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), PLANS[name] if ranks > 1 else {}, inputs)
+    with torch.no_grad():
+        got, want = compiled(**inputs).logits, module(**inputs).logits
+    allowed = 1e-5 if dtype == "float32" else 0.02  # of bf16: some roundoffs of the largest logit
+    torch.testing.assert_close(got, want, rtol=0, atol=allowed * float(want.abs().max()) + 1e-6)
 
 
 def test_styles_of_torch_make_it_sequence_parallel() -> None:
