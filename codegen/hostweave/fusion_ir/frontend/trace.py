@@ -6,9 +6,10 @@ import inspect
 import linecache
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, repeat
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -370,8 +371,11 @@ def traced(
     trace.frames.clear()  # they keep all variables
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
-    for result in outputs:  # the names of variables are theirs first
-        if result._name is None and result._variable and result._variable not in trace.named:
+    shared = Counter(result._variable for result in outputs)
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # the names of variables are theirs first
+        if result._name is None and into and shared[result._variable] > 1:
+            trace.name(result, unique_name(f"{into}_updated", trace.named))
+        elif result._name is None and result._variable and result._variable not in trace.named:
             trace.name(result, result._variable)
         elif result._name is None and len(outputs) == 1:
             trace.name(result, unique_name("y", trace.named))
