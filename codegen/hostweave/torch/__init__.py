@@ -149,13 +149,12 @@ class CompiledModule:
         leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
         if given != spec:
             raise ArgumentError(f"{name}: the arguments have another structure than example_inputs; pass as many, nested likewise")
-        arrays, names = {}, iter(self._graph.arguments)
-        inputs = [node for node in self._graph.placeholders if node.meta.get("val") is not None or node in self._graph.constants]
-        for node, leaf in zip(inputs[-len(leaves) :], leaves, strict=True):
+        arrays = {}
+        for node, leaf in zip(self._graph.arguments, leaves, strict=True):
             if node in self._graph.names:
                 if not isinstance(leaf, torch.Tensor):
                     raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
-                arrays[next(names)] = leaf.detach()
+                arrays[self._graph.names[node]] = leaf.detach()
             elif leaf != self._graph.constants.get(node):
                 raise ArgumentError(
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"

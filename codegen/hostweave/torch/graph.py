@@ -34,7 +34,7 @@ class Graph:
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
-    arguments: list[str] = field(default_factory=list)  # the names of the module's own inputs
+    arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
 
     def __post_init__(self) -> None:
@@ -43,11 +43,11 @@ class Graph:
         for node in self.placeholders:
             spec = targets[node.name]
             if spec.kind is InputKind.USER_INPUT:
+                self.arguments.append(node)
                 if not isinstance(node.meta["val"], torch.Tensor):
                     self.constants[node] = node.meta["val"]
                     continue
                 self.names[node] = unique_name(node.name, taken)
-                self.arguments.append(self.names[node])
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
                 self.names[node] = unique_name(_name_of(spec.target), taken)
                 self.parameters[self.names[node]] = spec.target
