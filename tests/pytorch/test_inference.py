@@ -136,3 +136,48 @@ def test_ranks_of_a_group_call_it() -> None:
 
     for got in threads.run(rank_main):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+class Pooled(nn.Module):
+    """A bag of words, with a mask of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 16), nn.Linear(16, 6)
+
+    def forward(self, ids: Any, mask: Any) -> Any:
+        words, taken = self.embedding(ids), mask.unsqueeze(-1).to(torch.float32)
+        return torch.log_softmax(self.linear((words * taken).sum(1) / taken.sum(1).clamp(min=1)), -1)
+
+
+class Residuals(nn.Module):
+    """Blocks whose parts have no names, and results of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = nn.Linear(16, 16)
+        blocks = (nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+        self.blocks, self.last = nn.ModuleList(blocks), part
+
+    def forward(self, x: Any, y: Any) -> Any:
+        for block in self.blocks:
+            x = x + block(x)
+        norms = x.norm(), x.norm(1, dim=-1), x.norm(float("inf"))
+        chosen = torch.where(x > y, x, y).std(-1), torch.topk(x, 2)[1], x.argmax(-1), (x / 2).int() % 3
+        return norms, chosen, x[:, 1:3].flatten(), torch.einsum("ij,kj->ik", x, y), x.masked_fill(y > 0, -1.0).cumsum(0), self.last(x)
+
+
+IDS, MASK, ROWS = torch.arange(28).reshape(4, 7), torch.ones(4, 7, dtype=torch.long), torch.randn(4, 16)
+OTHERS = {
+    "pooled": (Pooled, (IDS, MASK), {"ids": "dp, -", "mask": "dp, -", "linear.weight": "tp, -"}),
+    "residuals": (Residuals, (ROWS, -ROWS), {"*.1.weight": "tp, -", "*.1.bias": "tp", "*.3.weight": "-, tp"}),
+}
+
+
+@pytest.mark.parametrize(("make", "arguments", "plan"), OTHERS.values(), ids=OTHERS)
+def test_other_modules(make: type[nn.Module], arguments: Any, plan: dict[str, str]) -> None:
+    torch.manual_seed(1)
+    module = make().eval()
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2, tp=2), plan, arguments)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*arguments), module(*arguments), rtol=1e-4, atol=1e-5)

@@ -447,7 +447,15 @@ for _name, _function in {"any": hw.any, "all": hw.all}.items():
 
 @_aten("var.correction", "var.dim")
 def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
-    return hw.var(x, _dims(x, dim), int(1 if correction is None else correction), keepdim)
+    dims, less = _dims(x, dim), 1 if correction is None else correction
+    sizes = [x.shape[d] for d in dims]
+    if less and not all(isinstance(size, int) for size in sizes):
+        raise _refuse(f"a variance with correction={less} over sizes that are not known, {sizes}, is not supported; use correction=0")
+    variance = hw.var(x, dims, 0, keepdim)
+    if not less:
+        return variance
+    count = math.prod(map(int, sizes))
+    return variance * (count / (count - less) if count > less else math.nan)
 
 
 @_aten("argmax.default")
@@ -489,6 +497,28 @@ def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, bi
 @_aten("rms_norm.default")
 def _rms_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> hw.Tensor:
     return hw.rms_norm(_normalised(x, shape), weight, eps=torch.finfo(result.dtype).eps if eps is None else eps)
+
+
+@_aten("linalg_vector_norm.default")
+def _vector_norm(result: Result, x: hw.Tensor, ord: Number = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    x, dims = _cast(x, result.dtype), _dims(x, dim)
+    if ord == 2:
+        return hw.sqrt(hw.sum(x * x, dims, keepdim))
+    if ord in (1, math.inf):
+        return (hw.sum if ord == 1 else hw.max)(hw.abs(x), dims, keepdim)
+    raise _refuse(f"a norm of order {ord} is not supported; use 1, 2 or inf")
+
+
+@_aten("_native_batch_norm_legit_no_training.default")
+def _batch_norm(
+    result: Result, x: hw.Tensor, weight: Any, bias: Any, mean: hw.Tensor, var: hw.Tensor, momentum: float, eps: float
+) -> tuple[hw.Tensor]:
+    def of_channel(y: hw.Tensor) -> hw.Tensor:
+        return hw.reshape(_cast(y, torch.promote_types(result.dtype, torch.float32)), -1, *(1 for _ in range(x.ndim - 2)))
+
+    normed = (_cast(x, torch.promote_types(result.dtype, torch.float32)) - of_channel(mean)) * hw.rsqrt(of_channel(var) + eps)
+    normed = normed if weight is None else normed * of_channel(weight)
+    return (_cast(normed if bias is None else normed + of_channel(bias), result.dtype),)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

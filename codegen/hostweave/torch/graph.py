@@ -49,7 +49,7 @@ class Graph:
                     continue
                 self.names[node] = unique_name(node.name, taken)
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                self.names[node] = unique_name(_name_of(spec.target), taken)
+                self.names[node] = unique_name(name_of(spec.target), taken)
                 self.parameters[self.names[node]] = spec.target
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 self.constants[node] = self.exported.constants[spec.target]
@@ -173,7 +173,7 @@ def location(node: Node) -> Location | None:
     return Location(path.rpartition("/")[2], int(line), text)
 
 
-def _name_of(target: str) -> str:
+def name_of(target: str) -> str:
     """`model.layers.3.mlp.up_proj.weight` as `model_mlp_up_proj_weight_3`: numbers of layers last, as arrays of structs have them."""
     words = target.split(".")
     numbers = [word for word in words if word.isdigit()]

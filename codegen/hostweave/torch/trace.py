@@ -23,7 +23,7 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import TABLE, Result
-from hostweave.torch.graph import Graph, location, shape_of, size_of
+from hostweave.torch.graph import Graph, location, name_of, shape_of, size_of
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.types.tensor import TensorType
 
@@ -249,7 +249,7 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
     inputs: dict[str, Any] = {}
     stated = graph.input_types()
     for node in layer.arguments:
-        own = graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}.").replace(".", "_")
+        own = name_of(graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}."))
         names.append(unique_name(own or graph.names.get(node, "x"), taken))
         taken[names[-1]] = None
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
