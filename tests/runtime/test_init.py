@@ -571,17 +571,22 @@ GUARD = "      const hw::CloseGroupOnError guard;\n"
 RECV = "channel_x_.comm(), stream));\n"
 
 
-@pytest.mark.parametrize("place", [FORK, GUARD, RECV], ids=["before a loop", "inside a group", "inside a group with a recv in it"])
-def test_a_rank_that_fails_in_the_middle(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("transport", "place"),
+    [("two_sided", FORK), ("two_sided", GUARD), ("two_sided", RECV), ("one_sided", "HW_CHECK(puts_.fork(caller));\n")],
+    ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal"],
+)
+def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in the middle of their calls too. A new group works after it, on the same threads, and so does .run."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
-    _ = hw.compile(ag_matmul).folder
+    options = hw.Options(transport=transport)
+    _ = hw.compile(ag_matmul, options=options).folder
     file = tmp_path / "ag_matmul" / "program.cpp"
     head, found, tail = file.read_text().partition(place)
     assert found
     bomb = 'if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
     file.write_text('#include "hostweave/errors.h"\n' + head + found + bomb + tail)
-    program = hw.compile(ag_matmul)
+    program = hw.compile(ag_matmul, options=options)
     program.build()
     monkeypatch.delenv("HOSTWEAVE_EDIT")
     trap = W.copy()
@@ -603,38 +608,6 @@ def test_a_rank_that_fails_in_the_middle(place: str, tmp_path: Path, monkeypatch
     for error in (errors[rank] for rank in (0, 1, 3)):
         assert re.search("rank 2: (ag_matmul: )?no luck", error)
     np.testing.assert_array_equal(AG_MATMUL.run(x=X, w=W), X @ W)
-
-
-def test_a_rank_that_fails_while_others_wait_for_its_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are told, and are a new group afterwards, on the same threads."""
-    monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
-    options = hw.Options(transport="one_sided")
-    _ = hw.compile(ag_matmul, options=options).folder
-    file = tmp_path / "ag_matmul" / "program.cpp"
-    head, found, tail = file.read_text().partition("  HW_CHECK(puts_.fork(caller));\n")
-    assert found
-    bomb = 'if (rank_.index() == 2 && w[0] == 99) throw hw::ExecutionError("no luck");\n'
-    file.write_text('#include "hostweave/errors.h"\n' + head + bomb + found + tail)
-    program = hw.compile(ag_matmul, options=options)
-    program.build()
-    monkeypatch.delenv("HOSTWEAVE_EDIT")
-    trap = W.copy()
-    trap[0, 0] = 99
-    provider = hw.Threads(RANKS)
-
-    def rank(rank: int) -> str:
-        hw.init(provider)
-        np.testing.assert_array_equal(program(x_of(rank), W), X @ W)
-        with pytest.raises(ExecutionError) as caught:
-            program(x_of(rank), trap)
-        again = hw.init(provider)
-        np.testing.assert_array_equal(program(x_of(rank), W, group=again), X @ W)
-        return str(caught.value)
-
-    errors = provider.run(rank)
-    assert errors[2] == "ag_matmul: no luck"
-    for error in (errors[rank] for rank in (0, 1, 3)):
-        assert re.search("rank 2: (ag_matmul: )?no luck", error)
 
 
 def test_a_rank_that_leaves() -> None:
