@@ -1,0 +1,168 @@
+"""Ops of one element of each operand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hostweave as hw
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, full, refuse
+
+
+def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
+    TABLE[f"{name}.default"] = lambda result, x: cast(function(cast(x, result.dtype)), result.dtype)
+
+
+for _name in [
+    "abs",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "tanh",
+    "erf",
+    "sigmoid",
+    "relu",
+    "silu",
+    "floor",
+    "ceil",
+    "trunc",
+    "round",
+    "sign",
+    "reciprocal",
+]:
+    _unary(_name, getattr(hw, _name))
+_unary("neg", hw.negative)
+_unary("bitwise_not", lambda x: ~x)
+_unary("log1p", lambda x: hw.log(x + 1))
+_unary("expm1", lambda x: hw.exp(x) - 1)
+_unary("square", lambda x: x * x)
+_unary("log2", lambda x: hw.log(x) * (1 / math.log(2)))
+_unary("exp2", lambda x: hw.exp(x * math.log(2)))
+
+
+@aten("logical_not.default")
+def _logical_not(result: Result, x: Any) -> hw.Tensor:
+    return hw.logical_not(x if x.dtype == hw.bool_ else x != 0)
+
+
+@aten("isnan.default")
+def _isnan(result: Result, x: hw.Tensor) -> hw.Tensor:
+    return x != x
+
+
+@aten("gelu.default")
+def _gelu(result: Result, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
+    return hw.gelu(x, approximate)
+
+
+def _binary(name: str, function: Callable[[Any, Any], hw.Tensor], overloads: str = "Tensor Scalar") -> None:
+    def entry(result: Result, a: Any, b: Any, alpha: Number = 1) -> Any:
+        dtype = result.dtype
+        a, b = cast(a, dtype), cast(b, dtype)
+        return cast(function(a, b if alpha == 1 else b * alpha), dtype)
+
+    TABLE.update({f"{name}.{overload}": entry for overload in overloads.split()})
+
+
+for _name, _function in {
+    "add": lambda a, b: (a | b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a + b,
+    "mul": lambda a, b: (a & b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a * b,
+    "sub": lambda a, b: a - b,
+    "remainder": lambda a, b: a % b,
+    "bitwise_and": lambda a, b: a & b,
+    "bitwise_or": lambda a, b: a | b,
+    "bitwise_xor": lambda a, b: a ^ b,
+    "__and__": lambda a, b: a & b,
+    "__or__": lambda a, b: a | b,
+}.items():
+    _binary(_name, _function)
+_binary("maximum", hw.maximum, "default")
+_binary("minimum", hw.minimum, "default")
+_binary("rsub", lambda a, b: b - a)
+_binary("pow", lambda a, b: a**b, "Tensor_Tensor Tensor_Scalar Scalar")
+
+
+@aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "true_divide.Tensor")
+def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    if not result.dtype.is_floating_point or rounding_mode == "floor":
+        if rounding_mode == "trunc":
+            raise refuse("aten.div with rounding_mode='trunc' of ints is not supported; use 'floor'")
+        return a // b
+    return hw.trunc(a / b) if rounding_mode == "trunc" else a / b
+
+
+def _comparison(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
+    def entry(result: Result, a: Any, b: Any) -> hw.Tensor:
+        dtype = common_dtype(a, b)
+        return function(cast(a, dtype), cast(b, dtype))
+
+    TABLE.update({f"{name}.{overload}": entry for overload in ("Tensor", "Scalar")})
+
+
+for _name, _function in {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}.items():
+    _comparison(_name, _function)
+
+
+def _logical(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
+    TABLE[f"{name}.default"] = lambda result, a, b: function(*(x if x.dtype == hw.bool_ else x != 0 for x in (a, b)))
+
+
+for _name in ("logical_and", "logical_or", "logical_xor"):
+    _logical(_name, getattr(hw, _name))
+
+
+@aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
+    a, b = cast(a, result.dtype), cast(b, result.dtype)
+    if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
+        b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
+    return hw.where(condition, a, b)
+
+
+@aten("masked_fill.Scalar", "masked_fill.Tensor")
+def _masked_fill(result: Result, x: hw.Tensor, mask: hw.Tensor, value: Any) -> hw.Tensor:
+    return hw.where(mask, cast(value, result.dtype), x)
+
+
+@aten("clamp.default", "clamp.Tensor", "hardtanh.default")
+def _clamp(result: Result, x: hw.Tensor, min: Any = None, max: Any = None) -> hw.Tensor:
+    return hw.clip(x, cast(min, result.dtype), cast(max, result.dtype))
+
+
+@aten("clamp_min.default")
+def _clamp_min(result: Result, x: hw.Tensor, min: Number) -> hw.Tensor:
+    return hw.clip(x, min=min)
+
+
+@aten("clamp_max.default")
+def _clamp_max(result: Result, x: hw.Tensor, max: Number) -> hw.Tensor:
+    return hw.clip(x, max=max)
+
+
+@aten("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default")
+def _to(result: Result, x: hw.Tensor, *_: Any, **__: Any) -> hw.Tensor | None:
+    return cast(x, result.dtype) if result.dtypes else None
+
+
+@aten("clone.default", "alias.default", "detach.default", "contiguous.default", "lift_fresh_copy.default")
+def _same(result: Result, x: hw.Tensor, **_: Any) -> hw.Tensor:
+    return x
+
+
+@aten("dropout.default", "native_dropout.default")
+def _dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
+    if train and p:
+        raise refuse(f"dropout with p={p} in a module that trains is not supported in a forward program; call module.eval()")
+    return x

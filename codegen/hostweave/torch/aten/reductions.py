@@ -1,0 +1,117 @@
+"""Reductions, and what is normalized by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import hostweave as hw
+from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, refuse
+
+
+def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else dim
+    return tuple(d % x.ndim for d in dims) or tuple(range(x.ndim))
+
+
+def _reduction(function: Callable[..., hw.Tensor]) -> Entry:
+    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        return cast(function(cast(x, result.dtype), _dims(x, dim), keepdim), result.dtype)
+
+    return entry
+
+
+for _name, _function in {"sum": hw.sum, "mean": hw.mean}.items():
+    TABLE.update({f"{_name}.{overload}": _reduction(_function) for overload in ("default", "dim", "dim_IntList")})
+TABLE.update({"amax.default": _reduction(hw.max), "amin.default": _reduction(hw.min)})
+TABLE.update({"max.default": _reduction(hw.max), "min.default": _reduction(hw.min)})
+
+
+def _truths(function: Callable[..., hw.Tensor]) -> Entry:
+    def entry(result: Result, x: hw.Tensor, dim: Any = None, keepdim: bool = False) -> hw.Tensor:
+        return function(x if x.dtype == hw.bool_ else x != 0, _dims(x, dim), keepdim)
+
+    return entry
+
+
+for _name, _function in {"any": hw.any, "all": hw.all}.items():
+    TABLE.update({f"{_name}.{overload}": _truths(_function) for overload in ("default", "dim", "dims")})
+
+
+@aten("var.correction", "var.dim")
+def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
+    dims, less = _dims(x, dim), 1 if correction is None else correction
+    sizes = [x.shape[d] for d in dims]
+    if less and not all(isinstance(size, int) for size in sizes):
+        raise refuse(f"a variance with correction={less} over sizes that are not known, {sizes}, is not supported; use correction=0")
+    variance = hw.var(x, dims, 0, keepdim)
+    if not less:
+        return variance
+    count = math.prod(map(int, sizes))
+    return variance * (count / (count - less) if count > less else math.nan)
+
+
+@aten("argmax.default")
+def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
+    return hw.argmax(x, dim, keepdim)
+
+
+@aten("max.dim")
+def _max_dim(result: Result, x: hw.Tensor, dim: int, keepdim: bool = False) -> tuple[hw.Tensor, hw.Tensor]:
+    return hw.max(x, dim, keepdim), hw.argmax(x, dim, keepdim)
+
+
+@aten("cumsum.default")
+def _cumsum(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
+    return hw.cumsum(cast(x, result.dtype), dim)
+
+
+@aten("softmax.int", "_softmax.default", "_safe_softmax.default")
+def _softmax(result: Result, x: hw.Tensor, dim: int, _: Any = None, dtype: Any = None) -> hw.Tensor:
+    return hw.softmax(cast(x, result.dtype), dim)
+
+
+@aten("log_softmax.int", "_log_softmax.default")
+def _log_softmax(result: Result, x: hw.Tensor, dim: int, _: Any = None, dtype: Any = None) -> hw.Tensor:
+    return hw.log_softmax(cast(x, result.dtype), dim)
+
+
+def _normalised(x: hw.Tensor, shape: Sequence[int]) -> hw.Tensor:
+    if len(shape) != 1:
+        raise refuse(f"a norm over the dims {list(shape)} is not supported; normalize over the last dim")
+    return x
+
+
+@aten("layer_norm.default")
+def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> hw.Tensor:
+    return hw.layer_norm(_normalised(x, shape), weight, bias, eps=eps)
+
+
+@aten("rms_norm.default")
+def _rms_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> hw.Tensor:
+    return hw.rms_norm(_normalised(x, shape), weight, eps=torch.finfo(result.dtype).eps if eps is None else eps)
+
+
+@aten("linalg_vector_norm.default")
+def _vector_norm(result: Result, x: hw.Tensor, ord: Number = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    x, dims = cast(x, result.dtype), _dims(x, dim)
+    if ord == 2:
+        return hw.sqrt(hw.sum(x * x, dims, keepdim))
+    if ord in (1, math.inf):
+        return (hw.sum if ord == 1 else hw.max)(hw.abs(x), dims, keepdim)
+    raise refuse(f"a norm of order {ord} is not supported; use 1, 2 or inf")
+
+
+@aten("_native_batch_norm_legit_no_training.default")
+def _batch_norm(
+    result: Result, x: hw.Tensor, weight: Any, bias: Any, mean: hw.Tensor, var: hw.Tensor, momentum: float, eps: float
+) -> tuple[hw.Tensor]:
+    def of_channel(y: hw.Tensor) -> hw.Tensor:
+        return hw.reshape(cast(y, torch.promote_types(result.dtype, torch.float32)), -1, *(1 for _ in range(x.ndim - 2)))
+
+    normed = (cast(x, torch.promote_types(result.dtype, torch.float32)) - of_channel(mean)) * hw.rsqrt(of_channel(var) + eps)
+    normed = normed if weight is None else normed * of_channel(weight)
+    return (cast(normed if bias is None else normed + of_channel(bias), result.dtype),)

@@ -1,0 +1,117 @@
+"""ATen ops as functions of a fusion: one entry an op.
+
+An entry takes the op's result, `Result`, and then the op's own arguments: tensors of the fusion, Python numbers, lists, None.
+Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import hostweave as hw
+from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.frontend.recording import record
+from hostweave.types.tensor import Dim, DType, TensorType
+
+Number = int | float | bool
+Sizes = tuple[int | str, ...]
+
+DTYPES = {
+    torch.float64: hw.f64,
+    torch.float32: hw.f32,
+    torch.float16: hw.f16,
+    torch.bfloat16: hw.bf16,
+    torch.float8_e4m3fn: hw.f8e4m3,
+    torch.float8_e5m2: hw.f8e5m2,
+    torch.int64: hw.i64,
+    torch.int32: hw.i32,
+    torch.int16: hw.i16,
+    torch.int8: hw.i8,
+    torch.uint64: hw.u64,
+    torch.uint32: hw.u32,
+    torch.uint16: hw.u16,
+    torch.uint8: hw.u8,
+    torch.bool: hw.bool_,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What torch says of an op's results: the dtype and the sizes of each."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[Sizes, ...]
+    trace: hw.Tensor  # any tensor of the function, beside which a tensor without operands is made
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    @property
+    def shape(self) -> Sizes:
+        return self.shapes[0]
+
+
+Entry = Callable[..., Any]
+TABLE: dict[str, Entry] = {}
+
+
+def aten(*names: str) -> Callable[[Entry], Entry]:
+    def enter(entry: Entry) -> Entry:
+        TABLE.update(dict.fromkeys(names, entry))
+        return entry
+
+    return enter
+
+
+def refuse(why: str) -> ProgramError:
+    return ProgramError(why, Location.of_caller())
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The dtype by its torch name. Raises ProgramError."""
+    if dtype not in DTYPES:
+        raise refuse(f"{dtype} is not supported; cast to one of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}")
+    return DTYPES[dtype]
+
+
+def cast(x: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(x, hw.Tensor) or x.dtype == dtype_of(dtype):
+        return x
+    return hw.astype(x, dtype_of(dtype))
+
+
+def torch_dtype(x: hw.Tensor) -> torch.dtype:
+    return next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
+
+
+def common_dtype(a: Any, b: Any) -> torch.dtype:
+    """The dtype in which torch compares or computes with two operands."""
+    if isinstance(a, hw.Tensor) and isinstance(b, hw.Tensor):
+        return torch.promote_types(torch_dtype(a), torch_dtype(b))
+    tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
+    return torch.result_type(torch.empty(1, dtype=torch_dtype(tensor)), number)
+
+
+def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
+    """A tensor of one value."""
+    dtype, shape = dtype_of(result.dtype), result.shape
+    if isinstance(value, hw.Tensor):
+        return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
+    length = Dim.of(shape[0] if shape else 1)
+    zeros = record("iota", target=TensorType(hw.i32, (length,)), beside=result.trace) * 0
+    if dtype.kind == "bool":
+        filled = zeros == 0 if value else zeros != 0
+    elif dtype.kind == "float" and not math.isfinite(value):
+        filled = hw.where(zeros == 0, value, hw.astype(zeros, dtype))
+    else:
+        filled = hw.astype(zeros, dtype) + value if value else hw.astype(zeros, dtype)
+    if not shape:
+        return hw.squeeze(filled, 0)
+    filled = hw.expand_dims(filled, tuple(range(1, len(shape)))) if len(shape) > 1 else filled
+    return hw.broadcast_to(filled, *shape)
