@@ -112,7 +112,7 @@ class CompiledModule:
 
     def _bind(self, rank: int | None) -> Program:
         """The program with parameters and constants: this rank's blocks, or the global tensors."""
-        types, mesh = self._graph.input_types(), self._graph.mesh
+        types, mesh = self._graph.input_types, self._graph.mesh
         given: dict[str, Any] = {}
         for name, held in {**self._tensors, **self._graph.bound}.items():
             tensor: Any = held.detach()

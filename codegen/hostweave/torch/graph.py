@@ -134,6 +134,7 @@ class Graph:
         axes = axes or tuple(() for _ in sizes)
         return TensorType(dtype_of(value.dtype), tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True)))
 
+    @cached_property
     def input_types(self) -> dict[str, TensorType]:
         """The type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}

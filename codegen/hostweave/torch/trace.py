@@ -60,7 +60,7 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
         return tuple(_placed(graph, values[node], node) for node in graph.outputs if node not in graph.constants)
 
     program.__name__ = name
-    types: dict[str, Any] = {**graph.input_types()}
+    types: dict[str, Any] = {**graph.input_types}
     return hw.fusion(mesh=graph.mesh, **types)(program)
 
 
@@ -192,10 +192,10 @@ def _layers(graph: Graph) -> list[_Layer]:
 
 
 def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
-    inside, arguments = set(nodes), dict[Node, None]()
+    inside, arguments, computed = set(nodes), dict[Node, None](), set(graph.nodes)
     for node in nodes:
         for argument in node.all_input_nodes:
-            if argument not in inside and (argument in graph.names or argument in graph.nodes):
+            if argument not in inside and (argument in graph.names or argument in computed):
                 arguments[argument] = None
     outside = {argument for node in graph.nodes if node not in inside for argument in node.all_input_nodes} | set(graph.outputs)
     results = [node for node in nodes if node in outside]
@@ -219,7 +219,7 @@ def _signature(graph: Graph, layer: _Layer) -> object:
         value = graph.constants.get(node, node.meta.get("val"))
         return ("constant", value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else (node.name, str(value)[:20])
 
-    types = graph.input_types()
+    types = graph.input_types
     return (
         tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
         tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
@@ -247,7 +247,7 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
     taken: dict[str, None] = {}
     names: list[str] = []
     inputs: dict[str, Any] = {}
-    stated = graph.input_types()
+    stated = graph.input_types
     for node in layer.arguments:
         own = name_of(graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}."))
         names.append(unique_name(own or graph.names.get(node, "x"), taken))
