@@ -14,7 +14,7 @@ from hostweave.emit.kernel_loops import BY_BLOCK_LANES, BY_LANE_PARTS, ONE, Loop
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, ORDER, VALUE
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
@@ -60,6 +60,7 @@ class Kernel:
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
     last: tuple[str, ...] = ()  # a last walk, for results of every element
+    terms: str = ""  # the parameter that kernels of several ranks add up
 
 
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
@@ -109,6 +110,8 @@ class KernelEmitter:
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
+        exchange = kernel.exchanges
+        self.terms = {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}  # and of how many ranks
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = Names((*integers.sizes.values(), *functions, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -172,7 +175,7 @@ class KernelEmitter:
     # --- bodies ---
 
     def kernel(self, body: tuple[str, ...], walks: Iterable[Walk] = (), stores: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Kernel:
-        params = [f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs]
+        params = [f"{self.array_of(name)} {self.pointers[name]}" for name in self.inputs]
         params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
@@ -194,8 +197,14 @@ class KernelEmitter:
             walks=tuple(walks),
             stores=stores,
             last=last,
+            terms=next((self.pointers[name] for name in self.inputs if name in self.terms), ""),
         )
         return replace(kernel, form=self.form(kernel))
+
+    def array_of(self, name: str) -> str:
+        """The type of the parameter that is an input."""
+        cpp = self.types[name].dtype.cpp
+        return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
@@ -463,6 +472,8 @@ class Section:
         """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
+        if op.kind == "all_reduce":  # the operand is no pointer
+            return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
         return self.kernel.cpp(op) == "{0}"

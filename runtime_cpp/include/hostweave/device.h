@@ -3,8 +3,10 @@
 
 #ifdef __CUDACC__
 #define HW_DEVICE __device__ inline
+#define HW_NOINLINE __device__ __noinline__
 #else
 #define HW_DEVICE inline
+#define HW_NOINLINE inline
 #endif
 
 // Words of CUDA that kernels written by hand may have, where no header of CUDA has defined them.

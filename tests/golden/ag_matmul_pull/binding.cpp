@@ -25,6 +25,7 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .one_sided_channels = kOneSidedChannels,
+    .prepares_together = true,
     .inputs = kInputs,
     .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
