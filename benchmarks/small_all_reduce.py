@@ -62,7 +62,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
     for rows in ROWS:
         x = torch.randn(rows, WIDTH, device="cuda").bfloat16()
         dist.broadcast(x, 0)
-        factors = [torch.randn(rows, WIDTH, device="cuda").bfloat16() for _ in range(STEPS)]
+        factors = [(torch.randn(rows, WIDTH, device="cuda") * 0.1).bfloat16() for _ in range(STEPS)]
         with torch.no_grad():
             eager = partial(_in_torch, _first_term, _step, x, n, factors)
             compiled = partial(_in_torch, begin, step, x, n, factors)

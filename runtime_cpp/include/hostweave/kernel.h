@@ -64,6 +64,24 @@ HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
 
+// What is loaded where others may be asked for first: memory at once, what is an array to a kernel alone when it is there.
+template <int kCount, class T>
+HW_DEVICE Values<T, kCount> request(const T* first) {
+  return hw::load<kCount>(first);
+}
+template <int kCount, class Place>
+HW_DEVICE auto request(const Place& place) -> decltype(place.template request<kCount>()) {
+  return place.template request<kCount>();
+}
+template <class T, int kCount>
+HW_DEVICE Values<T, kCount> received(const Values<T, kCount>& values) {
+  return values;
+}
+template <class Request>
+HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
+  return request.received();
+}
+
 // Whether indices of 0..n, and of a step past them, have 32 bits: kernels that divide them are the faster for it.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 

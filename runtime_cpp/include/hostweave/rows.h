@@ -105,9 +105,12 @@ struct Row : ThreadGroup<kThreads> {
     if constexpr (kWidth == 1) {
       return ReloadedRow<Place, 1>{row};
     } else {
+      decltype(hw::request<kWidth>(row)) requested[kEach];
+#pragma unroll
+      for (int number = 0; number < kEach; ++number) requested[number] = hw::request<kWidth>(row + first(number));
       RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
 #pragma unroll
-      for (int number = 0; number < kEach; ++number) held.values[number] = hw::load<kWidth>(row + first(number));
+      for (int number = 0; number < kEach; ++number) held.values[number] = hw::received(requested[number]);
       return held;
     }
   }
@@ -130,10 +133,15 @@ struct RowUpTo : ThreadGroup<0> {
   static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
   template <class Place>
   HW_DEVICE auto load(Place row) const {
+    decltype(hw::request<kWidth>(row)) requested[kEach];
+#pragma unroll
+    for (int number = 0; number < kEach; ++number) {
+      if (first(number) < length) requested[number] = hw::request<kWidth>(row + first(number));
+    }
     RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
 #pragma unroll
     for (int number = 0; number < kEach; ++number) {
-      if (first(number) < length) held.values[number] = hw::load<kWidth>(row + first(number));
+      if (first(number) < length) held.values[number] = hw::received(requested[number]);
     }
     return held;
   }

@@ -23,6 +23,7 @@ template <class T, int kCount>
 struct Values;  // of kernel.h, which host programs need not read
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first);
+HW_DEVICE void griddep_launch();
 
 struct alignas(16) Packet {
   uint32_t first, number, second, number_too;
@@ -39,7 +40,7 @@ struct Exchange {
 template <class T, int kRanks>
 struct TermsAt;
 
-// The argument of a kernel, that begins with begin() and ends with end().
+// The argument of a kernel, that begins with begin().
 template <class T, int kRanks>
 struct Terms {
   const T* own;
@@ -48,11 +49,15 @@ struct Terms {
   Exchange exchange;
   uint32_t number;  // of this exchange
 
-  HW_DEVICE TermsAt<T, kRanks> operator+(int64_t first) const { return {*this, first}; }
+  HW_DEVICE TermsAt<T, kRanks> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return (*this + i).element(); }
   template <int kCount>
   HW_DEVICE auto load() const {
     return (*this + 0).template load<kCount>();
+  }
+  template <int kCount>
+  HW_DEVICE auto request() const {
+    return (*this + 0).template request<kCount>();
   }
 
 #ifdef __CUDACC__
@@ -60,107 +65,185 @@ struct Terms {
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term.
+  // Sends this rank's term, and counts the exchange when all blocks know its number. Loads come before stores, as each takes its
+  // time.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
     const int64_t step = int64_t{gridDim.x} * blockDim.x;
-    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i * kPart < count; i += step) {
-      uint32_t words[2] = {};
-      if ((i + 1) * kPart <= count && reinterpret_cast<uintptr_t>(own) % kPacketBytes == 0) {
-        const uint2 both = *reinterpret_cast<const uint2*>(own + i * kPart);
-        words[0] = both.x, words[1] = both.y;
-      } else {
-        for (int e = 0; e < kPart && i * kPart + e < count; ++e) reinterpret_cast<T*>(words)[e] = own[i * kPart + e];
+    constexpr int kAtOnce = 8;
+    for (int64_t from = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; from * kPart < count; from += kAtOnce * step) {
+      uint2 parts[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        if ((from + n * step) * kPart < count) parts[n] = part(from + n * step);
       }
 #pragma unroll
-      for (int peer = 0; peer < kRanks; ++peer) {
-        if (peer == exchange.rank) continue;
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(exchange.landing[peer] + slot_of(exchange.rank) + i),
-                     "r"(words[0]), "r"(number), "r"(words[1]), "r"(number)
+      for (int n = 0; n < kAtOnce; ++n) {
+        if ((from + n * step) * kPart >= count) break;
+#pragma unroll
+        for (int peer = 0; peer < kRanks; ++peer) {
+          if (peer == exchange.rank) continue;
+          asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(exchange.landing[peer] + slot_of(exchange.rank) +
+                                                                              from + n * step),
+                       "r"(parts[n].x), "r"(number), "r"(parts[n].y), "r"(number)
+                       : "memory");
+        }
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicInc(exchange.state + 1, gridDim.x - 1) == gridDim.x - 1) *exchange.state = number;
+    griddep_launch();
+  }
+
+  // What a packet holds, with zeros past the end.
+  HW_DEVICE uint2 part(int64_t i) const {
+    if ((i + 1) * kPart <= count && reinterpret_cast<uintptr_t>(own) % kPacketBytes == 0) {
+      return *reinterpret_cast<const uint2*>(own + i * kPart);
+    }
+    uint2 last{};
+    for (int e = 0; e < kPart && i * kPart + e < count; ++e) reinterpret_cast<T*>(&last)[e] = own[i * kPart + e];
+    return last;
+  }
+
+  // Loads some packets of the others, from this one on, which may be there or not. Those of this rank are left as they are.
+  template <int kMany>
+  HW_DEVICE void look(int64_t from, Packet (&packets)[kRanks][kMany]) const {
+#pragma unroll
+    for (int peer = 0; peer < kRanks; ++peer) {
+      if (peer == exchange.rank) continue;
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) {
+        Packet& packet = packets[peer][i];
+        asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(packet.first), "=r"(packet.number), "=r"(packet.second), "=r"(packet.number_too)
+                     : "l"(exchange.landing[exchange.rank] + slot_of(peer) + from + i)
                      : "memory");
       }
     }
   }
 
-  // Counts the exchange, when all blocks have what they waited for.
-  HW_DEVICE void end() const {
-    if (gathered) return;
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicInc(exchange.state + 1, gridDim.x - 1) == gridDim.x - 1) *exchange.state = number;
+  // Loads them again until they are there.
+  template <int kMany>
+  HW_DEVICE void wait(int64_t from, Packet (&packets)[kRanks][kMany]) const {
+    for (uint32_t waited = 1; !is_there(packets); ++waited) {
+      if (waited % 1024 == 0 && *static_cast<const volatile uint32_t*>(exchange.aborted)) return;
+      look(from, packets);
+    }
   }
 
-  // Some packets of the others, from this one on. Those of this rank are left as they are.
   template <int kMany>
-  HW_DEVICE void receive(int64_t from, Packet (&packets)[kRanks][kMany]) const {
-    for (uint32_t waited = 1;; ++waited) {
-      bool arrived = true;
+  HW_DEVICE bool is_there(const Packet (&packets)[kRanks][kMany]) const {
+    bool all = true;
 #pragma unroll
-      for (int peer = 0; peer < kRanks; ++peer) {
-        if (peer == exchange.rank) continue;
+    for (int peer = 0; peer < kRanks; ++peer) {
+      if (peer == exchange.rank) continue;
 #pragma unroll
-        for (int i = 0; i < kMany; ++i) {
-          Packet& packet = packets[peer][i];
-          asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                       : "=r"(packet.first), "=r"(packet.number), "=r"(packet.second), "=r"(packet.number_too)
-                       : "l"(exchange.landing[exchange.rank] + slot_of(peer) + from + i)
-                       : "memory");
-        }
-      }
-#pragma unroll
-      for (int peer = 0; peer < kRanks; ++peer) {
-        if (peer == exchange.rank) continue;
-#pragma unroll
-        for (int i = 0; i < kMany; ++i) arrived &= packets[peer][i].number == number && packets[peer][i].number_too == number;
-      }
-      if (arrived || (waited % 1024 == 0 && *static_cast<const volatile uint32_t*>(exchange.aborted))) return;
+      for (int i = 0; i < kMany; ++i) all &= packets[peer][i].number == number && packets[peer][i].number_too == number;
     }
+    return all;
   }
 #else
   HW_DEVICE void begin() {}
-  HW_DEVICE void end() const {}
 #endif
 };
+
+// Some sums that have been asked for: others can be asked for before these are waited for.
+template <class T, int kRanks, int kCount>
+struct RequestedTerms;
 
 // The sums from an element on.
 template <class T, int kRanks>
 struct TermsAt {
-  const Terms<T, kRanks>& terms;
+  const Terms<T, kRanks>* terms;
   int64_t first;
 
   HW_DEVICE TermsAt operator+(int64_t further) const { return {terms, first + further}; }
 
   // Not inlined, as kernels that read one by one do so in many places.
-  HW_NOINLINE T element() const { return sum_of<1>()[0]; }
+  HW_NOINLINE T element() const { return requested<1>().received()[0]; }
 
   template <int kCount>
   HW_DEVICE Values<T, kCount> load() const {
     if constexpr (kCount == 1) {
       return {element()};
     } else {
-      return sum_of<kCount>();
+      return requested<kCount>().received();
+    }
+  }
+
+  template <int kCount>
+  HW_DEVICE auto request() const {
+    if constexpr (kCount == 1) {
+      return load<1>();
+    } else {
+      return requested<kCount>();
     }
   }
 
  private:
   template <int kCount>
-  HW_DEVICE Values<T, kCount> sum_of() const {
+  HW_DEVICE RequestedTerms<T, kRanks, kCount> requested() const {
+    RequestedTerms<T, kRanks, kCount> made;
+    made.ask(*this);
+    return made;
+  }
+};
+
+template <class T, int kRanks, int kCount>
+struct RequestedTerms {
+  TermsAt<T, kRanks> at;
+
+#ifdef __CUDACC__
+  // Elements that are loaded together fill packets, or are a part of one.
+  static constexpr int kPart = Terms<T, kRanks>::kPart, kMany = kCount > kPart ? kCount / kPart : 1;
+  static_assert(kMany * kPart == kCount || kPart % kCount == 0);
+  Packet packets[kRanks][kMany];
+
+  HW_DEVICE void ask(const TermsAt<T, kRanks>& place) {
+    at = place;
+    if (!at.terms->gathered) at.terms->look(at.first / kPart, packets);
+  }
+#else
+  HW_DEVICE void ask(const TermsAt<T, kRanks>& place) { at = place; }
+#endif
+
+  // Their sums, when they are there.
+  HW_DEVICE Values<T, kCount> received() {
+    const Terms<T, kRanks>& terms = *at.terms;
     Values<T, kCount> each[kRanks];
 #ifdef __CUDACC__
     if (!terms.gathered) {
-      receive(each);
+      take(each);
       return sum(each);
     }
 #endif
 #pragma unroll
     for (int rank = 0; rank < kRanks; ++rank) {
 #pragma unroll
-      for (int e = 0; e < kCount; ++e) each[rank][e] = terms.gathered[rank * terms.count + first + e];
+      for (int e = 0; e < kCount; ++e) each[rank][e] = terms.gathered[rank * terms.count + at.first + e];
     }
     return sum(each);
   }
 
-  template <int kCount>
+ private:
+#ifdef __CUDACC__
+  HW_DEVICE void take(Values<T, kCount> (&each)[kRanks]) {
+    const Values<T, kCount> own = hw::load<kCount>(at.terms->own + at.first);
+    at.terms->wait(at.first / kPart, packets);
+    const int within = kCount < kPart ? static_cast<int>(at.first % kPart) : 0;
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      uint32_t words[2 * kMany];
+#pragma unroll
+      for (int i = 0; i < kMany; ++i) words[2 * i] = packets[rank][i].first, words[2 * i + 1] = packets[rank][i].second;
+#pragma unroll
+      for (int e = 0; e < kCount; ++e)
+        each[rank][e] = rank == at.terms->exchange.rank ? own[e] : reinterpret_cast<const T*>(words)[within + e];
+    }
+  }
+#endif
+
   static HW_DEVICE Values<T, kCount> sum(const Values<T, kCount> (&each)[kRanks]) {
     Values<T, kCount> sums;
 #pragma unroll
@@ -172,30 +255,6 @@ struct TermsAt {
     }
     return sums;
   }
-
-#ifdef __CUDACC__
-  // Elements that are loaded together fill packets, or are a part of one.
-  template <int kCount>
-  HW_DEVICE void receive(Values<T, kCount> (&each)[kRanks]) const {
-    constexpr int kPart = Terms<T, kRanks>::kPart, kMany = kCount > kPart ? kCount / kPart : 1;
-    static_assert(kMany * kPart == kCount || kPart % kCount == 0);
-    Packet packets[kRanks][kMany];
-    terms.template receive<kMany>(first / kPart, packets);
-    const int within = kCount < kPart ? static_cast<int>(first % kPart) : 0;
-#pragma unroll
-    for (int rank = 0; rank < kRanks; ++rank) {
-      if (rank == terms.exchange.rank) {
-        each[rank] = hw::load<kCount>(terms.own + first);
-        continue;
-      }
-      uint32_t words[2 * kMany];
-#pragma unroll
-      for (int i = 0; i < kMany; ++i) words[2 * i] = packets[rank][i].first, words[2 * i + 1] = packets[rank][i].second;
-#pragma unroll
-      for (int e = 0; e < kCount; ++e) each[rank][e] = reinterpret_cast<const T*>(words)[within + e];
-    }
-  }
-#endif
 };
 
 // Whether what a kernel reads of it may be read 16 bytes at once.
