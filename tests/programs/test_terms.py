@@ -111,6 +111,29 @@ def test_what_is_left_to_the_library() -> None:
     assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 
+def test_captured_beside_calls() -> None:
+    """Graphs and calls of two programs, which take turns on their channel."""
+    ranks = 2
+    program, other = compiled(reduced(hw.f32, ranks)), compiled(reduced(hw.f32, ranks, rows="T", width=8))
+    p = np.arange(ranks * 4 * 64, dtype=np.float32).reshape(ranks, 4, 64) - 100
+    q = np.arange(ranks * 3 * 8, dtype=np.float32).reshape(ranks, 3, 8) - 20
+    threads = hw.Threads(ranks)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        mine, small = p[rank : rank + 1].copy(), q[rank : rank + 1].copy()
+        step, tiny = program.capture(mine), other.capture(small)
+        for times in range(1, 4):
+            mine[:], small[:] = p[rank] * times, q[rank] * times
+            for _ in range(2):
+                np.testing.assert_array_equal(step(), np.maximum(p.sum(0) * times, 0))
+                np.testing.assert_array_equal(other(small[:, :2]), np.maximum(q.sum(0)[:2] * times, 0))
+                np.testing.assert_array_equal(tiny(), np.maximum(q.sum(0) * times, 0))
+                np.testing.assert_array_equal(program(mine), step.outputs)
+
+    threads.run(on_rank)
+
+
 # --- the verifier and the check -----------------------------------------------------------------------------------------
 
 KERNEL = """
