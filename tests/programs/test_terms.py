@@ -26,6 +26,7 @@ from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
+from hostweave.runtime.group import Group
 from hostweave.targets.target import find_target
 from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
@@ -132,6 +133,20 @@ def test_captured_beside_calls() -> None:
                 np.testing.assert_array_equal(program(mine), step.outputs)
 
     threads.run(on_rank)
+
+
+def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "hosts", 2)
+    program, threads = hw.compile(reduced(hw.f32, rows=2)), hw.Threads(2)
+    p = np.arange(256, dtype=np.float32).reshape(2, 2, 64)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        np.testing.assert_array_equal(program(p[rank : rank + 1].copy()), p.sum(0))
+
+    threads.run(on_rank)
+    assert "launch_all_reduce" in program.host_ir
+    assert "launch_all_reduce" not in program._on_several_hosts.host_ir
 
 
 # --- the verifier and the check -----------------------------------------------------------------------------------------
