@@ -32,6 +32,7 @@ struct TermExchange::Shared {
   bool prepared = false;
   bool in_packets = false;
   Exchange exchange{};
+  int multiprocessors = 1;
   DeviceMemory gathered;
 
   // Lasts as long as the rank.
@@ -122,6 +123,7 @@ void TermExchange::Shared::connect(const Channel& channel) {
   exchange.rank = static_cast<int>(channel.rank());
 
   const Card own = card_of(landing);
+  HW_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, own.device));
   const std::vector<Card> cards = gather(channel, own);
   int32_t reaches_all = 1;
   for (size_t peer = 0; peer < cards.size(); ++peer) {
@@ -153,6 +155,8 @@ CallOrder& TermExchange::calls(Rank& rank) {
 }
 
 const Exchange& TermExchange::exchange() const { return shared_.exchange; }
+
+int64_t TermExchange::most_blocks() const { return shared_.multiprocessors; }
 
 const void* TermExchange::gathered(const void* own, int64_t bytes, cudaStream_t stream) const {
   if (bytes > kExchangeBytes) {

@@ -29,6 +29,9 @@ class TermExchange {
     return {own, count, static_cast<const T*>(gathered(own, count * static_cast<int64_t>(sizeof(T)), stream)), exchange(), 0};
   }
 
+  // That run at once, as they must: they wait for those of other ranks.
+  int64_t most_blocks() const;
+
   struct Shared;
 
  private:
@@ -54,7 +57,7 @@ AnyAccess any(const Terms<T, kRanks>& terms) {
 template <class T, int kRanks, class... Params, class... Args>
 cudaError_t launch_all_reduce(void (*kernel)(Terms<T, kRanks>, Params...), Grid grid, cudaStream_t stream,
                               const TermExchange& exchange, const Access<const T>& own, const Args&... args) {
-  grid.blocks = smaller(grid.blocks, kExchangeBlocks);
+  grid.blocks = smaller(grid.blocks, exchange.most_blocks());
   return launch_pdl(kernel, grid, stream, exchange.terms<T, kRanks>(own.pointer, own.count, stream), args...);
 }
 

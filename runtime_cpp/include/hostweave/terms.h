@@ -17,7 +17,6 @@ constexpr int kExchangeRanks = 8;                            // at most
 constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // of a term, at most
 constexpr int64_t kPacketBytes = 8;                          // of a term, in one packet
 constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // of a rank, in one slot
-constexpr int64_t kExchangeBlocks = 128;  // at most, so that all run at once: they wait for those of other ranks
 
 template <class T, int kCount>
 struct Values;  // of kernel.h, which host programs need not read
@@ -218,9 +217,9 @@ struct RequestedTerms {
       return sum(each);
     }
 #endif
-#pragma unroll
+    HW_UNROLL
     for (int rank = 0; rank < kRanks; ++rank) {
-#pragma unroll
+      HW_UNROLL
       for (int e = 0; e < kCount; ++e) each[rank][e] = terms.gathered[rank * terms.count + at.first + e];
     }
     return sum(each);
@@ -246,10 +245,10 @@ struct RequestedTerms {
 
   static HW_DEVICE Values<T, kCount> sum(const Values<T, kCount> (&each)[kRanks]) {
     Values<T, kCount> sums;
-#pragma unroll
+    HW_UNROLL
     for (int e = 0; e < kCount; ++e) {
       auto total = static_cast<float>(each[0][e]);
-#pragma unroll
+      HW_UNROLL
       for (int rank = 1; rank < kRanks; ++rank) total += static_cast<float>(each[rank][e]);
       sums[e] = T(total);
     }
