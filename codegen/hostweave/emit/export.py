@@ -27,7 +27,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     """
     emitted = Program(program)
     alone = reference if isinstance(reference, str) else Program(reference)
-    if isinstance(alone, Program) and alone.inputs_in_turn != emitted.inputs_in_turn:  # of only one of them, calls take inputs as they are
+    if isinstance(alone, Program) and alone.in_turn != emitted.in_turn:  # of only one of them, calls take inputs as they are
         emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
     main = main_view(emitted, alone if isinstance(alone, str) else reference_view(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
@@ -18,7 +19,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
-RANK = "r"
+RANK, INDEX = "r", "i"
 # Targets that are CMake's own or the runtime's, and folders of a build.
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
@@ -39,7 +40,7 @@ class RankChannel:
 
 @dataclass(frozen=True)
 class Tensor:
-    name: str
+    label: str  # C++ for the user's name
     field: str
     cpp: str
     dtype: str
@@ -53,13 +54,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class TensorsInTurn:
-    """An array of structs of which each call of a function takes one."""
+    """An array of structs that have what each call of a function takes and gives of its own."""
 
     struct: str
     field: str
     count: int
-    members: tuple[Tensor, ...]  # of the first
-    first: int  # the number of its first input
+    names: tuple[str, ...]  # the user's, of what the first call takes and gives
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def members(self) -> tuple[Tensor, ...]:
+        return (*self.inputs, *self.outputs)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Main:
     channels: tuple[RankChannel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[Output, ...]  # without those in arrays
     reference: Reference | str  # or why there is none
 
     @property
@@ -125,27 +131,39 @@ def main_view(view: Program, reference: Reference | str) -> Main:
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
         dims = [f"{{{', '.join((integers.alone(dim.size), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
-        return argument.name, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
+        return argument.label, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
 
     inputs = {
         x.name: Tensor(*tensor(number, parameter, x)) for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
     }
+    outputs = {
+        y.name: Output(*tensor(0, parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
+        for parameter, y in zip(program.outputs, view.outputs, strict=True)
+    }
     layers = []
-    for each in view.layers:
-        members = tuple(inputs[name] for name in each.inputs[0])
-        layers.append(TensorsInTurn(each.struct, each.field, len(each.inputs), members, members[0].number))
+    for _, of_function in groupby(view.layers, lambda each: each.function):
+        sides = {each.side: each for each in of_function}
+        taken, given = (dict(zip(each.names[0], each.patterns, strict=True)) if each else {} for each in map(sides.get, ("in", "out")))
+        one = next(iter(sides.values()))
+        layers.append(
+            TensorsInTurn(
+                view.context.names.of(f"{one.base}Tensors", "struct"),
+                one.field,
+                len(one.names),
+                (*taken, *given),
+                tuple(inputs[name] for name in taken),
+                tuple(replace(outputs[name], label=pattern.cpp(INDEX)) for name, pattern in given.items()),
+            )
+        )
 
     return Main(
         executable=executable_of(program.name),
         programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
         sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.paths),
+        inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.places),
         layers=tuple(layers),
-        outputs=tuple(
-            Output(*tensor(0, parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
-            for parameter, y in zip(program.outputs, view.outputs, strict=True)
-        ),
+        outputs=tuple(outputs[y.name] for y in view.outputs if y.name not in view.context.places),
         reference=reference,
     )
 
