@@ -142,6 +142,12 @@ class Program:
         return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The C++ of the program itself: its kernels, where it has some, and those of the user."""
+        kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
+        return ("program.h", "program.cpp", *kernels, *own)
+
+    @property
     def texts(self) -> Iterable[UserFunction]:
         """One source for each text: several functions may stand in one."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
