@@ -72,7 +72,7 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
     emitted = emitter.emit()
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
-    for one in emitter.late if emitter.loops.row_threads else []:
+    for one in (name for name in emitter.late if emitter.loops.row_threads and name not in again):
         rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
         late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):

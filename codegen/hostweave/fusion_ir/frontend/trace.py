@@ -357,7 +357,7 @@ def traced(
     function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
 ) -> Fusion:
     """What a function computes; `word` says what it is, a fusion or a function. Raises ProgramError."""
-    name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
+    name = name_of(function) or "program"
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), pinned=True, name=parameter)
@@ -396,12 +396,18 @@ def _placed(type: TensorType, program: Mesh, location: Location) -> TensorType:
     return placed
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """A name for generated code: that of the function, also of one that is called by a partial. Lambdas and objects have none."""
+    name = str(getattr(getattr(function, "func", function), "__name__", ""))
+    return name if name.isidentifier() and name.isascii() else ""
+
+
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
     """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given.
 
     A parameter that has a default and no type is no input: the function takes the default.
     """
-    here = f"{word} @{function.__name__}"
+    here = f"{word} @{name_of(function) or 'program'}"
     declared = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
