@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
@@ -12,6 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
+from hostweave.emit.templates import braced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
@@ -46,6 +46,8 @@ class Tensor:
     dtype: str
     dims: str
     number: int  # among the inputs
+    twin: str  # the first rank that holds the same
+    on: str  # the condition that rank r has it
 
     @property
     def initializer(self) -> str:
@@ -61,17 +63,11 @@ class TensorsInTurn:
     count: int
     names: tuple[str, ...]  # the user's, of what the first call takes and gives
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[Tensor, ...]
 
     @property
     def members(self) -> tuple[Tensor, ...]:
         return (*self.inputs, *self.outputs)
-
-
-@dataclass(frozen=True)
-class Output(Tensor):
-    twin: str  # the first rank that holds the same
-    on: str  # the condition that rank r has it
 
 
 @dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Main:
     channels: tuple[RankChannel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
-    outputs: tuple[Output, ...]  # without those in arrays
+    outputs: tuple[Tensor, ...]  # without those in arrays
     reference: Reference | str  # or why there is none
 
     @property
@@ -126,44 +122,32 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     named = list(zip(program.symbols(), view.sizes, strict=False))
     integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
 
-    def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
+    def tensor(number: int, parameter: Parameter, argument: Argument) -> Tensor:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-        dims = [f"{{{', '.join((integers.alone(dim.size), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
-        return argument.label, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
+        dims = braced(braced((integers.alone(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
+        return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
-    inputs = {
-        x.name: Tensor(*tensor(number, parameter, x)) for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
-    }
-    outputs = {
-        y.name: Output(*tensor(0, parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
-        for parameter, y in zip(program.outputs, view.outputs, strict=True)
-    }
-    layers = []
-    for _, of_function in groupby(view.layers, lambda each: each.function):
-        sides = {each.side: each for each in of_function}
-        taken, given = (dict(zip(each.names[0], each.patterns, strict=True)) if each else {} for each in map(sides.get, ("in", "out")))
-        one = next(iter(sides.values()))
-        layers.append(
-            TensorsInTurn(
-                view.context.names.of(f"{one.base}Tensors", "struct"),
-                one.field,
-                len(one.names),
-                (*taken, *given),
-                tuple(inputs[name] for name in taken),
-                tuple(replace(outputs[name], label=pattern.cpp(INDEX)) for name, pattern in given.items()),
-            )
-        )
+    parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
+    tensors = {x.name: tensor(number, parameter, x) for number, (parameter, x) in enumerate(parameters)}
+
+    def in_turn(function: str) -> TensorsInTurn:
+        sides = [each for each in view.layers if each.function == function]
+        labels = {name: pattern.cpp(INDEX) for each in sides for name, pattern in zip(each.names[0], each.patterns, strict=True)}
+        members = {name: replace(tensors[name], label=label) for name, label in labels.items()}
+        of = {each.side: tuple(members[name] for name in each.names[0]) for each in sides}
+        struct = view.context.names.of(f"{sides[0].base}Tensors", "struct")
+        return TensorsInTurn(struct, sides[0].field, len(sides[0].names), tuple(members), of.get("in", ()), of.get("out", ()))
 
     return Main(
         executable=executable_of(program.name),
         programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
         sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.places),
-        layers=tuple(layers),
-        outputs=tuple(outputs[y.name] for y in view.outputs if y.name not in view.context.places),
+        inputs=tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places),
+        layers=tuple(map(in_turn, dict.fromkeys(each.function for each in view.layers))),
+        outputs=tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places),
         reference=reference,
     )
 
