@@ -41,6 +41,16 @@ class ChannelMember:
     def along(self) -> str:
         return ", ".join(self.ir.axes)
 
+    @property
+    def key(self) -> str:
+        """By which a rank has it: the mesh and the axes."""
+        return f'"{self.ir.mesh}", "{self.along}"' if self.flag else f'kMesh, "{self.along}"'
+
+    @property
+    def transport(self) -> str:
+        """The last argument of calls about it, where it is another than usual."""
+        return ", hw::Transport::one_sided" if self.has_windows else ""
+
 
 @dataclass(frozen=True)
 class Plan:

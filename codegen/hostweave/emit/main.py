@@ -30,11 +30,9 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 class RankChannel:
     """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
-    key: str  # the mesh and the axes
-    transport: str  # where it is another than usual
+    of: context.ChannelMember
     color: str
     rank_in_group: str
-    size: int
     on: str  # the condition that rank r is in its mesh
 
 
@@ -169,11 +167,7 @@ def executable_of(program: str) -> str:
 def _channel(channel: context.ChannelMember, program: Mesh) -> RankChannel:
     mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
-    key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
-    transport = "hw::Transport::one_sided" if channel.has_windows else ""
-    return RankChannel(
-        key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program)
-    )
+    return RankChannel(channel, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

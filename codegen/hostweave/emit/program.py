@@ -183,10 +183,8 @@ class Program:
 
 def _lookup(channel: ChannelMember) -> str:
     """What the constructor takes for it."""
-    transport = ", hw::Transport::one_sided" if channel.has_windows else ""
-    if not channel.flag:
-        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}{transport})'
-    return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}{transport}) : hw::kNoChannel'
+    found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
+    return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 
 
 def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
