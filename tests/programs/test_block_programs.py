@@ -223,7 +223,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
             x, state, total = layer(x, given[f"w_{i}"], given[f"kept_{i}"])
             kept.append(state)
             sums.append(total)
-        return x, *kept, sums[1] + kept[2][:, 0]
+        return x, *kept, sums[3] + kept[2][:, 0]
 
     program = compiled(stateful)
     lines = [line.strip() for line in program.source.splitlines()]
