@@ -178,7 +178,8 @@ class KernelEmitter:
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        rows = ((self.elements(name), shifted(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        held = sorted(self.held, key=lambda name: name in self.terms)  # what others send comes last
+        rows = ((self.elements(name), shifted(self.pointers[name], self.loops.row_of(name))) for name in held)
         kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,

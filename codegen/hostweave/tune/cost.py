@@ -31,8 +31,8 @@ BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
-EXCHANGE = 4e-6  # seconds in which a kernel has the first terms of others
-PACKETS = 250e9  # bytes in a second that it sends, of which half are its term
+EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
+PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
