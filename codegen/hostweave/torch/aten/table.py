@@ -22,7 +22,7 @@ from hostweave.types.tensor import Dim, DType, TensorType
 Number = int | float | bool
 Sizes = tuple[int | str, ...]
 
-DTYPES = {getattr(torch, dtype.long_name): dtype for dtype in BY_NAME.values()}
+DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for dtype in BY_NAME.values()}
 
 
 @dataclass(frozen=True)
