@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,11 +32,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     The flags are those of users. Tests that take CXX away build without precompiled headers.
     """
+    gc.disable()  # while modules are imported, which leave no garbage
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
         os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
         config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: a collection that looked at all of it would take longer than most tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
