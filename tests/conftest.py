@@ -8,9 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from compiler import with_precompiled_headers
+from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 
 from hostweave.build.cuda import gpus
+
+OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
 
 # No worker is left with one of these when the others are done.
 LONGEST = (
@@ -30,14 +32,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
 
-    The flags are those of users. Tests that take CXX away build without precompiled headers.
+    Where there are GPUs the flags are those of users. Elsewhere nothing is optimised but for the tests that use `optimised_kernels`, and
+    for those that take CXX away, which build without precompiled headers, too.
     """
     gc.disable()  # while modules are imported, which leave no garbage
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
-        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
+        usual = (PROGRAM, KERNELS, LIBRARY) if gpus() else ()
+        os.environ[OPTIMISING] = str(with_precompiled_headers(Path(folder.name), "optimising-c++", (*usual, KERNELS)))
+        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name), "c++", usual))
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture
+def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled as those of users are: for tests of what they compute."""
+    monkeypatch.setenv("CXX", os.environ[OPTIMISING])
 
 
 def pytest_collection_finish() -> None:

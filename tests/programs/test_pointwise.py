@@ -19,6 +19,8 @@ from hostweave.types.tensor import DType
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
+pytestmark = pytest.mark.usefixtures("optimised_kernels")
+
 EDGES = (0.0, 0.5, 1.0, 1.5, 2.5, 3.7, 2.0**-130, 8388607.5, 2.0**31, 1e30, np.inf)
 SMALL = (0, 1, 2, 3, 100)
 DTYPES = {
