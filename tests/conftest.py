@@ -11,7 +11,9 @@ import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 
 from hostweave.build.cuda import gpus
+from hostweave.build.nvrtc import Unit
 
+COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
 
 # No worker is left with one of these when the others are done.
@@ -39,9 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
-        usual = (PROGRAM, KERNELS, LIBRARY) if gpus() else ()
-        os.environ[OPTIMISING] = str(with_precompiled_headers(Path(folder.name), "optimising-c++", (*usual, KERNELS)))
-        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name), "c++", usual))
+        optimising, quick = (with_precompiled_headers(Path(folder.name), *named) for named in COMPILERS.items())
+        os.environ[OPTIMISING], os.environ["CXX"] = str(optimising), str(optimising if gpus() else quick)
         config.add_cleanup(folder.cleanup)
 
 
@@ -49,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled as those of users are: for tests of what they compute."""
     monkeypatch.setenv("CXX", os.environ[OPTIMISING])
+
+
+@pytest.fixture
+def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC takes the kernels of a program together, as those of an edited file: half the time where they are many."""
+    monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
 def pytest_collection_finish() -> None:
