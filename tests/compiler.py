@@ -38,8 +38,13 @@ esac
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
 *{options}" -c "*{last}*)
-  test -e {header}.gch || flock {header}.lock sh -c {make} || exit
-  exec {compiler} -include {header} "$@" {level} ;;"""
+  header={header}{wider}
+  test -e "$header.gch" || flock "$header.lock" sh -c {make} "$header" || exit
+  exec {compiler} -include "$header" "$@" {level} ;;"""
+# What few programs include, and what takes longer to read than all others together.
+WIDER = ("attention", "window")
+IF_WIDER = f"""
+  if grep -qsE 'hostweave/({"|".join(WIDER)})[.]h' program.h program.cpp; then header="$header.wider.h"; fi"""
 
 
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
@@ -66,21 +71,22 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = [] if what in optimised else ["-O0"]
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in headers))
+        for path, names in (header, headers), (f"{header}.wider.h", (*headers, *WIDER)):
+            Path(path).write_text("".join(f'#include "hostweave/{name}.h"\n' for name in names))
         yield _case(toolchain, what, str(header), level)
 
 
 def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str:
     compiler, *options = _until_source(toolchain, what)
     last = [LIBRARY] if what == LIBRARY else []
-    made, making = shlex.quote(f"{header}.gch"), shlex.quote(f"{header}.part")
     same = [option for option in options if option not in ("-x", "c++")]
-    command = shlex.join([compiler, *same, *last, *level, "-x", "c++-header", header, "-o", f"{header}.part"])
+    command = shlex.join([compiler, *same, *last, *level, "-x", "c++-header"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
         last=shlex.join(last),
         header=shlex.quote(header),
-        make=shlex.quote(f"test -e {made} || {{ {command} && mv {making} {made}; }}"),
+        wider=IF_WIDER if what == PROGRAM else "",
+        make=shlex.quote(f'test -e "$0.gch" || {{ {command} "$0" -o "$0.part" && mv "$0.part" "$0.gch"; }}'),
         compiler=shlex.quote(compiler),
         level=" ".join(level),
     )
