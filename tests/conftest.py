@@ -19,10 +19,19 @@ OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the worke
 # No worker is left with one of these when the others are done.
 LONGEST = (
     "test_export.py",
-    "test_cli.py::test_inspect_shows",
+    "test_programs_of_unusual_names",
     "test_cpu_device.py",
-    "test_faults.py",
+    "test_all_ops_compile_for_cuda",
     "test_build.py",
+    "test_llama.py",
+    "test_one_sided_mutations.py",
+    "test_faults.py",
+    "test_every_op_compiles_for_cuda",
+    "test_kernels_compute_what_numpy_does",
+    "tests/conformance",
+    "test_inference.py",
+    "test_inspect_shows_one_function",
+    "test_random_blocks.py",
     "test_docs.py",
 )
 
@@ -61,6 +70,7 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: a collection that looked at all of it would take longer than most tests."""
     gc.freeze()
+    gc.set_threshold(50_000)  # little of what tests make has cycles
     gc.enable()
 
 

@@ -263,8 +263,8 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
         "x = np.ones((4, 2), np.float32)\n"
         "assert (hw.compile(doubled).run(x=x) == 2).all()\n"
     )
-    processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(8)]
-    assert [process.wait() for process in processes] == [0] * 8
+    processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
     entries = [entry.path.relative_to(empty_cache).as_posix().rsplit("-", 1)[0] for entry in cache.entries()]
     assert entries == ["doubled", "objects/binding.cpp", "objects/kernels.cu", "objects/program.cpp"]
 
