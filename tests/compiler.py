@@ -17,9 +17,8 @@ from hostweave.targets.target import find_target
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
 PROGRAM, KERNELS = "program.cpp", "kernels.cu"
-LIBRARY = "-fvisibility=default"  # an option of the files of the runtime's library alone, which read more of the standard headers
+LIBRARY = "-fvisibility=default"  # an option of the runtime's library alone
 HEADERS_OF = {
-    ("cuda", LIBRARY): (*HEADERS, "attention", "connect", "errors", "instance", "member", "runner", "window", "world"),
     ("cpu", PROGRAM): HEADERS,
     ("cpu", KERNELS): ("kernel", "lanes", "rows", "types"),
     ("cuda", PROGRAM): (*HEADERS, "jit"),
@@ -30,6 +29,7 @@ HEADERS_OF = {
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
+*" {library} "*) exec {compiler} "$@" {library_level} ;;
 {cases}
 *" -shared "*) exec {compiler} {linker} "$@" ;;
 *) exec {compiler} "$@" ;;
@@ -37,7 +37,7 @@ esac
 """
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
-*{options}" -c "*{last}*)
+*{options}" -c "*)
   header={header}{wider}
   test -e "$header.gch" || flock "$header.lock" sh -c {make} "$header" || exit
   exec {compiler} -include "$header" "$@" {level} ;;"""
@@ -50,7 +50,9 @@ IF_WIDER = f"""
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
     """A command in `folder` to be used as CXX, which optimises nothing but files of the kinds in `optimised`."""
     script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
-    script.write_text(SCRIPT.format(cases="\n".join(_cases(folder, optimised)), compiler=compiler, linker=_linker(folder, compiler)))
+    cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
+    linker = _linker(folder, compiler)
+    script.write_text(SCRIPT.format(cases=cases, compiler=compiler, linker=linker, library=LIBRARY, library_level=library_level))
     script.chmod(0o755)
     return script
 
@@ -69,21 +71,23 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             toolchain = find_target(target).toolchain()
         except BuildError:  # no CUDA here
             continue
-        level = [] if what in optimised else ["-O0"]
+        level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
         for path, names in (header, headers), (f"{header}.wider.h", (*headers, *WIDER)):
             Path(path).write_text("".join(f'#include "hostweave/{name}.h"\n' for name in names))
         yield _case(toolchain, what, str(header), level)
 
 
+def _level(what: str, optimised: Collection[str]) -> list[str]:
+    return [] if what in optimised else ["-O0"]
+
+
 def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str:
     compiler, *options = _until_source(toolchain, what)
-    last = [LIBRARY] if what == LIBRARY else []
     same = [option for option in options if option not in ("-x", "c++")]
-    command = shlex.join([compiler, *same, *last, *level, "-x", "c++-header"])
+    command = shlex.join([compiler, *same, *level, "-x", "c++-header"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
-        last=shlex.join(last),
         header=shlex.quote(header),
         wider=IF_WIDER if what == PROGRAM else "",
         make=shlex.quote(f'test -e "$0.gch" || {{ {command} "$0" -o "$0.part" && mv "$0.part" "$0.gch"; }}'),

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 
+from hostweave.build import make
 from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 
@@ -47,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for those that take CXX away, which build without precompiled headers, too.
     """
     gc.disable()  # while modules are imported, which leave no garbage
+    make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))

@@ -51,13 +51,12 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     read_first = ["-include", str(device.folder / "read_first.h")]
     if suite != "test_world":
         return device.build_command(suite, [f"{suite}.cpp"], read_first)
-    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "connect")]
+    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "connect", "device_lease")]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
-    apart = f"{RUNTIME}/driver/src/device_lease.cpp"  # has names of its own that world.cpp has, too
     merged = device.folder / f"{suite}_merged.cpp"  # each by itself would read the standard headers again
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
     options = [*read_first, f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]
-    return device.build_command(suite, [str(merged), apart], options)
+    return device.build_command(suite, [str(merged)], options)
 
 
 def build_all(folder: Path) -> None:
