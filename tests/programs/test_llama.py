@@ -28,7 +28,7 @@ from checkpoint import CheckpointError, read_config  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
 LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 32  # 13 is no multiple of 2 or 4 ranks
+PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 is no multiple of 2 or 4 ranks
 ROUNDOFFS = 8  # of the dtype that an element may differ by, of the greatest
 
 
