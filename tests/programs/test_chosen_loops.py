@@ -19,6 +19,7 @@ from hostweave.runtime import search
 from hostweave.runtime.group import Group
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
+from hostweave.types.shards import shard
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
@@ -104,11 +105,51 @@ def test_explain_why_not() -> None:
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
 
 
-def test_sizes_that_do_not_divide() -> None:
-    program = hw.compile(layer(4), options=hw.Options(sizes=SIZES, machine=SLOW))
-    given = arrays()
-    with pytest.raises(ArgumentError, match="M"):
-        program.run(**{**given, "x": given["x"][:1535]})
+def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    h = np.maximum(given["x"], 0)
+    a = (h @ given["wg"]) * (h @ given["wu"])
+    return a @ given["wd"], np.abs(a) @ given["wd"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
+    """They are computed in sequence: a loop refuses no call that the program would take without it, in any way to make one."""
+    random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    given, threads = arrays(), hw.Threads(ranks)
+    weights = {name: given[name] for name in ("wg", "wu", "wd")}
+    bound = program.bind(**weights)
+    some = [*random.integers(1, 200, 6).tolist(), 96, 16 * ranks + 1]
+    calls = [random.integers(-2, 3, (rows, SIZES["K"])).astype(np.float32) for rows in some]
+    for x in calls:
+        for results in (program.run(x=x, **weights), bound.run(x)):
+            for got, want in zip(results, expected({**given, "x": x}), strict=True):
+                np.testing.assert_array_equal(got, want)
+    assert len(program.measure(calls[-1], **weights, warmups=0, repetitions=1)) == ranks
+    assert len(program.run_in_flight([{"x": calls[-1], **weights}] * 2)) == 2
+    program.check(M=some[-1])
+    own = program._given.inputs  # type: ignore[union-attr]
+
+    def on_rank(rank: int) -> list[np.ndarray]:
+        hw.init(provider=threads)
+        blocks = {v.name: np.ascontiguousarray(shard(v.type, given[v.name], rank, program.mesh)) for v in own[1:]}
+        mine = program.bind(**blocks)
+        mine.prepare(*({"M": len(x)} for x in calls))
+        parts = [np.ascontiguousarray(shard(own[0].type, x, rank, program.mesh)) for x in calls]
+        results = [mine(part)[0] for part in parts]
+        captured = mine.capture(parts[-1])
+        captured()
+        return [*results, captured.outputs[0]]
+
+    for x, blocks in zip([*calls, calls[-1]], zip(*threads.run(on_rank), strict=True), strict=True):
+        np.testing.assert_array_equal(np.concatenate(blocks), expected({**given, "x": x})[0])
+    assert any(choice.taken.chunks for choice in program.choices)
+    assert not any(choice.taken.chunks for choice in program._in_sequence.choices)
+    with pytest.raises(
+        ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
+    ):  # as the program in sequence says it
+        program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
+    program.close()
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
