@@ -113,7 +113,7 @@ class Program:
         self._closed = False
         self._lock = threading.Lock()
         self._unbound: Program | None = None  # where this one has inputs bound
-        self._without_puts: Program | None = None  # for ranks on several hosts
+        self._without_puts: Program | None = None  # for ranks that cannot reach each other's memory
         self._without_loops: Program | None = None  # for sizes that chosen loops do not divide
         self.target = target
 
@@ -421,12 +421,14 @@ class Program:
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         if group.hosts > 1 and self._reaches_memory:
-            return self._on_several_hosts._local(group, arrays, stream)
+            return self._by_sends("the ranks are on several hosts")._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
+        if local.out_of_reach and self._reaches_memory:
+            return self._by_sends(local.out_of_reach)._local(group, arrays, stream)
         return local
 
     @property
@@ -434,12 +436,11 @@ class Program:
         """Whether loops were chosen whose ranks reach each other's memory."""
         return any(find_transport(transport_of(choice.taken.algorithm)).has_windows for choice in self.choices if choice.taken.chunks)
 
-    @property
-    def _on_several_hosts(self) -> Program:
-        """The same without such loops. All ranks know where all are, so that all make it."""
+    def _by_sends(self, why: str) -> Program:
+        """The same without such loops, where ranks cannot. All of them know that, so that all make it."""
         with self._lock:
             if self._without_puts is None:
-                options = replace(self._options, ways={}, machine=self._options.figures.without_puts("the ranks are on several hosts"))
+                options = replace(self._options, ways={}, machine=self._options.figures.without_puts(why))
                 self._without_puts = _compiled(self._given, self.target.name, options)
             return self._without_puts
 

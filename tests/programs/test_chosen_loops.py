@@ -17,6 +17,7 @@ from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
 from hostweave.runtime import search
 from hostweave.runtime.group import Group
+from hostweave.runtime.local import LocalProgram
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 from hostweave.types.shards import shard
@@ -213,9 +214,13 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         figures.measured(gpus)
 
 
-def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops of puts were chosen for one host: ranks that are on others run the program without them."""
-    monkeypatch.setattr(Group, "hosts", 2)
+@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks"])
+def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them."""
+    if "hosts" in why:
+        monkeypatch.setattr(Group, "hosts", 2)
+    else:
+        monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
     program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
     given = arrays()
 
@@ -229,6 +234,8 @@ def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert "one_sided" in program.host_ir
-    assert "one_sided" not in program._on_several_hosts.host_ir
-    assert "two-sided transport alone: the ranks are on several hosts" in program._on_several_hosts.explain()
+    made = program._without_puts
+    assert made is not None
+    assert "one_sided" not in made.host_ir
+    assert f"two-sided transport alone: {why}" in made.explain()
     program.close()

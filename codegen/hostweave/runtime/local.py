@@ -117,6 +117,7 @@ class LocalProgram:
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
         self._native: Any = group.connected(self._member, self._module)
+        self.out_of_reach: str = self._module.out_of_reach(self._member)  # why its ranks cannot reach each other's memory; the same on all
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
