@@ -35,9 +35,8 @@ def main() -> None:
     for how, options in OPTIONS.items():
         print(f"32 layers of Llama 3 8B   lower in {seconds(lambda o=options: lower(llama, o), 3):.2f} s {how} (limit 1)")
     host = lower(llama, hw.Options())
-    print(
-        f"32 layers of Llama 3 8B   checked in {once(lambda: check(host)):.2f} s, {len(host.functions)} function for {count_calls(host)} calls"
-    )
+    counts = f"{len(host.functions)} function for {count_calls(host)} calls"
+    print(f"32 layers of Llama 3 8B   checked in {once(lambda: check(host)):.2f} s, {counts}")
     for target in ("cpu", "cuda"):
         try:
             find_target(target).toolchain()
