@@ -15,6 +15,7 @@ from hostweave.build import cuda, figures
 from hostweave.cli import calibrate
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
+from hostweave.pipeline import lower
 from hostweave.runtime import search
 from hostweave.runtime.group import Group
 from hostweave.runtime.local import LocalProgram
@@ -151,6 +152,55 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     ):  # as the program in sequence says it
         program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
     program.close()
+
+
+def weights_of(ranks: int) -> hw.Fusion:
+    """Layers whose weights are sharded, and gathered where they are used."""
+
+    @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.f32["M@dp", "K"], **{f"w_{i}": hw.f32["K@dp", "K"] for i in range(3)})
+    def layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+        for w in weights.values():
+            x = hw.relu(hw.matmul(x, hw.reshard(w, "K", "K")))
+        return x
+
+    return layers
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathers_beside_matmuls_are_read(ranks: int) -> None:
+    """What leaves the multiprocessors to the matmuls is taken where it can be, of sizes that are known and shared evenly."""
+    fusion, random = weights_of(ranks), np.random.default_rng(ranks)
+    options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
+    program = hw.compile(fusion, options=options)
+    assert {choice.taken.name for choice in program.choices} == {"get(1)"}
+    assert [choice.value for choice in program.choices] == ["w_1_resharded", "w_2_resharded"]  # the first is needed at once
+    assert "beside other ops on a stream of its own by get, one_sided, predicted" in program.explain()
+    for rows, inner in ((48, 48), (7, 48), (48, 49)):
+        x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
+        weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
+        want = x
+        for w in weights:
+            want = np.maximum(want @ w, 0)
+        np.testing.assert_array_equal(program.run(x, *weights), want)
+    for two_sided in (
+        replace(options, transport="two_sided"),
+        replace(options, machine=SLOW.without_puts("of an old NCCL")),
+        hw.Options(machine=SLOW),
+    ):
+        assert "one_sided" not in hw.compile(fusion, options=two_sided).host_ir
+    stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %w_2_resharded": "get(1)"})
+    assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)"]
+    with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of get\(1\), none"):
+        hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
+    text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
+    assert "%w_1_resharded: f32[K, K] pinned async one_sided = all_gather" in text
+    program.close()
+
+
+def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:
+    stages: dict[str, str] = {}
+    lower(fusion, options, lambda name, stage: stages.setdefault(name, str(stage)))
+    return stages[wanted]
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

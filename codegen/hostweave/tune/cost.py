@@ -123,6 +123,14 @@ def communication(machine: Machine, kind: str, ranks: int, size: float) -> float
     return 2 * once - link.seconds(0) if kind == "all_reduce" else once
 
 
+def cost_beside(machine: Machine, kind: str, ranks: int, size: float) -> tuple[float, float]:
+    """How much longer matmuls take beside a gather of so many bytes: of a collective, whose kernels hold multiprocessors, and of copies
+    from the memory of each peer, with the signals around them."""
+    by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
+    by_copies = (ranks - 1) * machine.link("get", ranks).seconds(size / ranks) + 4 * size / ranks / machine.memory
+    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies * (1 - 1 / BESIDE_COPIES) + LOOP
+
+
 # --- chunk loops ------------------------------------------------------------------------------------------------------
 
 
