@@ -2,8 +2,8 @@
 
 Each layer is x + swiglu(x), of a batch that is sharded and of three weights of 4096 x 8192 that are gathered where they are used, for so
 many rows that a matmul takes about 1.1 times its gather. Milliseconds of the slowest rank, the median over calls that all ranks begin
-together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, by two-sided transport, and as the compiler chooses. Random bf16 data, a thread a GPU.
-Puts want NCCL 2.29 or later (`NCCL_HOME` names another one).
+together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, by two-sided transport, and as the compiler
+chooses. Random bf16 data, a thread a GPU. Reads by copy engines want NCCL 2.29 or later (`NCCL_HOME` names another one).
 """
 
 from __future__ import annotations

@@ -147,14 +147,18 @@ def ways(
     return tuple(sorted(found, key=lambda way: way.micros))
 
 
-def ways_beside(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> tuple[Way, ...]:
-    """Of a gather that runs beside other ops the transports that it can be on, and what it costs these: by kernels, which hold
-    multiprocessors, or read by copy engines. Nothing where there is no choice."""
-    finder, step = _Finder(fusion, sizes), step_of(op)
-    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
+def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> bool:
+    """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
+    finder = _Finder(fusion, sizes)
+    return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
+
+
+def ways_beside(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine) -> tuple[Way, ...]:
+    """Of a gather that runs beside other ops how it can be done, and what it costs these: by kernels, which hold multiprocessors, or
+    read by copy engines. Nothing of another op, and where its size is not known."""
+    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
-    is_free = transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
-    if op.kind != "all_gather" or ranks < 2 or not is_known or not is_free:
+    if op.kind != "all_gather" or ranks < 2 or not is_known:
         return ()
     bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
     by_kernels, by_copies = cost_beside(machine, op.kind, ranks, bytes_of)

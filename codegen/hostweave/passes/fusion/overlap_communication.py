@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.options import Options
 from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import seconds
-from hostweave.tune.overlaps import choice_of, ways_beside
+from hostweave.tune.overlaps import choice_of, reaches_memory, ways_beside
 
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
@@ -38,13 +38,14 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
         return fusion
     times, ops = seconds(fusion, options.sizes, options.figures, options.tf32), list(fusion.ops)
     choices, chosen = list(fusion.choices), {choice.value for choice in fusion.choices}
+    reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
     for op in candidates:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
-            possible = () if name in chosen else ways_beside(op, fusion, options.sizes, options.figures, options.transport)
+            possible = ways_beside(op, fusion, options.sizes, options.figures) if reaches and name not in chosen else ()
             if possible:
                 choices.append(choice_of(op, fusion, possible, options.ways))
             transport = transport_of(choices[-1].taken.algorithm) if possible and choices[-1].taken.chunks else ""
