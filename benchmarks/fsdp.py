@@ -20,7 +20,7 @@ from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file
 
-LAYERS, HIDDEN, INNER, ROWS = 8, 4096, 8192, 1792  # rows of one rank
+LAYERS, HIDDEN, INNER, ROWS = 8, 4096, 8192, 1280  # rows of one rank
 ROUNDS, REPETITIONS = 3, 5
 
 
