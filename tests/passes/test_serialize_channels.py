@@ -416,7 +416,8 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
         return h
 
     stages = {}
-    lower(model, Options(sizes={"M": 8192, "K": 8192}), lambda name, stage: stages.setdefault(name, stage))
+    options = Options(sizes={"M": 8192, "K": 8192}, transport="two_sided")
+    lower(model, options, lambda name, stage: stages.setdefault(name, stage))
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
     in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # beside all calls
