@@ -2,8 +2,8 @@
 
 Each layer is x + swiglu(x), of a batch that is sharded and of three weights of 4096 x 8192 that are gathered where they are used, for so
 many rows that a matmul takes about 1.1 times its gather. Milliseconds of the slowest rank, the median over calls that all ranks begin
-together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, by two-sided transport, and as the compiler
-chooses. Random bf16 data, a thread a GPU. Reads by copy engines want NCCL 2.29 or later (`NCCL_HOME` names another one).
+together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, as the compiler chooses, and with
+gathers that copy engines read. Random bf16 data, a thread a GPU. Reads want NCCL 2.29 or later (`NCCL_HOME` names another one).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ ROUNDS, REPETITIONS = 3, 5
 
 def main() -> None:
     ranks = len(gpus())
+    chosen = _compiled(ranks, is_sharded=True)
     programs = {
         "gathers": _compiled(ranks, is_sharded=True, multiplies=False),
         "layers": _compiled(ranks, is_sharded=False),
         "in sequence": _compiled(ranks, is_sharded=True, overlap="off"),
-        "two-sided": _compiled(ranks, is_sharded=True, transport="two_sided"),
-        "as chosen": _compiled(ranks, is_sharded=True),
+        "as chosen": chosen,
+        "read": _compiled(ranks, is_sharded=True, ways={choice.name: "get(1)" for choice in chosen.choices}),
     }
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hw.Program.build, programs.values()))
@@ -48,7 +49,7 @@ def main() -> None:
     medians = {name: statistics.median(ms) for name, ms in times.items() if ms}
     gathers, layers = medians["gathers"], medians["layers"]
     print(f"{ranks} x {gpus()[0].name}: gathers alone {gathers:.3f} ms, layers alone {layers:.3f} ms, {layers / gathers:.2f} x the gathers")
-    for name in ("in sequence", "two-sided", "as chosen"):
+    for name in ("in sequence", "as chosen", "read"):
         if name in medians:
             hidden = 1 - (medians[name] - layers) / gathers
             print(f"  {name}: {medians[name]:.3f} ms, {hidden:.2f} of the communication is hidden", flush=True)

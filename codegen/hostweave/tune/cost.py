@@ -124,11 +124,12 @@ def communication(machine: Machine, kind: str, ranks: int, size: float) -> float
 
 
 def cost_beside(machine: Machine, kind: str, ranks: int, size: float) -> tuple[float, float]:
-    """How much longer matmuls take beside a gather of so many bytes: of a collective, whose kernels hold multiprocessors, and of copies
-    from the memory of each peer, with the signals around them."""
+    """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
+    copies from the memory of each peer. Of these nothing is hidden, as measured: copies within a device, of what lies in no window and of
+    the own shard, stand in line behind the tiles of a matmul, and the others behind them."""
     by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
     by_copies = (ranks - 1) * machine.link("get", ranks).seconds(size / ranks) + 4 * size / ranks / machine.memory
-    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies * (1 - 1 / BESIDE_COPIES) + LOOP
+    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies + LOOP
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------
