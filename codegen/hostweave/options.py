@@ -28,7 +28,7 @@ class Options:
       and where that is faster there by the cost model; and it runs other communication beside what does not need it, where that pays
       at the typical sizes. "search" runs the ways that the model ranks first on all ranks, in this process, and keeps the fastest, for
       later compiles, too: all sizes must be stated. "off" leaves it where it is needed. A `.stream(...)` that the user states holds
-      either way. A loop wants the sizes of a call to divide by its chunks. `Program.explain` says what was chosen.
+      either way. Calls of sizes that loops so chosen do not divide are made in sequence. `Program.explain` says what was chosen.
     - `ways`: what is done instead of what the cost model chooses, by the names that `Program.explain` has:
       `{"@ag_matmul %x_gathered": "put(8)"}`, or "none" for in sequence.
     - `machine`: the figures of the cost model; by default those that `hostweave calibrate` has measured on this machine, else an H200's.

@@ -17,6 +17,7 @@ from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
+from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
@@ -55,6 +56,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     stream_by_cost,
     choose_overlap,
     overlap_communication,
+    order_stages,
     lower_to_host,
     split_reductions,
     fuse_kernels,

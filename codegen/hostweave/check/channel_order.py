@@ -89,6 +89,20 @@ def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.takes_turns for channel in used) < 2 and not any(channel.transport.has_windows for channel in used):
         return set()
-    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
+    shorter = replace(program, body=tuple(_without_repeated_calls(program.body)))
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(shorter, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
     return found.intersection(tree.walk(program.body))  # a function that it calls orders those of its own
+
+
+def _without_repeated_calls(body: tree.Body) -> Iterator[tree.Instruction]:
+    """Of calls in a row of one function the first: a call has joined its streams when it ends, so that the next one, such as that of the
+    next layer, finds and leaves everything in the same order."""
+    called: set[str] = set()
+    for i in body:
+        names = tree.names(i, "call")
+        if not names and (i.orders or tree.bodies(i) or isinstance(i, ir.Communication)):
+            called.clear()
+        if not names or called.isdisjoint(names):
+            yield i
+        called.update(names)

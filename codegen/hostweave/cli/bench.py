@@ -14,6 +14,7 @@ NEEDED_GPUS = {
     "attention": 1,
     "decode": 1,
     "few_rows": 1,
+    "fsdp": 2,
     "kernels": 1,
     "layer": 1,
     "model": 1,

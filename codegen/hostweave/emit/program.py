@@ -17,11 +17,12 @@ from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layers import Layers, Words, rolled
 from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
+from hostweave.emit.parts import Local, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.size import Atom
 
 

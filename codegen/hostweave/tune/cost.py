@@ -137,6 +137,15 @@ def most_in_kernel(machine: Machine, ranks: int) -> int:
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 
 
+def cost_beside(machine: Machine, kind: str, ranks: int, size: float) -> tuple[float, float]:
+    """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
+    copies from the memory of each peer. Of these nothing is hidden, as measured: copies within a device, of what lies in no window and of
+    the own shard, stand in line behind the tiles of a matmul, and the others behind them."""
+    by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
+    by_copies = (ranks - 1) * machine.link("get", ranks).seconds(size / ranks) + 4 * size / ranks / machine.memory
+    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies + LOOP
+
+
 # --- chunk loops ------------------------------------------------------------------------------------------------------
 
 

@@ -64,6 +64,8 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
         word = "measured" if choice.is_measured else "predicted"
         others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
         taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
+        if op.result.transport:
+            taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {op.result.transport}"
         return f"{taken}, {word} {choice.taken.micros:.1f} us; instead of {others}" if others else taken
     if stream and stream.algorithm:
         return f"{_loop(stream.algorithm, stream.chunks)}, as stated"

@@ -91,6 +91,17 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
   }
 }
 
+std::string Member::out_of_reach(const ProgramTable& program) {
+  expect_working();
+  const Use use(*this);
+  for (const ProcessGroup& one : process_groups_of(program, rank_.index())) {
+    if (one.transport != Transport::one_sided) continue;
+    const Channel& channel = rank_.channel(one.mesh.c_str(), one.axes.c_str(), one.size, one.transport);
+    if (std::string why = why_out_of_reach(channel); !why.empty()) return why;
+  }
+  return "";
+}
+
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);

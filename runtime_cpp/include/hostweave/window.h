@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "hostweave/channel.h"
@@ -108,6 +109,10 @@ inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaS
   ncclWaitSignalDesc_t next{.opCnt = 1, .peer = static_cast<int>(peer), .sigIdx = number, .ctx = 0};
   return ncclWaitSignal(1, &next, comm, stream);
 }
+
+// Why the ranks of a channel cannot write to each other's memory, by what NCCL knows of its communicator; "" where they can, or
+// where that shows when windows are registered.
+std::string why_out_of_reach(const Channel& channel);
 
 // Aborts communicators, whose windows nobody may touch afterwards, and for which no kernel waits any longer.
 void abort_with_windows(const std::vector<ncclComm_t>& comms);
