@@ -75,11 +75,40 @@ Value not_padded(Graph& graph, const Value& scores, const Value& rows, const Val
   return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
 }
 
+// The rows that see a column, where lengths do not say it.
+struct Rows {
+  int64_t begin, end;
+
+  Rows(const AttentionProblem& p, const AttentionOptions& options) : begin(0), end(p.q.rows) {
+    if (!options.causal || options.has_lengths) return;
+    begin = std::min(std::max<int64_t>(-p.diagonal, 0), end);
+    if (options.window) end = std::clamp(p.k.rows + options.window - 1 - p.diagonal, begin, end);
+  }
+
+  AttentionProblem of(AttentionProblem p) const {
+    p.q.rows = p.o.rows = end - begin;
+    p.diagonal += begin;
+    return p;
+  }
+};
+
+// Zeros in some rows.
+cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaStream_t stream) {
+  if (begin >= end || x.size == 0) return cudaSuccess;
+  for (int64_t i = 0; i < x.batch * x.heads; ++i) {
+    const int64_t offset = i / x.heads * x.batch_stride + i % x.heads * x.head_stride + begin * x.row_stride;
+    const cudaError_t status =
+        cudaMemset2DAsync(static_cast<char*>(base) + offset * 2, x.row_stride * 2, 0, x.size * 2, end - begin, stream);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 // The pattern of one problem, forward or backward: tensors, and the ops on them.
 class Pattern {
  public:
-  Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
-      : graph_(graph), problem_(problem), type_(type), options_(options) {
+  Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options, int64_t lse_rows)
+      : graph_(graph), problem_(problem), type_(type), options_(options), lse_rows_(lse_rows) {
     const int64_t batch = problem.q.batch, heads = problem.q.heads, rows = problem.q.rows;
     // No row sees more; but all columns have gradients.
     columns_ = clips() ? std::min(problem.k.rows, rows + problem.diagonal) : problem.k.rows;
@@ -138,7 +167,7 @@ class Pattern {
     return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides_of(x)))
                      : graph_.tensor(name, type_, dims_of(x), strides_of(x));
   }
-  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, row_major(of_rows_)); }
+  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, row_major({of_rows_[0], of_rows_[1], lse_rows_, 1})); }
 
   Value scores_of(const Value& turned_keys) {
     const Value scores = graph_.between(CUDNN_DATA_FLOAT, scores_);
@@ -200,6 +229,7 @@ class Pattern {
   const AttentionProblem& problem_;
   cudnnDataType_t type_;
   const AttentionOptions& options_;
+  const int64_t lse_rows_;  // of which those of the problem are some
   int64_t columns_ = 0;
   Dims scores_{}, of_rows_{};
   Value q_, rows_, lengths_;  // the last two where there are lengths
@@ -214,11 +244,15 @@ struct Attentions::Plan {
   std::map<int64_t, Number> numbers;
   std::unique_ptr<Descriptor> plan;
   std::shared_ptr<void> workspace;
+  const AttentionProblem whole;
+  const Rows rows;  // of these the plan computes
 
-  Plan(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options)
-      : handle(handle) {
+  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, const AttentionOptions& options)
+      : handle(handle), whole(whole), rows(whole, options) {
+    const AttentionProblem problem = rows.of(whole);
+    if (problem.is_empty() || problem.k.rows == 0) return;
     Graph graph;
-    Pattern pattern(graph, problem, type, options);
+    Pattern pattern(graph, problem, type, options, whole.q.rows);
     problem.gradients ? pattern.backward() : pattern.forward();
     names = {kQ, kK, kV, kO};
     if (options.has_lse) names.push_back(kLse);
@@ -286,6 +320,20 @@ struct Attentions::Plan {
     return cudaSuccess;
   }
 
+  // Of the rows that see nothing. The bytes of -1.7e38 are equal.
+  cudaError_t blind(void* o, float* lse, cudaStream_t stream) const {
+    constexpr int kLeast = 0xfe;
+    const int64_t all = whole.q.rows, heads = whole.q.batch * whole.q.heads;
+    for (const auto& [begin, end] : {std::pair(int64_t{0}, plan ? rows.begin : all), std::pair(plan ? rows.end : all, all)}) {
+      cudaError_t status = clear(o, whole.o, begin, end, stream);
+      if (status == cudaSuccess && lse && begin < end) {
+        status = cudaMemset2DAsync(lse + begin, all * sizeof(float), kLeast, (end - begin) * sizeof(float), heads, stream);
+      }
+      if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+  }
+
   // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
     int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
@@ -312,17 +360,20 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
           "copy it first");
     }
   }
-  auto plan = std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_);
-  plan->load_kernels(problem, rank_.stream("ring", 0));
-  return plan;
+  auto made = std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_);
+  if (made->plan) made->load_kernels(problem, rank_.stream("ring", 0));
+  return made;
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
   if (!current_) return cudaSuccess;
-  std::vector<const void*> values{q, k, v, o};
-  if (beside.lse) values.push_back(beside.lse);
+  const int64_t first = current_->rows.begin;
+  if (const cudaError_t status = current_->blind(o, beside.lse, stream); status != cudaSuccess || !current_->plan) return status;
+  const auto from = [&](const void* base, const Heads& x) { return static_cast<const char*>(base) + first * x.row_stride * 2; };
+  std::vector<const void*> values{from(q, current_->whole.q), k, v, from(o, current_->whole.o)};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+  if (beside.lse) values.push_back(beside.lse + first);
   if (beside.lengths) values.push_back(beside.lengths);
   return current_->run(std::move(values), stream);
 }
@@ -339,16 +390,8 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
 
 // What columns have that no row sees.
 cudaError_t AttentionBackwardPlan::clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const {
-  for (const auto& [gradient, x] : {std::pair{k_gradient, gradients_.k}, std::pair{v_gradient, gradients_.v}}) {
-    if (x.rows * x.size == 0) continue;
-    for (int64_t i = 0; i < x.batch * x.heads; ++i) {
-      const int64_t offset = i / x.heads * x.batch_stride + i % x.heads * x.head_stride;
-      const cudaError_t status =
-          cudaMemset2DAsync(static_cast<char*>(gradient) + offset * 2, x.row_stride * 2, 0, x.size * 2, x.rows, stream);
-      if (status != cudaSuccess) return status;
-    }
-  }
-  return cudaSuccess;
+  const cudaError_t status = hw::clear(k_gradient, gradients_.k, 0, gradients_.k.rows, stream);
+  return status == cudaSuccess ? hw::clear(v_gradient, gradients_.v, 0, gradients_.v.rows, stream) : status;
 }
 
 }  // namespace hw

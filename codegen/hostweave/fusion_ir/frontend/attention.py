@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
     `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
     are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
     Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
-    Sharded heads, `H@tp`, need no communication. Raises ProgramError.
+    Sharded heads, `H@tp`, need no communication; sharded keys, `T@cp`, stay where they are, as in `attention`. Raises ProgramError.
 
     Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
     token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
@@ -106,7 +106,9 @@ def attention(
     that comes before all keys then gives zeros, and -inf.
     One call, without the matrix of scores in memory, for f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints,
     multiples of 8 and at most 256; the elements of a row lie side by side, other dims as they like. Else it is composed of matmuls and
-    a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Raises ProgramError.
+    a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Where they are not, keys may be,
+    `T@cp`: each rank attends to its own, and the results are joined by their log-sum-exps, in f32. Only with lengths and a causal mask
+    on several rows are keys gathered then. Raises ProgramError.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
     """
