@@ -1,9 +1,10 @@
-// cuDNN's attention, by the graphs of its ops.
+// cuDNN's attention, by the graphs of its ops; of f32, which it has not, by kernels.
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <utility>
 
+#include "attention_f32_launch.h"
 #include "cudnn_graph.h"
 #include "hostweave/attention.h"
 #include "hostweave/check.h"
@@ -28,7 +29,7 @@ cudnnDataType_t type_of(cudaDataType_t dtype) {
     case CUDA_R_16BF:
       return CUDNN_DATA_BFLOAT16;
     default:
-      throw ExecutionError("attention: cuDNN has none of this dtype: cast the operands to f16 or bf16");
+      throw ExecutionError("attention: there is none of this dtype: cast the operands to f16, bf16 or f32");
   }
 }
 
@@ -235,10 +236,35 @@ class Pattern {
   Value q_, rows_, lengths_;  // the last two where there are lengths
 };
 
+template <class T>
+HeadsAt<T> heads_at(const Heads& x) {
+  return {nullptr, x.batch_stride, x.head_stride, x.row_stride};
+}
+
+// A problem without the addresses of a call.
+AttentionF32 in_f32(const AttentionProblem& p, const AttentionOptions& options) {
+  if (std::max(p.q.size, p.v.size) > kMostHead) {
+    throw ExecutionError("attention: heads of f32 have at most 256 elements: use smaller ones");
+  }
+  AttentionF32 result{};
+  result.q = heads_at<const float>(p.q), result.k = heads_at<const float>(p.k), result.v = heads_at<const float>(p.v);
+  result.o = heads_at<float>(p.o);
+  result.batch = p.q.batch, result.heads = p.q.heads, result.groups = p.k.heads, result.rows = p.q.rows,
+  result.columns = p.k.rows;
+  result.size = p.q.size, result.value_size = p.v.size, result.scale = static_cast<float>(options.scale);
+  result.causal = options.causal, result.diagonal = p.diagonal, result.from_end = options.from_end,
+  result.window = options.window;
+  if (!p.gradients) return result;
+  result.o_gradient = heads_at<const float>(p.gradients->o), result.q_gradient = heads_at<float>(p.gradients->q);
+  result.k_gradient = heads_at<float>(p.gradients->k), result.v_gradient = heads_at<float>(p.gradients->v);
+  return result;
+}
+
 }  // namespace
 
 struct Attentions::Plan {
-  cudnnHandle_t handle;
+  std::optional<AttentionF32> f32;  // where that is all there is of it
+  cudnnHandle_t handle = nullptr;
   std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
   std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
   std::map<int64_t, Number> numbers;
@@ -246,6 +272,11 @@ struct Attentions::Plan {
   std::shared_ptr<void> workspace;
   const AttentionProblem whole;
   const Rows rows;  // of these the plan computes
+
+  Plan(const AttentionProblem& whole, const AttentionOptions& options)
+      : f32(in_f32(whole, options)), whole(whole), rows(whole, options) {
+    HW_CHECK(load_attention_f32(*f32));
+  }
 
   Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, const AttentionOptions& options)
       : handle(handle), whole(whole), rows(whole, options) {
@@ -300,7 +331,7 @@ struct Attentions::Plan {
       status = cudnnBackendFinalize(*plan);
       if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // or the caller's next check finds it
     }
-    expect(status, "it has no kernel for these shapes on this GPU; f32 is computed without it: cast the operands");
+    expect(status, "it has no kernel for these shapes on this GPU; attention of f32 is computed without it: cast the operands");
   }
 
   // On what a call gives.
@@ -351,6 +382,7 @@ struct Attentions::Plan {
 };
 
 std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem& problem) const {
+  if (dtype_ == CUDA_R_32F) return std::make_shared<const Plan>(problem, options_);
   if (problem.is_empty()) return nullptr;
   for (const Heads& x : problem.operands()) {
     constexpr int64_t step = kAlignment / 2;  // elements
@@ -368,6 +400,12 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
   if (!current_) return cudaSuccess;
+  if (std::optional<AttentionF32> p = current_->f32) {
+    const auto read = [](const void* base) { return static_cast<const float*>(base); };
+    p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = static_cast<float*>(o);
+    p->lse = beside.lse, p->lengths = beside.lengths;
+    return attend_f32(*p, stream);
+  }
   const int64_t first = current_->rows.begin;
   if (const cudaError_t status = current_->blind(o, beside.lse, stream); status != cudaSuccess || !current_->plan) return status;
   const auto from = [&](const void* base, const Heads& x) { return static_cast<const char*>(base) + first * x.row_stride * 2; };
@@ -382,6 +420,14 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
   if (!current_) return clear(k_gradient, v_gradient, stream);
+  if (std::optional<AttentionF32> p = current_->f32) {
+    const auto read = [](const void* base) { return static_cast<const float*>(base); };
+    const auto written = [](const void* base) { return const_cast<float*>(static_cast<const float*>(base)); };
+    p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = written(o), p->o_gradient.base = read(o_gradient);
+    p->q_gradient.base = written(q_gradient), p->k_gradient.base = written(k_gradient), p->v_gradient.base = written(v_gradient);
+    p->lse = const_cast<float*>(lse), p->lengths = lengths;
+    return differentiate_f32(*p, stream);
+  }
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (lengths) values.push_back(lengths);

@@ -174,18 +174,20 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(rows))
 
 
-MAX_HEAD = 256  # elements of a head, which are a multiple of 8
+MAX_HEAD = 256  # elements of a head
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
-    """Why attention on these is of several ops, with the scores in memory: what cuDNN has no kernel for. Nothing where it is one."""
-    if query.dtype.name not in ("f16", "bf16"):
-        return f"cuDNN has no attention of {query.dtype}, only of f16 and bf16"
+    """Why attention on these is of several ops, with the scores in memory: what there is no kernel for. Nothing where it is one."""
+    if query.dtype.name not in DTYPES:
+        return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
         return "it has more leading dims than one"
     heads = query.shape[-1], value.shape[-1]
-    if not all(size.is_int and int(size) % 8 == 0 and int(size) <= MAX_HEAD for size in heads):
-        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints that are multiples of 8, up to {MAX_HEAD}"
+    step = 1 if query.dtype == f32 else 8  # cuDNN has f16 and bf16, and reads 16 bytes at once
+    if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
+        multiples = f" that are multiples of {step}" if step > 1 else ""
+        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints{multiples}, up to {MAX_HEAD}"
     return ""
 
 
