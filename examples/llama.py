@@ -55,7 +55,7 @@ def cache_of(c):
 def llama_layer(c, decode):
     """A layer, of a prompt's tokens, which are sharded along the sequence, or of the next token, which attends to the cache."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
-    inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B", 1, S, D // 2])}
+    inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
         inputs |= {"position": hw.i32["B"], "lengths": hw.i32["B"]}
 
@@ -115,8 +115,8 @@ def program(c, tp, decode=False, is_sampled=False):
     caches = {f"{name}_{i}": first + 2 * i + at for i in layers for at, name in enumerate(("keys", "values"))}
 
     def llama(ids, position, frequencies, embed_tokens, norm, lm_head=None, **rest):
-        start = position[:, None] if decode else hw.expand_dims(position * 0, 1)
-        angles = hw.astype(hw.iota(ids, 0) + start, hw.f32)[:, None, :, None] * frequencies
+        places = hw.reshape(position, "B", 1, 1, 1) if decode else hw.reshape(hw.iota(ids, 0), 1, 1, S, 1)
+        angles = hw.astype(places, hw.f32) * frequencies
         shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
         place = position + 1 if decode else position  # of the token that comes out
         if decode:
@@ -210,7 +210,7 @@ class Llama:
         self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # which makes the call, too
 
     def generate(self, prompts, count):
-        """Yields the next token of each sequence, until there are `count` or the cache of the longest is full. The device is a token ahead."""
+        """Yields the next token of each sequence, until there are `count` or a cache is full. The device is a token ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
         room = self.length - max(map(len, prompts)) + 1  # the last one is not put into the cache

@@ -193,9 +193,10 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """x, with the elements of `update` from where `starts` say on: one for each dim, ints or tensors of one int.
 
-    A start may differ along the dims before the first that is cut: with one of [B] each of a batch has a place of its own. A start is moved so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the
-    update are written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update
-    along it. Raises ProgramError for an update or starts that do not fit.
+    A start may differ along the dims before the first that is cut: with one of [B] each of a batch has a place of its own. It is moved
+    so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the update are
+    written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update along it.
+    Raises ProgramError for an update or starts that do not fit.
 
     Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`; and
     `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions: i32[B]`.

@@ -224,8 +224,8 @@ def _written(types: Types, op: Op) -> IndexMap:
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
-    starts = [labels[: len(type.dims)] for type in types[2::2]]
-    places = [labels for i, start in zip(op[ORDER], starts, strict=True) for labels in (start, (f"{INDEXED}{i}",))]
+    axes = op[ORDER]
+    places = [dims for i, start in zip(axes, types[2::2], strict=True) for dims in (labels[: len(start.dims)], (f"{INDEXED}{i}",))]
     return IndexMap((kept, own, *places), kept, unwalked=unwalked)
 
 
