@@ -76,23 +76,6 @@ Value not_padded(Graph& graph, const Value& scores, const Value& rows, const Val
   return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
 }
 
-// The rows that see a column, where lengths do not say it.
-struct Rows {
-  int64_t begin, end;
-
-  Rows(const AttentionProblem& p, const AttentionOptions& options) : begin(0), end(p.q.rows) {
-    if (!options.causal || options.has_lengths) return;
-    begin = std::min(std::max<int64_t>(-p.diagonal, 0), end);
-    if (options.window) end = std::clamp(p.k.rows + options.window - 1 - p.diagonal, begin, end);
-  }
-
-  AttentionProblem of(AttentionProblem p) const {
-    p.q.rows = p.o.rows = end - begin;
-    p.diagonal += begin;
-    return p;
-  }
-};
-
 // Zeros in some rows.
 cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaStream_t stream) {
   if (begin >= end || x.size == 0) return cudaSuccess;
@@ -111,9 +94,7 @@ class Pattern {
   Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options, int64_t lse_rows)
       : graph_(graph), problem_(problem), type_(type), options_(options), lse_rows_(lse_rows) {
     const int64_t batch = problem.q.batch, heads = problem.q.heads, rows = problem.q.rows;
-    // No row sees more; but all columns have gradients.
-    columns_ = clips() ? std::min(problem.k.rows, rows + problem.diagonal) : problem.k.rows;
-    scores_ = {batch, heads, rows, columns_}, of_rows_ = {batch, heads, rows, 1};
+    scores_ = {batch, heads, rows, problem.k.rows}, of_rows_ = {batch, heads, rows, 1};
     if (options.has_lengths) {
       rows_ = graph.own(CUDNN_DATA_INT32, {batch, 1, 1, 1});
       lengths_ = graph.tensor(kLengths, CUDNN_DATA_INT32, {batch, 1, 1, 1}, {1, 1, 1, 1});
@@ -125,9 +106,7 @@ class Pattern {
   int64_t counted() const { return rows_.number; }
 
   void forward() {
-    Heads k = problem_.k, v = problem_.v;
-    k.rows = v.rows = columns_;
-    const Value scores = masked(scaled(scores_of(of(kK, k, true))));
+    const Value scores = masked(scaled(scores_of(of(kK, problem_.k, true))));
     const Value largest = graph_.reduce(CUDNN_REDUCE_TENSOR_MAX, scores);
     const Value powers = exp_of(minus(scores, largest));
     const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
@@ -136,7 +115,7 @@ class Pattern {
     const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
     graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
     const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
-    graph_.matmul(weights, of(kV, v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
+    graph_.matmul(weights, of(kV, problem_.v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
   }
 
   // Of the weights p = exp(scores - lse) and their gradients, times p, less the sums of o times its gradient in each row.
@@ -163,7 +142,6 @@ class Pattern {
   }
 
  private:
-  bool clips() const { return options_.causal && !options_.has_lengths && !problem_.gradients; }
   Value of(int64_t name, const Heads& x, bool is_turned = false) {
     return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides_of(x)))
                      : graph_.tensor(name, type_, dims_of(x), strides_of(x));
@@ -191,22 +169,21 @@ class Pattern {
     graph_.reshape(scores, of_columns);
     const Ends ends{.m = lengths_, .k = rows_};
     if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
-    const Value of_heads = graph_.between(type_, {batch, heads, columns_, x.dims[3]});
+    const Value of_heads = graph_.between(type_, {batch, heads, scores_[3], x.dims[3]});
     graph_.matmul(of_columns, x, of_heads, ends);
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
   }
 
-  // Of lengths, and of a diagonal that begins `diagonal` columns behind the corner.
+  // Of lengths, and of a diagonal that begins in a corner: for cuDNN another is none, whatever is added to a row.
   Value masked(Value scores) {
     const int64_t diagonal = problem_.diagonal, count = scores_[2];
     const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };
     if (lengths_) scores = not_padded(graph_, scores, rows_, lengths_);
-    const bool one_sees_all = count == 1 && (options_.from_end ? diagonal == -1 : clips());
+    const bool one_sees_all = count == 1 && (options_.from_end || !lengths_);
     if (options_.causal && !one_sees_all) {
       Added added;
       if (options_.from_end) {
         added = {{CUDNN_POINTWISE_ADD, lengths_}, {CUDNN_POINTWISE_SUB, rows_}};
-        if (diagonal != -count) added.emplace_back(CUDNN_POINTWISE_ADD, integer(diagonal + count));
       } else if (diagonal) {
         added = {{CUDNN_POINTWISE_ADD, integer(count + diagonal)}, {CUDNN_POINTWISE_SUB, integer(count)}};
       }
@@ -215,9 +192,7 @@ class Pattern {
     if (options_.window) {
       Added added;
       if (options_.from_end) {
-        added = {{CUDNN_POINTWISE_ADD, integer(options_.window - diagonal - count)},
-                 {CUDNN_POINTWISE_SUB, lengths_},
-                 {CUDNN_POINTWISE_ADD, rows_}};
+        added = {{CUDNN_POINTWISE_ADD, integer(options_.window)}, {CUDNN_POINTWISE_SUB, lengths_}, {CUDNN_POINTWISE_ADD, rows_}};
       } else {
         added = {{CUDNN_POINTWISE_ADD, graph_.number(static_cast<float>(options_.window - diagonal))}};
       }
@@ -231,7 +206,6 @@ class Pattern {
   cudnnDataType_t type_;
   const AttentionOptions& options_;
   const int64_t lse_rows_;  // of which those of the problem are some
-  int64_t columns_ = 0;
   Dims scores_{}, of_rows_{};
   Value q_, rows_, lengths_;  // the last two where there are lengths
 };
@@ -260,30 +234,14 @@ AttentionF32 in_f32(const AttentionProblem& p, const AttentionOptions& options) 
   return result;
 }
 
-}  // namespace
-
-struct Attentions::Plan {
-  std::optional<AttentionF32> f32;  // where that is all there is of it
-  cudnnHandle_t handle = nullptr;
-  std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
-  std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
-  std::map<int64_t, Number> numbers;
-  std::unique_ptr<Descriptor> plan;
-  std::shared_ptr<void> workspace;
-  const AttentionProblem whole;
-  const Rows rows;  // of these the plan computes
-
-  Plan(const AttentionProblem& whole, const AttentionOptions& options)
-      : f32(in_f32(whole, options)), whole(whole), rows(whole, options) {
-    HW_CHECK(load_attention_f32(*f32));
-  }
-
-  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, const AttentionOptions& options)
-      : handle(handle), whole(whole), rows(whole, options) {
-    const AttentionProblem problem = rows.of(whole);
-    if (problem.is_empty() || problem.k.rows == 0) return;
+// What cuDNN has planned for a problem.
+class Engine {
+ public:
+  Engine(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options,
+         int64_t lse_rows)
+      : handle(handle) {
     Graph graph;
-    Pattern pattern(graph, problem, type, options, whole.q.rows);
+    Pattern pattern(graph, problem, type, options, lse_rows);
     problem.gradients ? pattern.backward() : pattern.forward();
     names = {kQ, kK, kV, kO};
     if (options.has_lse) names.push_back(kLse);
@@ -310,6 +268,37 @@ struct Attentions::Plan {
     if (bytes > 0) workspace = allocated(bytes);
   }
 
+  // On what a call gives.
+  cudaError_t run(std::vector<const void*> values, cudaStream_t stream) const {
+    for (const auto& memory : owned) values.push_back(memory.get());
+    const void* const scratch = workspace.get();
+    for (const auto& [name, number] : numbers) {
+      values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
+    }
+    Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
+    const auto count = static_cast<int64_t>(values.size());
+    pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, names.data(), count);
+    pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
+    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &scratch).finish("the arguments of attention");
+    expect(cudnnSetStream(handle, stream), "cudnnSetStream");
+    expect(cudnnBackendExecute(handle, *plan, pack), "attention");
+    return cudaSuccess;
+  }
+
+  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
+  void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
+    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
+    for (const Heads& x : problem.operands()) {
+      const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
+      elements = std::max(elements, last + x.size);
+    }
+    const std::shared_ptr<void> scratch = allocated(elements * 2);
+    HW_CHECK(cudaMemsetAsync(scratch.get(), 0, elements * 2, stream));
+    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch.get()), stream));
+    HW_CHECK(cudaStreamSynchronize(stream));
+  }
+
+ private:
   // The first of what cuDNN recommends that works here.
   void choose(const Descriptor& ops) {
     Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
@@ -334,51 +323,71 @@ struct Attentions::Plan {
     expect(status, "it has no kernel for these shapes on this GPU; attention of f32 is computed without it: cast the operands");
   }
 
-  // On what a call gives.
-  cudaError_t run(std::vector<const void*> values, cudaStream_t stream) const {
-    for (const auto& memory : owned) values.push_back(memory.get());
-    const void* const scratch = workspace.get();
-    for (const auto& [name, number] : numbers) {
-      values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
-    }
-    Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
-    const auto count = static_cast<int64_t>(values.size());
-    pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, names.data(), count);
-    pack.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, values.data(), count);
-    pack.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, &scratch).finish("the arguments of attention");
-    expect(cudnnSetStream(handle, stream), "cudnnSetStream");
-    expect(cudnnBackendExecute(handle, *plan, pack), "attention");
-    return cudaSuccess;
-  }
-
-  // Of the rows that see nothing. The bytes of -1.7e38 are equal.
-  cudaError_t blind(void* o, float* lse, cudaStream_t stream) const {
-    constexpr int kLeast = 0xfe;
-    const int64_t all = whole.q.rows, heads = whole.q.batch * whole.q.heads;
-    for (const auto& [begin, end] : {std::pair(int64_t{0}, plan ? rows.begin : all), std::pair(plan ? rows.end : all, all)}) {
-      cudaError_t status = clear(o, whole.o, begin, end, stream);
-      if (status == cudaSuccess && lse && begin < end) {
-        status = cudaMemset2DAsync(lse + begin, all * sizeof(float), kLeast, (end - begin) * sizeof(float), heads, stream);
-      }
-      if (status != cudaSuccess) return status;
-    }
-    return cudaSuccess;
-  }
-
-  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
-  void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
-    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
-    for (const Heads& x : problem.operands()) {
-      const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
-      elements = std::max(elements, last + x.size);
-    }
-    const std::shared_ptr<void> scratch = allocated(elements * 2);
-    HW_CHECK(cudaMemsetAsync(scratch.get(), 0, elements * 2, stream));
-    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch.get()), stream));
-    HW_CHECK(cudaStreamSynchronize(stream));
-  }
-
+  cudnnHandle_t handle;
+  std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
+  std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
+  std::map<int64_t, Number> numbers;
+  std::unique_ptr<Descriptor> plan;
+  std::shared_ptr<void> workspace;
   static constexpr int kMostEngines = 8;
+};
+
+}  // namespace
+
+// Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
+struct Attentions::Plan {
+  struct Part {
+    int64_t first;  // row
+    Engine engine;
+  };
+  std::optional<AttentionF32> f32;  // where that is all there is of it
+  const AttentionProblem whole;
+  int64_t blind = 0;               // rows
+  int64_t columns = whole.k.rows;  // that some row sees
+  std::list<Part> parts;
+
+  Plan(const AttentionProblem& whole, const AttentionOptions& options) : f32(in_f32(whole, options)), whole(whole) {
+    HW_CHECK(load_attention_f32(*f32));
+  }
+
+  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream)
+      : whole(whole) {
+    const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
+    const bool in_corner = !options.causal || (options.has_lengths && diagonal == (options.from_end ? -rows : 0));
+    if (options.has_lengths && !in_corner) {
+      throw ExecutionError("attention: with lengths and a causal mask cuDNN takes all rows: do not shard those of the query");
+    }
+    if (!in_corner) {
+      blind = std::clamp<int64_t>(-diagonal, 0, rows);
+      columns = std::clamp<int64_t>(rows + diagonal, 0, columns);
+    }
+    if (columns == 0) blind = rows;
+    const bool sees_more = !in_corner && diagonal + blind > 0;
+    const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
+    if (limited < rows && (options.window || whole.gradients)) {
+      throw ExecutionError(
+          "attention: cuDNN has no window, and no backward pass, where the last rows of a rank are behind the last column: "
+          "pass as many keys as rows, or do not shard the rows");
+    }
+    add(handle, blind, limited, type, options, stream);
+    options.causal = false;
+    add(handle, limited, rows, type, options, stream);
+  }
+
+  void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
+           cudaStream_t stream) {
+    if (first == end) return;
+    AttentionProblem problem = whole;
+    problem.q.rows = problem.o.rows = end - first, problem.diagonal += first;
+    problem.k.rows = problem.v.rows = columns;
+    if (options.causal && !options.has_lengths) problem.k.rows = problem.v.rows = std::min(columns, end + whole.diagonal);
+    if (problem.gradients) {
+      problem.gradients->q.rows = problem.gradients->o.rows = end - first;
+      problem.gradients->k.rows = problem.gradients->v.rows = problem.k.rows;
+    }
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
+    parts.back().engine.load_kernels(problem, stream);
+  }
 };
 
 std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem& problem) const {
@@ -392,9 +401,7 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
           "copy it first");
     }
   }
-  auto made = std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_);
-  if (made->plan) made->load_kernels(problem, rank_.stream("ring", 0));
-  return made;
+  return std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_, rank_.stream("ring", 0));
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
@@ -406,20 +413,30 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
     p->lse = beside.lse, p->lengths = beside.lengths;
     return attend_f32(*p, stream);
   }
-  const int64_t first = current_->rows.begin;
-  if (const cudaError_t status = current_->blind(o, beside.lse, stream); status != cudaSuccess || !current_->plan) return status;
-  const auto from = [&](const void* base, const Heads& x) { return static_cast<const char*>(base) + first * x.row_stride * 2; };
-  std::vector<const void*> values{from(q, current_->whole.q), k, v, from(o, current_->whole.o)};
-  if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-  if (beside.lse) values.push_back(beside.lse + first);
-  if (beside.lengths) values.push_back(beside.lengths);
-  return current_->run(std::move(values), stream);
+  const auto& [q_heads, k_heads, v_heads, o_heads, diagonal, gradients] = current_->whole;
+  const int64_t blind = current_->blind, rows = q_heads.rows;
+  cudaError_t status = hw::clear(o, o_heads, 0, blind, stream);
+  if (status == cudaSuccess && beside.lse && blind) {
+    constexpr int kLeast = 0xfe;  // of which the bytes of -1.7e38 are
+    status =
+        cudaMemset2DAsync(beside.lse, rows * sizeof(float), kLeast, blind * sizeof(float), q_heads.batch * q_heads.heads, stream);
+  }
+  for (const auto& [first, engine] : current_->parts) {
+    if (status != cudaSuccess) return status;
+    std::vector<const void*> values{static_cast<const char*>(q) + first * q_heads.row_stride * 2, k, v,
+                                    static_cast<const char*>(o) + first * o_heads.row_stride * 2};
+    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+    if (beside.lse) values.push_back(beside.lse + first);
+    if (beside.lengths) values.push_back(beside.lengths);
+    status = engine.run(std::move(values), stream);
+  }
+  return status;
 }
 
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
-  if (!current_) return clear(k_gradient, v_gradient, stream);
+  if (!current_) return clear(k_gradient, v_gradient, 0, stream);
   if (std::optional<AttentionF32> p = current_->f32) {
     const auto read = [](const void* base) { return static_cast<const float*>(base); };
     const auto written = [](const void* base) { return const_cast<float*>(static_cast<const float*>(base)); };
@@ -428,16 +445,18 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
     p->lse = const_cast<float*>(lse), p->lengths = lengths;
     return differentiate_f32(*p, stream);
   }
+  if (current_->parts.empty()) return clear(k_gradient, v_gradient, 0, stream);
+  if (const cudaError_t status = clear(k_gradient, v_gradient, current_->columns, stream); status != cudaSuccess) return status;
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (lengths) values.push_back(lengths);
-  return current_->run(std::move(values), stream);
+  return current_->parts.front().engine.run(std::move(values), stream);
 }
 
 // What columns have that no row sees.
-cudaError_t AttentionBackwardPlan::clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const {
-  const cudaError_t status = hw::clear(k_gradient, gradients_.k, 0, gradients_.k.rows, stream);
-  return status == cudaSuccess ? hw::clear(v_gradient, gradients_.v, 0, gradients_.v.rows, stream) : status;
+cudaError_t AttentionBackwardPlan::clear(void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) const {
+  const cudaError_t status = hw::clear(k_gradient, gradients_.k, first, gradients_.k.rows, stream);
+  return status == cudaSuccess ? hw::clear(v_gradient, gradients_.v, first, gradients_.v.rows, stream) : status;
 }
 
 }  // namespace hw

@@ -118,7 +118,8 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
 
 
 def test_keys_do_not_travel() -> None:
-    """Where ranks have the same queries: of each row a number and a result do. With rows that are sharded, or ends by lengths, they do."""
+    """Where ranks have the same queries: of each row a number and a result do. They do with rows that are sharded, windows, and rows that
+    end by lengths."""
     cached = hw.bf16[2, 4, "T@cp", 16]
 
     def gathered(compute, **inputs):  # type: ignore[no-untyped-def]
@@ -134,9 +135,12 @@ def test_keys_do_not_travel() -> None:
     def of_rows(q, k, n):  # type: ignore[no-untyped-def]
         return hw.attention(q, k, k, "bottom_right")
 
+    def near(q, k, n):  # type: ignore[no-untyped-def]
+        return hw.attention(q, k, k, "bottom_right", 2)
+
     assert [is_sum for _, is_sum in gathered(token, q=hw.bf16[2, 4, 1, 16])] == [False, True]
     assert [is_sum for _, is_sum in gathered(of_rows, q=hw.bf16[2, 4, 5, 16])] == [False, True]
-    for compute, rows in ((token, "S"), (of_rows, "S@cp")):
+    for compute, rows in ((token, "S"), (of_rows, "S@cp"), (near, 5)):
         travels = gathered(compute, q=hw.bf16[2, 4, rows, 16])
         assert travels
         assert all("k" in name and not is_sum for name, is_sum in travels)

@@ -103,7 +103,7 @@ class AttentionBackwardPlan : Attentions {
                             const int32_t* lengths = nullptr) const;
 
  private:
-  cudaError_t clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const;
+  cudaError_t clear(void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) const;
 
   Gradients gradients_;
 };

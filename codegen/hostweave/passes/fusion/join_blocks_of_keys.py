@@ -38,7 +38,8 @@ LEAST = -1e30  # of a row's largest score that is not -inf
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """After it keys are gathered only where a rank has rows of its own of the queries, or where lengths say where a mask ends."""
+    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, and where lengths say where a mask
+    ends."""
     joining = _Joining(fusion)
     for op in fusion.ops:
         joining.add(op)
@@ -78,10 +79,10 @@ class _Joining:
 
     def axes_of_blocks(self, op: Op) -> Axes:
         """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""
-        if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op.result.stream:
+        if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
-        sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT and not op[WINDOW])
+        sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
         return () if (_lengths(op) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 
@@ -92,8 +93,8 @@ class _Joining:
     @property
     def how(self) -> Attributes:
         """The attributes of an attention in blocks: where there are lengths a row sees all that they say."""
-        causal, window = (None, None) if self.lengths else (self.op[CAUSAL] or None, self.op[WINDOW] or None)
-        return attributes(scale=self.op[SCALE], causal=causal, window=window, blocks=self.blocks)
+        causal = None if self.lengths else self.op[CAUSAL] or None
+        return attributes(scale=self.op[SCALE], causal=causal, blocks=self.blocks)
 
     def once(self, key: object, make: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
         if key not in self.known:
