@@ -102,8 +102,13 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         compiled = torch.compile(_torch_layer(ranks, is_fused=False), dynamic=False)
         calls[COMPILED] = partial(compiled, *weights)
         wanted = eager()
-        for name, call in calls.items():
-            got = call() if name != "ours" else (call(), y[:, 0])[1]
+        for name, call in list(calls.items()):
+            try:
+                got = call() if name != "ours" else (call(), y[:, 0])[1]
+            except RuntimeError as error:  # torch's are not in every version, nor on every machine
+                print(f"{name} is left out: {error}", flush=True)
+                del calls[name]
+                continue
             assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max()), name
         del wanted, got
         yield calls
