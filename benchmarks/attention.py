@@ -1,11 +1,13 @@
-"""Causal attention of bf16, forward and backward, beside torch's by cuDNN and by default: the heads of Llama 3, of one rank and of four;
-and with the sequence over two GPUs, in pieces of which each rank has a part, so that both have as much to do.
+"""Causal attention of bf16, forward and backward, beside torch's by cuDNN: the heads of Llama 3, of one rank and of four; and with
+the sequence over two GPUs, in pieces of which each rank has a part, so that both have as much to do. Operands lie as [S, B, H, D] in
+both. A row at a time, the long sequences first; the median of timings in turn, of GPUs that do not wait for the host.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
@@ -14,73 +16,83 @@ import numpy as np
 import hostweave as hw
 from hostweave.build.cuda import gpus
 
-SHAPES = [(rows, heads, groups) for heads, groups in ((8, 1), (32, 8)) for rows in (2048, 8192, 32768)]
+HEADS = ((32, 8), (8, 1))  # of the queries, and of the keys
+ROWS = (8192, 32768, 2048)
 HEAD = 128
-CALLS, TIMINGS = 10, 7
+CALLS = {2048: 20, 8192: 10, 32768: 2}
+TIMINGS = 7
 TORCH_TIMES = 1.03  # at most
 PIECES = 8  # of a sequence over several GPUs
 SPEEDUP = 1.7  # of two GPUs, at least
+
+Attend = Callable[[], Any]
 
 
 def main() -> None:
     import torch
 
-    group = hw.init()
     torch.cuda.set_device(0)
-    print(f"{torch.cuda.get_device_name(0)}, cuDNN {torch.backends.cudnn.version()}, heads of {HEAD}, [S, B, H, D] in and out of ours")
-    for rows, heads, groups in SHAPES:
-        compare(rows, heads, groups, group)
+    print(f"{torch.cuda.get_device_name(0)}, cuDNN {torch.backends.cudnn.version()}, heads of {HEAD}", flush=True)
+    alone = {heads: [hw.compile(made(*heads), target="cuda") for made in (_fusion, _backward, _with_lse)] for heads in HEADS}
+    sequences = [_in_pieces(32768, 32, 8, ranks, PIECES if ranks > 1 else 1) for ranks in ((1, 2) if len(gpus()) > 1 else ())]
+    several = [(fusion, hw.compile(fusion, target="cuda")) for fusion in sequences]
+    programs = [program for made in alone.values() for program in made]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(hw.Program.build, [*programs, *(program for _, program in several)]))
+    group = hw.init()
+    for rows in ROWS:
+        for heads in HEADS:
+            compare(rows, *heads, alone[heads], group)
+    for program in programs:
+        program.close()
     group.close()
-    if len(gpus()) > 1:
-        over_gpus()
+    torch.cuda.empty_cache()
+    if several:
+        over_gpus(several)
 
 
-def compare(rows: int, heads: int, groups: int, group: hw.Group) -> None:
+def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], group: hw.Group) -> None:
     import torch
 
+    forward, backward, with_lse = programs
     q, k, v, dy = (torch.randn(rows, 1, count, HEAD, device="cuda", dtype=torch.bfloat16) for count in (heads, groups, groups, heads))
-    programs = forward, backward, with_lse = [hw.compile(made(heads, groups), target="cuda") for made in (_fusion, _backward, _with_lse)]
     out, lse = torch.empty(rows, 1, heads * HEAD, device="cuda", dtype=torch.bfloat16), torch.empty(1, heads, rows, device="cuda")
     y, *gradients = (torch.empty_like(x) for x in (q, q, k, v))
     with_lse(q, k, v, out=(y, lse), group=group)
-    torchs = _of_torch(q, k, v, dy)
     ours = (
         (lambda: forward(q, k, v, out=out, group=group), [out], 2),
         (lambda: backward(q, k, v, y, dy, lse, out=tuple(gradients), group=group), gradients, 5),
     )
-    for number, (call, results, flops) in enumerate(ours):
-        calls = {"ours": call, **{name: both[number] for name, both in torchs.items()}}
+    for name, (call, results, flops), theirs in zip(("forward", "backward"), ours, _of_torch(q, k, v, dy), strict=True):
         call()
-        wanted = calls["torch"]()
-        for got, want in zip(results, wanted if number else (wanted,), strict=True):
+        wanted = theirs()
+        for got, want in zip(results, wanted if name == "backward" else (wanted,), strict=True):
             want = want.permute(2, 0, 1, 3).reshape(got.shape)
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
-        ms = _times(calls)
-        ratio = ms["ours"] / ms["cuDNN"]
+        ms, torchs = _times((call, theirs), CALLS[rows])
         print(
-            f"{rows:6} rows, {heads:2} heads of {groups} groups, {('forward', 'backward')[number]:8}: {ms['ours']:8.3f} ms, "
-            f"{flops * heads * rows * rows * HEAD / ms['ours'] / 1e9:6.0f} TFLOP/s, {ratio:5.2f} times torch's cuDNN "
-            f"{ms['cuDNN']:.3f} ms; default {ms['torch']:.3f}{'  MISSED' if ratio > TORCH_TIMES else ''}",
+            f"{rows:6} rows, {heads:2} heads of {groups} groups, {name:8}: {ms:8.3f} ms, "
+            f"{flops * heads * rows * rows * HEAD / ms / 1e9:4.0f} TFLOP/s, {ms / torchs:5.3f} times torch's cuDNN, "
+            f"{torchs:.3f} ms{'  MISSED' if ms / torchs > TORCH_TIMES else ''}",
             flush=True,
         )
-    for program in programs:
-        program.close()
 
 
-def over_gpus(rows: int = 32768, heads: int = 32, groups: int = 8) -> None:
-    ms = {}
-    for ranks in (1, 2):
-        fusion = _in_pieces(rows, heads, groups, ranks, PIECES if ranks > 1 else 1)
-        program = hw.compile(fusion, target="cuda")
-        random = np.random.default_rng(0)
-        shapes = {value.name: tuple(map(int, value.type.shape)) for value in fusion.inputs}
-        arrays = {name: random.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+def over_gpus(programs: list[tuple[hw.Fusion, hw.Program]]) -> None:
+    """A forward pass of each program."""
+    random, ms = np.random.default_rng(0), {}
+    for fusion, program in programs:
+        arrays = {}
+        for value in fusion.inputs:
+            pieces, *piece = map(int, value.type.shape)
+            drawn = random.standard_normal((1, min(piece[0], 4096), *piece[1:]), np.float32).astype(ml_dtypes.bfloat16)
+            arrays[value.name] = np.tile(drawn, (pieces, piece[0] // drawn.shape[1], 1, 1))
         times = program.measure(warmups=3, repetitions=TIMINGS, **arrays)
-        ms[ranks] = statistics.median(max(rank[i].total_ms for rank in times) for i in range(TIMINGS))
+        ms[fusion.mesh.size] = statistics.median(max(rank[i].total_ms for rank in times) for i in range(TIMINGS))
         program.close()
     speedup = ms[1] / ms[2]
     print(
-        f"{rows:6} rows, {heads:2} heads of {groups} groups, forward: {ms[1]:.3f} ms on one GPU, {ms[2]:.3f} ms on two, "
+        f"32768 rows, 32 heads of 8 groups, forward: {ms[1]:.3f} ms on one GPU, {ms[2]:.3f} ms on two, "
         f"{speedup:.2f} times as fast{'  MISSED' if speedup < SPEEDUP else ''}",
         flush=True,
     )
@@ -149,52 +161,44 @@ def _back(x: hw.Tensor) -> hw.Tensor:
     return hw.permute_dims(x, (2, 0, 1, 3))
 
 
-def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Forward and backward; with heads of the keys repeated beforehand, where a backend does not take groups."""
+def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
+    """Forward and backward by cuDNN; with heads of the keys repeated beforehand, where that does not take groups."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    q, k, v, dy = (x.permute(1, 2, 0, 3).contiguous().requires_grad_() for x in (q, k, v, dy))
+    q, k, v, dy = (x.permute(1, 2, 0, 3) for x in (q, k, v, dy))
 
     def attend(*qkv: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-
-    def by_cudnn(*qkv: Any) -> Any:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return attend(*qkv)
+            return torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
 
-    def both(attend: Callable[..., Any], *qkv: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        y = attend(*qkv)
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return attend(*qkv)
-
-        return forward, lambda: torch.autograd.grad(y, qkv, dy, retain_graph=True)
+    def both(*qkv: Any) -> tuple[Attend, Attend]:
+        needed = [x.detach().requires_grad_() for x in qkv]
+        y = attend(*needed)
+        return lambda: attend(*qkv), lambda: torch.autograd.grad(y, needed, dy, retain_graph=True)
 
     try:
-        cudnn = both(by_cudnn, q, k, v)
+        return both(q, k, v)
     except RuntimeError:
-        cudnn = both(by_cudnn, q, *(x.detach().repeat_interleave(q.shape[1] // k.shape[1], 1).requires_grad_() for x in (k, v)))
-    return {"cuDNN": cudnn, "torch": both(attend, q, k, v)}
+        return both(q, *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)))
 
 
-def _times(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds of one call on the GPU, the median of timings that are taken in turn, enqueued behind a wait."""
+def _times(calls: tuple[Attend, ...], count: int) -> list[float]:
+    """Milliseconds of one call on the GPU, the median of timings of `count` calls that are taken in turn, enqueued behind a wait."""
     import torch
 
-    timings: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(TIMINGS + 2):
-        for name, call in calls.items():
+    timings: list[list[float]] = [[] for _ in calls]
+    for _ in range(TIMINGS + 1):
+        for call, ms in zip(calls, timings, strict=True):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(20_000_000)
+            torch.cuda._sleep(10_000_000)
             begin.record()
-            for _ in range(CALLS):
+            for _ in range(count):
                 call()
             end.record()
             end.synchronize()
-            timings[name].append(begin.elapsed_time(end) / CALLS)
-    return {name: statistics.median(ms[2:]) for name, ms in timings.items()}
+            ms.append(begin.elapsed_time(end) / count)
+    return [statistics.median(ms[1:]) for ms in timings]
 
 
 if __name__ == "__main__":

@@ -26,18 +26,18 @@ from checkpoint import Config, frequencies
 
 LAYERS = 8
 PROMPT = 4096
-BATCHES = (1, 16)
 ROW = 16  # steps of a call of decode
-REPETITIONS = 5
+REPETITIONS = 5  # after as many that do not count
 LENGTH = PROMPT + 512  # of the cache, beyond what all calls need
 
 Calls = dict[str, Callable[[], Any]]
 
 
 def main() -> None:
-    for ranks in (1, 2)[: len(gpus())]:
-        names = ["prefill, batch 1", *(f"decode, batch {batch}" for batch in BATCHES)]
-        tokens = [PROMPT, *(ROW * batch for batch in BATCHES)]
+    """Of the numbers of GPUs that are arguments, or 1 and 2."""
+    for ranks in map(int, sys.argv[1:] or range(1, 1 + min(len(gpus()), 2))):
+        names = ["decode, batch 1", "prefill, batch 1", "decode, batch 16"]
+        tokens = [ROW, PROMPT, ROW * 16]
         for name, count, times in zip(names, tokens, times_on_ranks(_calls, ranks, REPETITIONS), strict=True):
             medians = {of: statistics.median(ms) for of, ms in times.items()}
             each = ", ".join(f"{of} {ms:.3f} ms ({count / ms * 1e3:.0f} tokens/s)" for of, ms in medians.items())
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """Prefill, and decode for each size of a batch; of transformers on one GPU only."""
+    """Decode for each size of a batch, and prefill after the first; of transformers on one GPU only."""
     import torch
 
     hw.init()
@@ -58,17 +58,19 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
     types |= {f"{llama.short(name)}_{i}": type for i in range(LAYERS) for name, type in llama.layer_weights(c).items()}
     weights = {name: _random(type, rank, programs[0].mesh) for name, type in types.items()}
     theirs = _transformers(c) if ranks == 1 else None
-    for batch in BATCHES:
+    for batch in (1, 16):
         model = llama.Llama(c, programs, weights, frequencies(c.head_dim, 500000.0), batch, LENGTH)
         prompts = torch.randint(0, c.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
-        if batch == 1:
-            yield {"ours": partial(model.start, prompts.tolist()), **(_prefills(theirs, prompts.cuda()) if theirs else {})}
         model.start(prompts.tolist())
         steps: Calls = {"ours": partial(_row, model.advance)}
         if theirs:
             steps["transformers, torch.compile"] = partial(_row, _step(theirs, prompts.cuda()))
         yield steps
+        del steps
         torch.compiler.reset()
+        if batch == 1:
+            yield {"ours": partial(model.start, prompts.tolist()), **(_prefills(theirs, prompts.cuda()) if theirs else {})}
+            torch.compiler.reset()
     for program in programs:
         program.close()
 

@@ -55,9 +55,9 @@ def cache_of(c):
 def llama_layer(c, decode):
     """A layer, of a prompt's tokens, which are sharded along the sequence, or of the next token, which attends to the cache."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
-    inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32[S, D // 2])}
+    inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
-        inputs |= {"position": hw.i32[()], "lengths": hw.i32["B"]}
+        inputs |= {"position": hw.i32["B"], "lengths": hw.i32["B"]}
 
     def heads(x, count):
         """[S, B, count * D] as [B, count, S, D]."""
@@ -106,7 +106,8 @@ def sampled(logits, temperature, top_p, seed, draw):
 def program(c, tp, decode=False, is_sampled=False):
     """`prefill` or `decode`: the next token of each sequence, its logits, and the cache.
 
-    `position` is how many tokens the cache has after `prefill`, of a prompt that may be filled up, or before a step of `decode`.
+    `position` is how many tokens of each sequence the cache has after `prefill`, of prompts that may be filled up, or before a step of
+    `decode`.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
@@ -114,22 +115,22 @@ def program(c, tp, decode=False, is_sampled=False):
     caches = {f"{name}_{i}": first + 2 * i + at for i in layers for at, name in enumerate(("keys", "values"))}
 
     def llama(ids, position, frequencies, embed_tokens, norm, lm_head=None, **rest):
-        start = position if decode else 0
-        angles = hw.astype(hw.iota(ids, 0) + start, hw.f32)[:, None] * frequencies
+        places = hw.reshape(position, "B", 1, 1, 1) if decode else hw.reshape(hw.iota(ids, 0), 1, 1, S, 1)
+        angles = hw.astype(places, hw.f32) * frequencies
         shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
         place = position + 1 if decode else position  # of the token that comes out
         if decode:
-            shared |= {"position": position, "lengths": hw.broadcast_to(place, "B")}
+            shared |= {"position": position, "lengths": place}
         x = hw.reshard(hw.embedding(ids, embed_tokens), 1 if decode else "S@tp", "B", c.hidden_size)
         held = []
         for i in layers:
             x, keys, values = layer(x, **{name: rest[f"{name}_{i}"] for name in types}, **shared)
             held += [keys, values]
         if not decode:
-            x = hw.dynamic_slice(x, (position - 1, 0, 0), (1, "B", c.hidden_size))  # of the last token; others may fill the prompt up
+            x = hw.take_along_axis(x, hw.reshape(position - 1, 1, "B", 1), 0)  # of the last tokens; others may fill the prompts up
         logits = hw.linear(hw.rms_norm(x, norm, eps=c.rms_norm_eps), embed_tokens if lm_head is None else lm_head)
         if is_sampled:
-            token = sampled(logits, *(rest[name] for name in ("temperature", "top_p", "seed")), hw.astype(place, hw.u32))
+            token = sampled(logits, *(rest[name] for name in ("temperature", "top_p", "seed")), hw.astype(hw.max(place), hw.u32))
         else:
             token = largest(logits)
         return (token, logits, place, *held) if decode else (token, logits, *held)
@@ -139,7 +140,7 @@ def program(c, tp, decode=False, is_sampled=False):
         mesh=hw.Mesh(tp=tp),
         donate={**({"ids": 0, "position": 2} if decode else {}), **caches},
         ids=hw.i32[S, "B"],
-        position=hw.i32[()],
+        position=hw.i32["B"],
         frequencies=hw.f32[c.head_dim // 2],
         **{short(name): type for name, type in other_weights(c).items()},
         **({"temperature": hw.f32[()], "top_p": hw.f32[()], "seed": hw.u32[()]} if is_sampled else {}),
@@ -186,18 +187,19 @@ class Llama:
         caches = [f"{name}_{i}" for i in range(c.num_hidden_layers) for name in ("keys", "values")]
         self.cache = {name: torch.zeros(batch, c.num_key_value_heads // tp, self.length, c.head_dim, **like) for name in caches}
         self.ids = torch.zeros(1, batch, dtype=torch.int32, device=self.device)
-        self.position = torch.zeros((), dtype=torch.int32, device=self.device)
+        self.position = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # of the rank's part of the vocabulary
         self.graph = None
 
     def start(self, prompts):
-        """Takes [batch] prompts of equal length; `ids` are the next tokens then. Raises CheckpointError where the cache is too small."""
-        tokens = self.torch.tensor(prompts, dtype=self.torch.int32).T
-        count = len(tokens)
-        if not 0 < count < self.length:
-            raise CheckpointError(f"a prompt of {count} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
-        self.position.fill_(count)
-        filled = self.torch.nn.functional.pad(tokens, (0, 0, 0, -count % self.tp)).contiguous().to(self.device)
+        """Takes a prompt for each of the batch; `ids` are the next tokens then. Raises CheckpointError where the cache is too small."""
+        counts = [len(prompt) for prompt in prompts]
+        if wrong := [count for count in counts if not 0 < count < self.length]:
+            raise CheckpointError(f"a prompt of {wrong[0]} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
+        self.position.copy_(self.torch.tensor(counts))
+        longest = -(-max(counts) // self.tp) * self.tp
+        filled = self.torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], dtype=self.torch.int32)
+        filled = filled.T.contiguous().to(self.device)
         self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
 
     def advance(self):
@@ -208,10 +210,10 @@ class Llama:
         self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # which makes the call, too
 
     def generate(self, prompts, count):
-        """Yields the next token of each sequence, until there are `count` or the cache is full. The device is a token ahead."""
+        """Yields the next token of each sequence, until there are `count` or a cache is full. The device is a token ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
-        room = self.length - len(prompts[0]) + 1  # the last one is not put into the cache
+        room = self.length - max(map(len, prompts)) + 1  # the last one is not put into the cache
         told = self.torch.zeros(min(count, room), len(prompts), dtype=self.torch.int32, pin_memory=on_gpu)
         for number, tokens in enumerate(told):
             tokens.copy_(self.ids[0], non_blocking=True)

@@ -16,6 +16,7 @@ from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
+from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
@@ -48,6 +49,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     drop_unit_axes,
     merge_contractions,
     propagate_sharding,
+    join_blocks_of_keys,
     insert_reshards,
     sink_reductions,
     unstack,

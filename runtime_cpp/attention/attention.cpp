@@ -30,7 +30,7 @@ Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions&
 
 void Attentions::prepare_for(const AttentionProblem& problem) {
   current_ = plans_.find(problem, [&] {
-    if (!problem.is_empty()) expect_columns(problem);
+    if (!problem.is_empty() && !options_.blind_zeros) expect_columns(problem);
     return plan(problem);
   });
 }

@@ -12,6 +12,7 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
@@ -178,3 +179,33 @@ def test_gradients_with_lengths() -> None:
         y = (queries @ whole[0].mT / 8).masked_fill(~below, -torch.inf).softmax(-1) @ whole[1]
         for got, want in zip(results, torch.autograd.grad(y, (queries, keys, values), dy[index].float()), strict=True):
             torch.testing.assert_close(got[index].float(), want, rtol=3e-2, atol=3e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
+def test_diagonals_beside_the_corners(diagonal: int) -> None:
+    """As of a rank's rows or keys: first rows may see nothing, the last ones all, and no row the last columns."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+    for rows, columns in ((7, 15), (7, 5), (300, 200)):
+        q, k, given = (f"bf16[2, {heads}, {size}, 64]" for heads, size in ((8, rows), (2, columns), (8, rows)))
+        is_differentiated = 0 <= diagonal <= max(columns - rows, 0)
+        results = f"%y: {q}, %l: f32[2, 8, {rows}]" + (f", %dq: {q}, %dk: {k}, %dv: {k}" if is_differentiated else "")
+        body = f"  attention %q, %k, %k scaled 0.1 diagonal {diagonal} blind zeros -> %y lse %l\n"
+        if is_differentiated:
+            body += f"  attention_backward %q, %k, %k, %y, %dy, %l scaled 0.1 diagonal {diagonal} -> %dq, %dk, %dv\n"
+        host = HostProgram.parse(f"host @f(%q: {q}, %k: {k}, %dy: {given}) -> ({results}) mesh(x=1) {{\n{body}}}\n")
+        shapes = (2, 8, rows, 64), (2, 2, columns, 64), (2, 8, rows, 64)
+        arrays = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+        y, lse, *gradients = compiled(host, "cuda").run(*arrays)
+        queries, keys, values = (x.float().requires_grad_() for x in (arrays[0], arrays[1], arrays[1]))
+        row, column = torch.arange(rows, device="cuda")[:, None], torch.arange(columns, device="cuda")
+        scores = (queries @ keys.repeat_interleave(4, 1).mT * 0.1).masked_fill(row + diagonal < column, -torch.inf)
+        sums = scores.logsumexp(-1).detach()
+        weights = torch.exp(scores - sums.clamp(min=-1e30)[..., None])
+        want = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values.repeat_interleave(4, 1)
+        torch.testing.assert_close(y.float(), want.detach(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse.clamp(min=-1e30), sums.clamp(min=-1e30), rtol=2e-2, atol=2e-2)
+        if gradients:
+            wanted = torch.autograd.grad(want, (queries, keys, values), arrays[2].float())
+            for got, expected in zip(gradients, wanted, strict=True):
+                torch.testing.assert_close(got.float(), expected, rtol=3e-2, atol=3e-2 * float(expected.abs().max()))

@@ -38,6 +38,17 @@ CASES = {
         %b: bf16[M@x, K] = matmul(%a, %v)
         %y: bf16[M@x, 8] = matmul(%b, %wg)""",
     ),
+    "and past attention": (
+        "%q: bf16[2, M, 128], %w: bf16[M@x, K]",
+        """%a: bf16[2, M, 128] = attention(%q, %q, %q, scale=1.0)
+        %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
+        %wg: bf16[M, K] = all_gather(%w, dim=0, axes=(x))
+        %y: bf16[2, 128, K] = matmul(%t, %wg)""",
+        """%wg: bf16[M, K] async = all_gather(%w, dim=0, axes=(x))
+        %a: bf16[2, M, 128] = attention(%q, %q, %q, scale=1.0)
+        %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
+        %y: bf16[2, 128, K] = matmul(%t, %wg)""",
+    ),
     "the sum of a gradient runs beside what follows": (
         SUM,
         """%t: bf16[K, M@x] = permute_dims(%x, axes=(1, 0))

@@ -132,7 +132,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
         shape = tuple(size.bind(sizes) for size in value.type.shape)
         drawn = random.standard_normal(shape) / np.sqrt(shape[-1]) if len(shape) == 2 else 1 + random.standard_normal(shape) / 8
         arrays[value.name] = drawn.astype(numpy_dtype(value.type.dtype))
-    arrays |= {"ids": random.integers(0, 20, (13, 2)).astype(np.int32), "position": np.array(11, np.int32)}
+    arrays |= {"ids": random.integers(0, 20, (13, 2)).astype(np.int32), "position": np.array([11, 4], np.int32)}
     want = run_reference(fusion, arrays)
     program = compiled(fusion)
     outputs = lower(fusion, Options()).outputs

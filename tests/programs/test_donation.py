@@ -107,6 +107,39 @@ def wanted(v: Arrays) -> list[Array]:
     return [rows[at : at + 4, column : column + 2], rows, heads, kept, v["kept"].sum(1), -h, first, second]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_each_of_a_batch_has_a_place_of_its_own(ranks: int) -> None:
+    """Positions and heads that are sharded, and a batch that is; of the cache as many elements are written as come."""
+    B, S = 2 * ranks, 7
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        donate=("cache", "held"),
+        cache=hw.bf16["B", 3, "S@x", 4],
+        held=hw.f32["B@x", "S", 4],
+        values=hw.bf16["B", 3, 2, 4],
+        row=hw.f32["B@x", 1, 4],
+        positions=hw.i32["B"],
+    )
+    def step(cache, held, values, row, positions):  # type: ignore[no-untyped-def]
+        return hw.dynamic_update_slice(cache, values * 2, (0, 0, positions, 0)), hw.dynamic_update_slice(held, row, (0, positions - 1, 0))
+
+    random = np.random.default_rng(ranks)
+    shapes = {"cache": (B, 3, S, 4), "held": (B, S, 4), "values": (B, 3, 2, 4), "row": (B, 1, 4)}
+    v = {name: random.integers(-8, 9, shape).astype(numpy_dtype(step.values()[name].type.dtype)) for name, shape in shapes.items()}
+    v["positions"] = random.integers(-1, S + 1, B).astype(np.int32)
+    want = [np.stack([put(v["cache"][b], v["values"][b] * 2, 0, at, 0) for b, at in enumerate(v["positions"])])]
+    want += [np.stack([put(v["held"][b], v["row"][b], at - 1, 0) for b, at in enumerate(v["positions"])])]
+    program = hw.compile(step)
+    assert not re.search(r"\n +copy ", program.host_ir)
+    for got, wanted in ((run_reference(step, v), want), *((program.run(**copied(v)), want) for _ in range(2))):
+        for result, expected in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(result, expected)
+    with seeded(ranks):
+        np.testing.assert_array_equal(program.run(**copied(v))[0], want[0])
+    program.check()
+
+
 def copied(v: Arrays) -> Arrays:
     return {name: array.copy() for name, array in v.items()}
 
@@ -306,6 +339,10 @@ SLICES: dict[str, tuple[Traced, str]] = {
     "a float": (lambda x, u, at: hw.dynamic_slice(x, (0.5, 0), (1, "N")), "dim 0 cannot start at 0.5; pass an int, or a tensor of ints"),
     "floats": (lambda x, u, at: hw.dynamic_slice(x, (hw.sum(x), 0), (1, "N")), "dim 0 cannot start at f32\\[\\]; pass an int"),
     "several": (lambda x, u, at: hw.dynamic_slice(x, (hw.iota(x, 0), 0), (1, "N")), "dim 0 cannot start at i32\\[4\\]; pass an int"),
+    "several places": (
+        lambda x, u, at: hw.dynamic_update_slice(x, u[:, :1], (0, hw.iota(x, 1))),
+        r"dim 1 cannot start at i32\[N\]; pass an int, or a tensor of ints that has one element$",
+    ),
     "a dtype": (
         lambda x, u, at: hw.dynamic_update_slice(x, hw.astype(u, hw.f16), (at, 0)),
         "does not go into f32\\[4, N\\]; use hw.astype",

@@ -96,6 +96,11 @@ def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) 
         model.start([row[::-1] for row in PROMPTS])
         got = list(model.generate(PROMPTS, TOKENS))
         assert got[:3] == first
+        if target == "cuda" or tied:
+            short = [PROMPTS[0], PROMPTS[1][:5]]  # each is as it is alone
+            alone = llama.Llama(c, programs, weights, frequencies, batch=1, length=model.length)
+            each = [[token for (token,) in alone.generate([prompt], 6)] for prompt in short]
+            assert not is_exact or list(map(list, zip(*model.generate(short, 6), strict=True))) == each
         with pytest.raises(CheckpointError, match=rf"a prompt of {model.length} tokens, of 1 to {model.length - 1} that the cache has"):
             model.start([[1] * model.length])
         return own, got

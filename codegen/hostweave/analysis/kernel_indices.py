@@ -86,7 +86,8 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict
     """The dims of operands and result that are one index of the op, and by operand the one that no loop walks."""
     walked = index_map(op, operand_types(op, types))
     if OPS[op.kind].updates:  # what is written is walked, not what it is written to
-        return [], dict.fromkeys(op.tensors[3::2], 0)
+        starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
+        return [[(op.tensors[1], i), (start, i)] for start, i in starts], dict.fromkeys(op.tensors[3::2], 0)
     if walked.outer:
         raise NotOneKernel(f"%{op.result.name} splits or merges dims")
     by_label: dict[str, list[Dim]] = {}

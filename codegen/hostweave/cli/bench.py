@@ -21,6 +21,7 @@ NEEDED_GPUS = {
     "overlap": 2,
     "comm": 2,
     "small_all_reduce": 2,
+    "sequence_parallel": 2,
 }
 
 

@@ -260,23 +260,25 @@ class Emitter:
         return plans[key].member
 
     def attention(self, i: ir.Attention) -> str:
-        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), [".has_lse = true"] if i.lse else [])
+        has_lse, blind = ([f".{word} = true"] if fields else [] for word, fields in (("has_lse", i.lse), ("blind_zeros", i.blind)))
+        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), has_lse, blind)
         beside = [f".{field} = {self.text(name)}" for field, names in (("lse", i.lse), ("lengths", i.lengths)) for name in names]
         return self.lay_out(i, plan=plan, beside=beside)
 
     def attention_backward(self, i: ir.AttentionBackward) -> str:
         operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
-        return self.lay_out(i, plan=self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"]))
+        return self.lay_out(i, plan=self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], []))
 
     def attention_plan(
-        self, kind: str, i: ir.Attention | ir.AttentionBackward, dst: str, operands: Sequence[str], more: Sequence[str]
+        self, kind: str, i: ir.Attention | ir.AttentionBackward, dst: str, operands: Sequence[str], has_lse: list[str], blind: list[str]
     ) -> str:
         words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         words += [".causal = true"] if i.diagonal is not None else []
         words += [f".window = {i.window}"] if i.window else []
-        words += more
+        words += has_lse
         words += [".has_lengths = true"] if i.lengths else []
         words += [".from_end = true"] if i.corner else []
+        words += blind
         shapes = [self.strided(self.type_of(name)) for name in operands]
         diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
         return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))

@@ -24,6 +24,7 @@ STAGES = (
     "drop_unit_axes",
     "merge_contractions",
     "propagate_sharding",
+    "join_blocks_of_keys",
     "insert_reshards",
     "sink_reductions",
     "unstack",

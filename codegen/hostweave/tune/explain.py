@@ -9,7 +9,7 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import why_composed
-from hostweave.fusion_ir.ops.attributes import MESH_AXES
+from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of
@@ -51,7 +51,8 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
                 how = f"up to {most} bytes in the kernel that uses it, whose ranks send each other their terms; of more bytes {how}"
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
-            yield f"%{name} = attention: one call of the library, without the matrix of scores in memory"
+            joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
+            yield f"%{name} = attention: one call of the library, without the matrix of scores in memory{joined}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has a mask or dropout"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"

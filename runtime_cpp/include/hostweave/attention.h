@@ -21,6 +21,7 @@ struct AttentionOptions {
   bool has_lse = false;      // whether it also gives the logarithms of the sums of exp
   bool has_lengths = false;  // whether columns end where the lengths say
   bool from_end = false;     // and the diagonal begins there
+  bool blind_zeros = false;  // whether a row that sees no column gets zeros, and is no error
 };
 
 // What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch].
@@ -86,7 +87,7 @@ class AttentionPlan : Attentions {
   using Attentions::Attentions;
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
 
-  // As prepared last. A row before all columns gives zeros, and the lse -inf; a length is at least 1.
+  // As prepared last. A row before all columns gives zeros, and an lse below -1e30; a length is at least 1.
   cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 };
 
@@ -102,7 +103,7 @@ class AttentionBackwardPlan : Attentions {
                             const int32_t* lengths = nullptr) const;
 
  private:
-  cudaError_t clear(void* k_gradient, void* v_gradient, cudaStream_t stream) const;
+  cudaError_t clear(void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) const;
 
   Gradients gradients_;
 };

@@ -1,4 +1,4 @@
-"""Attention and its backward pass: one call where cuDNN has it, else composed."""
+"""Attention and its backward pass: one call where there are kernels for it, else composed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
     `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
     are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
     Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
-    Sharded heads, `H@tp`, need no communication. Raises ProgramError.
+    Sharded heads, `H@tp`, need no communication; sharded keys, `T@cp`, stay where they are, as in `attention`. Raises ProgramError.
 
     Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
     token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
@@ -104,9 +104,11 @@ def attention(
     `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], says how many keys of each of the batch are valid, at least one: the
     columns end there, and so does the last row's diagonal at the bottom right, so that row i has the position lengths - S + i. A row
     that comes before all keys then gives zeros, and -inf.
-    One call, without the matrix of scores in memory, for f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints,
-    multiples of 8 and at most 256; the elements of a row lie side by side, other dims as they like. Else it is composed of matmuls and
-    a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Raises ProgramError.
+    One call, without the matrix of scores in memory, for f32, f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints
+    of at most 256, of f16 and bf16 multiples of 8; the elements of a row lie side by side, other dims as they like. Else it is composed
+    of matmuls and a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Where they
+    are not, keys may be, `T@cp`: each rank attends to its own, and the results are joined by their log-sum-exps, in f32. Only for a
+    window, and with lengths and a causal mask on several rows, are keys gathered then. Raises ProgramError.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
     """

@@ -193,11 +193,13 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """x, with the elements of `update` from where `starts` say on: one for each dim, ints or tensors of one int.
 
-    A start is moved so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the
-    update are written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update
-    along it. Raises ProgramError for an update or starts that do not fit.
+    A start may differ along the dims before the first that is cut: with one of [B] each of a batch has a place of its own. It is moved
+    so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the update are
+    written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update along it.
+    Raises ProgramError for an update or starts that do not fit.
 
-    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`.
+    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`; and
+    `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions: i32[B]`.
     """
     location = Location.of_caller()
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
@@ -216,25 +218,35 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str, loc
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
         raise ProgramError(f"{word}: {why}; give one of each for every dim", location)
-    return [
-        (axis, _start(x, axis, length, start, location, word))
-        for axis, (start, length) in enumerate(zip(starts, lengths, strict=True))
-        if length != x.type.shape[axis]
-    ]
+    cut = [axis for axis, length in enumerate(lengths) if length != x.type.shape[axis]]
+    before = x.type.shape[: cut[0]] if cut and word == "dynamic_update_slice" else ()
+    return [(axis, _start(x, axis, lengths[axis], starts[axis], location, word, before)) for axis in cut]
 
 
-def _start(x: Tensor, axis: int, length: Size, start: Tensor | int, location: Location, word: str = "dynamic_update_slice") -> Tensor:
-    """Where a slice of so many elements of a dim begins, an i64 of no dims."""
+def _start(
+    x: Tensor,
+    axis: int,
+    length: Size,
+    start: Tensor | int,
+    location: Location,
+    word: str = "dynamic_update_slice",
+    before: tuple[Size, ...] = (),
+) -> Tensor:
+    """Where a slice of so many elements of a dim begins, an i64 of no dims, or of the first of those that are `before` it."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}", location)
     if isinstance(start, int) and not isinstance(start, bool):
         start = record("fill", target=TensorType(i64, ()), beside=x, value=float(start))
-    if not isinstance(start, Tensor) or start.dtype.kind not in INTS or _some(one != Size() for one in start.type.shape):
+    is_one = isinstance(start, Tensor) and not _some(one != Size() for one in start.type.shape)
+    has_each = isinstance(start, Tensor) and not is_one and start.type.shape == before[: start.ndim]
+    if not isinstance(start, Tensor) or start.dtype.kind not in INTS or not (is_one or has_each):
         what = start.type if isinstance(start, Tensor) else repr(start)
-        raise ProgramError(f"{word}: dim {axis} cannot start at {what}; pass an int, or a tensor of ints that has one element", location)
+        each = f", or one for each of [{', '.join(map(str, before))}]" if before else ""
+        why = f"pass an int, or a tensor of ints that has one element{each}"
+        raise ProgramError(f"{word}: dim {axis} cannot start at {what}; {why}", location)
     rows = record("iota", target=TensorType(i64, (Dim(size - length + 1),)), beside=x)
-    return record("start", hw.reshape(start) if start.ndim else start, rows)
+    return record("start", start if has_each or not start.ndim else hw.reshape(start), rows)
 
 
 # --- along a dim ------------------------------------------------------------------------------------------------------

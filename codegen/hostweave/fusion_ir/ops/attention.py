@@ -1,6 +1,9 @@
 """Scaled dot-product attention: its result, and the logarithm of the sums that divide its rows.
 
 Two ops of the same queries, keys and attributes are one instruction. Whole rows of scores are never in memory.
+
+With `blocks` the keys are cut into so many, the last of which may be short or empty, and there is a result for each: its dim is the first
+one, which is sharded as the keys are. Lengths are those of the blocks then. A row that sees none of a block has zeros there, and -inf.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import CAUSAL, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, f32, i32
 
 OPS: dict[str, OpDef] = {}
@@ -49,31 +53,43 @@ def _rows(types: Types, op: Op, count: int) -> TensorType:
         raise Mismatch(f"causal={op[CAUSAL]} is neither {TOP_LEFT} nor {BOTTOM_RIGHT}")
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):
         raise Mismatch(f"window={op[WINDOW]} is a number of columns, of a causal mask; give it one, or leave the window out")
+    blocks = _blocks(op)
     for lengths in types[count:]:
-        if why := why_no_lengths(q, lengths):
+        if why := why_no_lengths(q, lengths, blocks):
             raise Mismatch(why)
-    return TensorType(f32, tuple(Dim(size) for size in q.shape[:-1]))
+        if op[CAUSAL] and blocks:
+            raise Mismatch("blocks of keys that have lengths have no causal mask; leave one of them out")
+    return TensorType(f32, tuple(Dim(size) for size in (*blocks, *q.shape[:-1])))
 
 
-def why_no_lengths(query: TensorType, lengths: TensorType) -> str:
+def _blocks(op: Op) -> tuple[Size, ...]:
+    """The dim of the blocks, where there are any."""
+    count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
+    if count < 0:
+        raise Mismatch(f"blocks={count} is not how many the keys are cut into; leave it out, or write 1 or more")
+    return (Size(count),) if count else ()
+
+
+def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, ...] = ()) -> str:
     """Why these do not say how many keys each of a batch has, or ""."""
-    wanted = TensorType(i32, tuple(Dim(size) for size in query.shape[:-3]))
+    wanted = TensorType(i32, tuple(Dim(size) for size in (*blocks, *query.shape[:-3])))
     is_so = (lengths.dtype, lengths.shape) == (i32, wanted.shape)
     return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys of each of the batch; cast or reshape them"
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys.
+    """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys, or one of the blocks of them.
 
     A head of the keys is that of several heads of the queries. No loop walks the dims: rows have the place of a mask, and heads groups.
     """
+    block: Labels = ("t",) if _blocks(op) else ()
+    of_keys = block[0] if block else None
     batch = numbered(types[0].shape[:-3], "b")
-    rows = (*batch, "h", "s")
+    rows: Labels = (*batch, "h", "s")
     q: Labels = (*rows, None)
-    k, v = (*batch, "h", None, None), (*batch, "h", None, "f")
-    if op.kind == "attention":
-        return IndexMap((q, k, v, batch)[: len(types)], (*rows, "f"), frozenset((*rows, "f")))
-    return IndexMap((q, k, batch)[: len(types)], rows, frozenset(rows))
+    k, v, lengths = (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"), (*block, *batch)
+    operands, result = ((q, k, v, lengths), (*block, *rows, "f")) if op.kind == "attention" else ((q, k, lengths), (*block, *rows))
+    return IndexMap(operands[: len(types)], result, frozenset(filter(None, result)))
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, diagonal: int | None, window: int, from_end: bool) -> tuple[Any, Any]:
@@ -103,9 +119,19 @@ def _masked(np: Any, scores: Any, diagonal: int | None, window: int, from_end: b
 def _numpy(compute: Callable[..., tuple[Any, ...]], index: int) -> Callable[..., Any]:
     """One of the results that a function of operands and masks gives."""
 
-    def numpy(np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0) -> Any:
+    def numpy(np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0, blocks: int = 0) -> Any:
         diagonal = None if not causal else 0 if causal == TOP_LEFT else -operands[0].shape[-2]
-        return compute(np, operands, scale, diagonal, window, causal == BOTTOM_RIGHT)[index]
+        if not blocks:
+            return compute(np, operands, scale, diagonal, window, causal == BOTTOM_RIGHT)[index]
+        q, k, v, *lengths = operands
+        columns = k.shape[-2]
+        step, last = -(-columns // blocks), None if diagonal is None else diagonal + (columns if causal == BOTTOM_RIGHT else 0)
+        results = []
+        for block in range(blocks):
+            keys, values = (x[..., block * step : (block + 1) * step, :] for x in (k, v))
+            own = None if last is None else last - block * step
+            results.append(compute(np, (q, keys, values, *(n[block] for n in lengths)), scale, own, window, False)[index])
+        return np.stack(results)
 
     return numpy
 
@@ -148,23 +174,26 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(rows))
 
 
-MAX_HEAD = 256  # elements of a head, which are a multiple of 8
+MAX_HEAD = 256  # elements of a head
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
-    """Why attention on these is of several ops, with the scores in memory: what cuDNN has no kernel for. Nothing where it is one."""
-    if query.dtype.name not in ("f16", "bf16"):
-        return f"cuDNN has no attention of {query.dtype}, only of f16 and bf16"
+    """Why attention on these is of several ops, with the scores in memory: what there is no kernel for. Nothing where it is one."""
+    if query.dtype.name not in DTYPES:
+        return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
         return "it has more leading dims than one"
     heads = query.shape[-1], value.shape[-1]
-    if not all(size.is_int and int(size) % 8 == 0 and int(size) <= MAX_HEAD for size in heads):
-        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints that are multiples of 8, up to {MAX_HEAD}"
+    step = 1 if query.dtype == f32 else 8  # cuDNN has f16 and bf16, and reads 16 bytes at once
+    if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
+        multiples = f" that are multiples of {step}" if step > 1 else ""
+        return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints{multiples}, up to {MAX_HEAD}"
     return ""
 
 
 _WHOLE = "attended to"
 _ATTRIBUTES = (SCALE, CAUSAL, WINDOW)
+_IN_BLOCKS = (*_ATTRIBUTES, KEY_BLOCKS)
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient")
 
 
@@ -172,8 +201,8 @@ def _log_sum_exps(np: Any, q: Any, k: Any, *lengths: Any, **how: Any) -> Any:
     return _numpy(attended, 1)(np, q, k, k, *lengths, **how)
 
 
-OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, 0), _ATTRIBUTES, whole=_WHOLE)
-OPS["attention_lse"] = OpDef(None, _log_sum_exp, _map, _log_sum_exps, _ATTRIBUTES, whole=_WHOLE)
+OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, 0), _IN_BLOCKS, whole=_WHOLE)
+OPS["attention_lse"] = OpDef(None, _log_sum_exp, _map, _log_sum_exps, _IN_BLOCKS, whole=_WHOLE)
 _ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,))):
     OPS[GRADIENTS[_index]] = OpDef(

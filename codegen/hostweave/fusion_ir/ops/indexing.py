@@ -195,14 +195,21 @@ def _update(types: Types, op: Op) -> TensorType:
         if axis not in axes and have != size:
             raise Mismatch(f"{update} does not go into {x}: dim {axis} is not cut, and differs; give it a start")
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
-        if start.dtype != i64 or start.dims:
-            raise Mismatch(f"dim {axis} starts at {start}, which is no i64 of no dims; use start")
+        if start.dtype != i64 or len(start.dims) > min(axes) or start.shape != x.shape[: len(start.dims)]:
+            raise Mismatch(f"dim {axis} starts at {start}, which is no i64 of no dims, or of those before the first that is cut; use start")
         _rows(rows, x.shape[axis])
     return unsharded(x)
 
 
 def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
-    """Of what is at the place those elements go there that are here."""
+    """Of what is at the place those elements go there that are here; at one of its own for each index of the dims that starts have."""
+    if any(np.ndim(start) for start in places[::2]):
+
+        def of(index: int) -> list[Any]:
+            return [place[index] if number % 2 == 0 and np.ndim(place) else place for number, place in enumerate(places)]
+
+        inner = tuple(axis - 1 for axis in axes)
+        return np.stack([_updated(np, x[i], update[i], *of(i), axes=inner) for i in range(len(x))]) if len(x) else x.copy()
     result, into, taken = x.copy(), [slice(None)] * x.ndim, [slice(None)] * x.ndim
     for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
         begin = int(start) - (int(rows[0]) if len(rows) else 0)
@@ -217,7 +224,8 @@ def _written(types: Types, op: Op) -> IndexMap:
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
-    places = [labels for i in op[ORDER] for labels in ((), (f"{INDEXED}{i}",))]
+    axes = op[ORDER]
+    places = [dims for i, start in zip(axes, types[2::2], strict=True) for dims in (labels[: len(start.dims)], (f"{INDEXED}{i}",))]
     return IndexMap((kept, own, *places), kept, unwalked=unwalked)
 
 

@@ -60,6 +60,7 @@ class Attention(Compute):
     Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
     last so many of them. `lengths`, contiguous [...] of i32, say how many columns there are; diagonals of the corner `bottom_right` begin
     there. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else lie side by side.
+    A row that sees no column is an error, but with lengths, or where `blind` says `zeros`: it gets these, and an lse below -1e30.
     """
 
     q: Read
@@ -72,9 +73,10 @@ class Attention(Compute):
     lengths: Reads = ()
     corner: str = ""
     lse: Writes = ()
+    blind: str = ""
     syntax = (
         "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} corner {corner} window {window} lengths {lengths}"
-        + " -> %{dst} lse {lse}"
+        + " blind {blind} -> %{dst} lse {lse}"
     )
     library = "attention"
 

@@ -113,6 +113,8 @@ def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
     _attends(c, i, i.dst)
     if len(i.lse) > 1:
         c.fail("lse is one buffer: name one")
+    if i.blind not in ("", "zeros"):
+        c.fail(f"blind {i.blind}: a row that sees nothing gets zeros, or is an error")
     _has(c, i.lse, BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
 
 

@@ -3,7 +3,7 @@
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. Of an attention in blocks of the keys each rank has its own block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS
-from hostweave.fusion_ir.ops.attributes import CAUSAL, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -24,7 +24,7 @@ from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import expr_of, rank_in_group
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, Dim
 
 RESULT, LSE = "attention", "attention_lse"
 KINDS = (RESULT, LSE, *GRADIENTS)
@@ -42,7 +42,13 @@ class Attentions:
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
         count = 6 if op.kind in GRADIENTS else 3 if op.kind == RESULT else 2
         operands, lengths = op.tensors[:count], op.tensors[count:]
-        ends = tuple(map(self.buffers.contiguous, lengths))
+        in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
+
+        def own(buffer: str) -> str:
+            """The rank's block, where there are some."""
+            return self.b.reshape(buffer, self.b.types[buffer].shape[1:], f"{buffer}_own") if in_blocks else buffer
+
+        ends = tuple(own(self.buffers.contiguous(name)) for name in lengths)
         corner = BOTTOM_RIGHT if ends and op[CAUSAL] == BOTTOM_RIGHT else ""
         masks = self.diagonal(op, bool(ends)), op[WINDOW] or None, ends, corner
         with ExitStack() as copies:
@@ -50,7 +56,7 @@ class Attentions:
             def target(kind: str, like: str, is_packed: bool = False) -> str:
                 if kind not in made:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
-                whole = self.buffers.buffer_of(made[kind].result.name)
+                whole = own(self.buffers.buffer_of(made[kind].result.name))
                 is_left = self.has_dense_rows(whole) and not is_packed
                 return whole if is_left else copies.enter_context(communication.packed_destination(self.b, whole, None))
 
@@ -61,7 +67,7 @@ class Attentions:
             else:
                 q, k, v = map(self.source, (*operands, operands[1])[:3])
                 result, sums = target(RESULT, q), (target(LSE, q, True),) if LSE in made else ()
-                self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums))
+                self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def source(self, name: str) -> str:
         whole = self.buffers.buffer_of(name)
@@ -71,22 +77,24 @@ class Attentions:
         return strides_of(self.b.types[buffer])[-1] == Size()
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
-        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down.
+        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down, less where columns do.
 
         At the bottom right it is less by the rows, and more by the columns, of which lengths know how many there are.
         """
         if not op[CAUSAL]:
             return None
-        (queries, keys), own = (
-            (self.flow.types[name].dims[-2] for name in op.tensors[:2]),
-            self.b.types[self.buffers.buffer_of(op.tensors[0])],
-        )
+        queries, keys = (self.flow.types[name].dims[-2] for name in op.tensors[:2])
+        own = [self.b.types[self.buffers.buffer_of(name)].shape[-2] for name in op.tensors[:2]]
         mesh = self.flow.mesh_of(op)
-        even = queries.size // mesh.size_of(queries.axes)
-        rows = even if own.shape[-2] == even else queries.size.ceil_div(mesh.size_of(queries.axes))
-        first = rank_in_group(mesh, queries.axes) * expr_of(rows)
+
+        def first(dim: Dim, rows: Size) -> Expr:
+            """Of what this rank holds of a dim."""
+            even = dim.size // mesh.size_of(dim.axes)
+            return rank_in_group(mesh, dim.axes) * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
+
+        shift = first(queries, own[0]) - first(keys, own[1])
         columns = Const(0) if has_lengths else expr_of(keys.size)
-        return first + (columns - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else first
+        return shift + (columns - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else shift
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:

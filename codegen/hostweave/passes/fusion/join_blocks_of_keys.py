@@ -1,0 +1,153 @@
+"""Attention over keys that are sharded along axes which its result has not: each rank's over its own keys, joined by their log-sum-exps.
+
+    %y: bf16[H, S, 64] = attention(%q, %k, %v, scale=0.125)        # q: [H, S, 64], k and v: [H, T@cp, 64], on 2 ranks
+
+becomes
+
+    %y_blocks: bf16[2@cp, H, S, 64] = attention(%q, %k, %v, scale=0.125, blocks=2)
+    %y_lse: f32[2@cp, H, S] = attention_lse(%q, %k, scale=0.125, blocks=2)
+    %y_lses: f32[2, H, S] = reshard(%y_lse)
+    %y_largest: f32[1, H, S] = maximum(max(%y_lses), -1e30)
+    %y_sums: f32[1, H, S] = maximum(sum(exp(%y_lses - %y_largest)), 1.0)
+    %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
+    %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
+
+with an op a line. The log-sum-exps of all ranks travel, and the sum over the ranks is reduced as any other, in f32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hostweave.fusion_ir.index_map import ONE
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
+from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.rewriting import Names
+from hostweave.fusion_ir.sharding import Axes, flow, with_layout
+from hostweave.options import Options
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType, f32, i32
+
+Attributes = tuple[tuple[str, AttributeValue], ...]
+
+FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
+LEAST = -1e30  # of a row's largest score that is not -inf
+
+
+def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
+    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, and where lengths say where a mask
+    ends."""
+    joining = _Joining(fusion)
+    for op in fusion.ops:
+        joining.add(op)
+    return replace(fusion, ops=tuple(joining.ops))
+
+
+class _Joining:
+    def __init__(self, fusion: Fusion):
+        self.mesh, self.names = fusion.mesh, Names(fusion)
+        self.types = {value.name: value.type for value in fusion.inputs}
+        self.ops: list[Op] = []
+        self.known: dict[object, tuple[str, ...]] = {}  # of ops of the same operands
+
+    def add(self, op: Op) -> None:
+        axes = self.axes_of_blocks(op)
+        if not axes:
+            self.emit(op)
+            return
+        self.op, self.blocks = op, op.result.type.mesh_in(self.mesh).size_of(axes)
+        lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
+        if op.kind == "attention":
+            blocks = self.make("attention", *op.tensors[:3], *lengths[1:], word="blocks", how=self.how)
+        lse, lses = self.once((*op.tensors[:2], *lengths, self.how), lambda: self.log_sum_exps(*lengths))
+        largest = self.make("max", lses, how=KEPT)
+        shift = self.make("maximum", largest, LEAST)
+        powers = self.make("exp", self.make("subtract", lses, shift))
+        sums = self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+        if op.kind == "attention_lse":
+            total = self.make("add", self.make("log", sums), largest)
+            self.emit(Op("select", (total,), op.result, attributes(axis=0, index=0), op.location))
+            return
+        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
+        weights = self.make("expand_dims", weights, how=attributes(axis=(len(op.result.type.dims),)))
+        weighted = self.make("multiply", self.make("astype", blocks), weights)
+        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
+        self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), op.result, location=op.location))
+
+    def axes_of_blocks(self, op: Op) -> Axes:
+        """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""
+        if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op.result.stream:
+            return ()
+        q, k, *_ = (self.types[name] for name in op.tensors)
+        sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
+        others = {*op.result.type.axes, *q.axes}
+        return () if (_lengths(op) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
+
+    @property
+    def lengths(self) -> tuple[str, ...]:
+        return _lengths(self.op)
+
+    @property
+    def how(self) -> Attributes:
+        """The attributes of an attention in blocks: where there are lengths a row sees all that they say."""
+        causal = None if self.lengths else self.op[CAUSAL] or None
+        return attributes(scale=self.op[SCALE], causal=causal, blocks=self.blocks)
+
+    def once(self, key: object, make: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+    def log_sum_exps(self, *lengths: str) -> tuple[str, str]:
+        """Those of each rank's own block, then of all blocks. What a block without columns has is left out."""
+        lse = self.make("attention_lse", *self.op.tensors[:2], *lengths[1:], word="lse", how=self.how)
+        if lengths:
+            rows = tuple(range(len(self.types[lengths[0]].dims), len(self.types[lse].dims)))
+            has_some = self.make("greater", self.make("expand_dims", lengths[0], how=attributes(axis=rows)), 0)
+            lse = self.make("where", has_some, lse, float("-inf"))
+        type = self.types[lse]
+        whole = replace(type, dims=(Dim(type.shape[0]), *type.dims[1:]))
+        lses = Value(self.names.new(f"{lse}s"), whole)
+        self.emit(Op("reshard", (lse,), lses, location=self.op.location))
+        return lse, lses.name
+
+    def lengths_of_blocks(self) -> tuple[str, ...]:
+        """Where there are lengths, how many keys of each block are valid, [blocks, ...], and the same with one at least."""
+        if not self.lengths:
+            return ()
+        size, (lengths,) = self.types[self.op.tensors[1]].shape[-2], self.lengths
+        number = self.numbers(Size(self.blocks))
+        if dims := self.types[lengths].dims:
+            number = self.make("expand_dims", number, how=attributes(axis=tuple(range(1, 1 + len(dims)))))
+        step: str | int
+        if size.is_int:
+            step = -(-int(size) // self.blocks)
+        else:
+            last = self.make("max", self.numbers(size), how=FIRST)
+            step = self.make("floor_divide", self.make("add", last, self.blocks), self.blocks)
+        left = self.make("subtract", lengths, self.make("multiply", number, step))
+        valid = self.make("minimum", self.make("maximum", left, 0), step)
+        return valid, self.make("maximum", valid, 1)
+
+    def numbers(self, size: Size) -> str:
+        return self.make("iota", like=TensorType(i32, (Dim(size),), mesh=self.op.result.type.mesh))
+
+    def make(self, kind: str, *operands: str | Scalar, how: Attributes = (), word: str = "", like: TensorType | None = None) -> str:
+        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
+        op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
+        given = operand_types(op, self.types)
+        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
+        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
+        self.emit(replace(op, result=replace(op.result, type=sharded)))
+        return op.result.name
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types[op.result.name] = op.result.type
+
+
+def _lengths(op: Op) -> tuple[str, ...]:
+    return op.tensors[3 if op.kind == "attention" else 2 :]
