@@ -262,10 +262,10 @@ class LocalProgram:
         group, name, mesh = self._group, self._host.name, self._host.mesh
         if group.count != mesh.size:
             raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
-        if self._target.needs_one_process and not group.in_process:
+        if self._target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
-                f"{name}: is for the target {self._target.name}, whose ranks are threads of one process; group {group.name!r} "
-                f"has {group.count} processes: compile for cuda, or use hw.Threads"
+                f"{name}: is for the target {self._target.name}, whose ranks share the memory of one host; group {group.name!r} "
+                f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
             )
 
     # --- inputs
@@ -470,6 +470,11 @@ class LocalProgram:
 
     def _schedule(self) -> Any:
         wanted = schedule()
+        if wanted.is_special and not self._group.in_process:
+            raise ArgumentError(
+                f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of one "
+                f"process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
+            )
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
