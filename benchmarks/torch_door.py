@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from peers.torch_ranks import times_on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -219,7 +219,7 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Cold: nothing of it is in a cache. Of 8 ranks, where ours needs no GPU; torch.compile's is of one rank's part, without communication."""
+    """Cold: nothing of it is in a cache. Ours for 8 ranks; torch.compile's one rank's part, without communication."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
         x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
