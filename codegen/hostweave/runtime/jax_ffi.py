@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.shards import local_outputs
 from hostweave.types.tensor import DType
 
-if TYPE_CHECKING:
-    from hostweave.api import Program
-
+Program = Any  # of hostweave.api
 Array = Any
 Places = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
 

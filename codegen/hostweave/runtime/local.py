@@ -18,7 +18,7 @@ from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
-from hostweave.runtime.arguments import accept, expect_writable
+from hostweave.runtime.arguments import accept, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.captured import Captured
@@ -332,6 +332,7 @@ class LocalProgram:
         raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
+        array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
         return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
 
     def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:

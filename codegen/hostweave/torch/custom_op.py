@@ -25,7 +25,9 @@ def as_torch_op(program: Program, name: str) -> Any:
 
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """
-    if not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
+    if not isinstance(program, Program):
+        raise ArgumentError(f"as_torch_op: {program!r} is no compiled program; pass hw.compile(...)")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
         raise ArgumentError(f"as_torch_op: {name!r} is not a name of an op; write it with a namespace, as 'mylib::{program.name}'")
     namespace, _, op = name.partition("::")
     if hasattr(getattr(torch.ops, namespace), op):
