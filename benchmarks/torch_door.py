@@ -2,7 +2,7 @@
 
 4 decoder layers of Llama 70B, at the sizes that a rank of 8 has, sequence-parallel on all GPUs of this machine: the forward pass of 4096
 tokens, in milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. A process a GPU runs
-all ways in turn. torch.compile is per layer, as training frameworks use it, without and with async tensor parallelism. Then the host's time
+all ways in turn. torch.compile is per layer, as training frameworks use it, without and with async tensor parallelism. The host's time
 of a captured forward pass, and the time to compile 32 layers, cold. `python benchmarks/torch_door.py forward` measures the first two,
 `... compile` the last one alone.
 """
@@ -150,7 +150,6 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
         y = ours(local)
         torch.cuda.synchronize()
         _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
-        _say_host_time(rank, ours, local)
         parallel = model()
         for layer in parallel.layers:
             parallelize_module(layer, mesh, LAYER_PLAN)
@@ -162,6 +161,8 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
             _expect_same(rank, y, compiled(local))
             _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
             yield {"hostweave": partial(ours, local), name: partial(compiled, local)}
+            if not is_async:
+                _say_host_time(rank, ours, local)
     group.close()
 
 
