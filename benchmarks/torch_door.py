@@ -61,7 +61,7 @@ class Attention(nn.Module):
         self.register_buffer("sin", angles.sin().to(torch.bfloat16), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).flatten(2))
 
@@ -143,7 +143,7 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     torch.manual_seed(1)
     x = torch.randn(1, TOKENS, HIDDEN, device="cuda").bfloat16()
     local = x.chunk(ranks, 1)[rank].contiguous()
-    with torch.inference_mode():
+    with torch.no_grad():  # parallelize_module does not work in inference_mode
         module = model()
         started = time.perf_counter()
         ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,))
@@ -235,8 +235,9 @@ def _compile_32_layers() -> None:
         print(f"compile 32 layers: {ours:.1f} s, {traced - started:.1f} of them before the C++ compiler", flush=True)
         if not gpus():
             return
-        with torch.device("cuda"), torch.inference_mode():
+        with torch.device("cuda"):
             alone = _weights(Llama(32, 1).to(torch.bfloat16).eval())
+        with torch.inference_mode():
             compiled, x = torch.compile(alone, fullgraph=True, dynamic=False), x.cuda()
             torch.cuda.synchronize()
             started = time.perf_counter()

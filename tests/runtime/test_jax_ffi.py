@@ -41,7 +41,8 @@ def wanted(x: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def group() -> Iterator[hw.Group]:
     made = hw.init(hw.Threads(1))
-    yield made
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # where JAX would take a GPU
+        yield made
     made.close()
 
 
