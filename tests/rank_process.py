@@ -170,7 +170,7 @@ class Calls:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    os.write(1, f"{line}\n".encode())  # at once: ranks share what torchrun writes to
 
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
