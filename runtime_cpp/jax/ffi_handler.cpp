@@ -33,8 +33,7 @@ ffi::Error run_cuda(void* stream, ffi::RemainingArgs inputs, ffi::RemainingRets 
 
 extern "C" void hostweave_jax_calls(Call of_python) { call = of_python; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hostweave_jax_cpu, run_cpu,
-                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("key"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hostweave_jax_cpu, run_cpu, ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<int64_t>("key"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hostweave_jax_cuda, run_cuda,
     ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets().Attr<int64_t>("key"));
