@@ -33,12 +33,6 @@ def fused(body: Callable[..., Any], **others: Any) -> hw.Fusion:
 
 
 TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
-    "torch.relu": (
-        lambda x: pytest.importorskip("torch").relu(x),
-        {},
-        "torch.relu: PyTorch cannot compute with a tensor of a fusion; use hw.relu",
-    ),
-    "torch.cat": (lambda x: pytest.importorskip("torch").cat([x]), {}, "PyTorch cannot compute with a tensor of a fusion; use hw.concat"),
     "dim=": (lambda x: hw.sum(x, dim=0), {}, "sum: sum(x, axis=None, keepdims=False) has no parameter 'dim'; did you mean axis?"),
     "keepdim=": (lambda x: hw.mean(x, 0, keepdim=True), {}, "did you mean keepdims?"),
     "softmax dim=": (lambda x: hw.softmax(x, dim=0), {}, "softmax: softmax(x, axis=-1) has no parameter 'dim'; did you mean axis?"),

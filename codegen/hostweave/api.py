@@ -350,6 +350,23 @@ class Program:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
         return self._or_in_sequence(lambda program: program._ready().measure(program._call(arrays, named), warmups, repetitions))
 
+    def as_jax_ffi(self) -> Callable[..., Any]:
+        """The program as a function of JAX, for use inside jax.jit: a custom call of XLA on this process's one device.
+
+        It takes the rank's local arrays by position, and gives the local output, or a tuple of outputs. Ranks are processes, after
+        `hw.init`; sharded dims are even. On CUDA it runs on XLA's stream. Calls that do not depend on each other run in the order of the
+        jitted function, the same in all processes. There is no gradient and no batching: jax.custom_vjp connects a program of its own.
+
+        Raises ArgumentError where JAX is not installed, has several devices here, or none of the target, for a program that donates
+        inputs, and, as the function is traced, for arrays of another dtype or shape; ExecutionError without a group. What fails at a call
+        is raised by JAX, with the message that the call would have raised.
+
+        Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
+        """
+        from hostweave.runtime.jax_ffi import jax_call
+
+        return jax_call(self)
+
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 

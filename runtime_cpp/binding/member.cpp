@@ -25,8 +25,8 @@ py::tuple sizes_of(const hw::Shape& shape) {
   return sizes;
 }
 
-py::bytes new_id() {
-  const ncclUniqueId id = hw::new_process_group_id();
+py::bytes new_id(hw::Member& member) {
+  const ncclUniqueId id = without_gil([&] { return member.new_process_group_id(); });
   return py::bytes(id.internal, sizeof id.internal);
 }
 
@@ -115,13 +115,14 @@ py::tuple progress(hw::Instance& instance) {
 
 void bind_member(py::module_& m) {
   py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
-      .def(py::init<std::string, int, int64_t, int64_t>(), py::arg("group"), py::arg("device"), py::arg("rank"), py::arg("count"))
+      .def(py::init<std::string, int, int64_t, int64_t, bool>(), py::arg("group"), py::arg("device"), py::arg("rank"),
+           py::arg("count"), py::arg("processes"))
       .def_property_readonly("device", &hw::Member::device)
       .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
-  m.def("new_id", new_id);
+  m.def("new_id", new_id, py::arg("member"));
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));

@@ -19,14 +19,14 @@ const Allocation* around(const void* pointer) { return Machine::get().memory.fin
 bool is_pageable(const void* pointer) { return !around(pointer); }
 bool is_device(const void* pointer) { return !is_pageable(pointer) && around(pointer)->device != kHost; }
 
-cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::string& call) {
+cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::string& call, bool shared = false) {
   *pointer = nullptr;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
   if (const auto illegal = forbidden_in_capture(call.c_str())) return *illegal;
   if (machine.fault(call)) return error(cudaErrorMemoryAllocation, call + ": made to fail");
   if (bytes == 0) return cudaSuccess;
-  *pointer = machine.memory.allocate(bytes, device);
+  *pointer = shared ? machine.memory.allocate_shared(bytes, device) : machine.memory.allocate(bytes, device);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
   forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
   return cudaSuccess;
@@ -128,6 +128,11 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
 }
 
 }  // namespace
+
+cudaError_t hostweave::cpu::allocate_for_windows(void** pointer, std::size_t bytes) {
+  Call call;
+  return allocate(pointer, bytes, this_thread().device, "cudaMalloc", Machine::get().processes());
+}
 
 extern "C" {
 

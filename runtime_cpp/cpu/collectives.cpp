@@ -1,7 +1,10 @@
 // NCCL's collectives, sends and recvs: from a call, or a group of calls, to one op that has a seat in each match.
 #include <algorithm>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "capture.h"
 #include "communicator.h"
@@ -117,6 +120,131 @@ Part find_send_recv(const Request& r) {
   return {std::move(match), r.sends ? 0 : 1};
 }
 
+// --- between processes
+
+// What one rank tells another of its call, before the data.
+struct Header {
+  CommKind kind;
+  std::uint64_t count;
+  ncclDataType_t type;
+  ncclRedOp_t reduction;
+  std::int32_t root;
+  char name[24], issued_as[256];
+};
+
+Header header_of(const Request& r, const std::string& issued_as) {
+  Header header{r.kind, r.count, r.type, r.reduction, r.root, {}, {}};
+  std::strncpy(header.name, r.name, sizeof header.name - 1);
+  std::strncpy(header.issued_as, issued_as.c_str(), sizeof header.issued_as - 1);
+  return header;
+}
+
+std::string mismatch(const std::string& differs, const std::string& theirs, const std::string& ours) {
+  return "mismatch: " + differs + "\n  " + theirs + "\n  " + ours;
+}
+
+void expect_same(const Header& theirs, const Request& ours, const std::string& issued_as) {
+  Match match;
+  match.kind = theirs.kind;
+  match.name = theirs.name;
+  match.count = theirs.count;
+  match.type = theirs.type;
+  match.reduction = theirs.reduction;
+  match.root = theirs.root;
+  const std::string differs = difference(match, ours);
+  if (differs.empty()) return;
+  const Lock lock(Machine::get().mutex);
+  Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
+}
+
+// One request on its way: what this rank sends to each peer and receives from each, and what it then computes.
+class Exchange {
+ public:
+  Exchange(const Request& request, std::string issued_as, int rank, int size)
+      : r_(request),
+        issued_as_(std::move(issued_as)),
+        ours_(header_of(r_, issued_as_)),
+        theirs_(size),
+        inputs_(size),
+        rank_(rank) {}
+
+  void begin(Traffic& traffic) {
+    if (r_.kind == CommKind::send_recv) {
+      r_.sends ? send(traffic, r_.peer, r_.send) : receive(traffic, r_.peer, r_.recv);
+      return;
+    }
+    for (int peer = 0; peer < static_cast<int>(theirs_.size()); ++peer) {
+      if (peer == rank_) continue;
+      send(traffic, peer, goes_from(rank_, peer) ? sent_to(peer) : nullptr);
+      receive(traffic, peer, goes_from(peer, rank_) ? received_from(peer) : nullptr);
+    }
+  }
+
+  void finish() {
+    if (r_.kind == CommKind::broadcast && rank_ == r_.root) copy_bytes(r_.recv, r_.send, bytes());
+    if (r_.kind == CommKind::all_gather) copy_bytes(static_cast<char*>(r_.recv) + rank_ * bytes(), r_.send, bytes());
+    if (!reduces(r_.kind) || (r_.kind == CommKind::reduce && rank_ != r_.root)) return;
+    Match match;  // of what has come, in the order of the ranks as among threads
+    match.kind = CommKind::reduce;
+    match.count = r_.count;
+    match.type = r_.type;
+    match.reduction = r_.reduction;
+    match.root = rank_;
+    match.seats.resize(inputs_.size());
+    for (std::size_t peer = 0; peer < inputs_.size(); ++peer) match.seats[peer].send = inputs_[peer].get();
+    match.seats[rank_].send = sent_to(rank_);
+    match.seats[rank_].recv = r_.recv;
+    match.exchange();
+  }
+
+ private:
+  std::size_t bytes() const { return r_.count * type_size(r_.type); }
+  bool goes_from(int from, int to) const {
+    return r_.kind == CommKind::broadcast ? from == r_.root : r_.kind != CommKind::reduce || to == r_.root;
+  }
+  const char* sent_to(int peer) const {
+    return static_cast<const char*>(r_.send) + (r_.kind == CommKind::reduce_scatter ? peer * bytes() : 0);
+  }
+  char* received_from(int peer) {
+    if (!reduces(r_.kind)) return static_cast<char*>(r_.recv) + (r_.kind == CommKind::all_gather ? peer * bytes() : 0);
+    inputs_[peer].reset(new char[bytes()]);
+    return inputs_[peer].get();
+  }
+  void send(Traffic& traffic, int peer, const void* data) const {
+    traffic.send(peer, &ours_, sizeof ours_);
+    if (data) traffic.send(peer, data, bytes());
+  }
+  void receive(Traffic& traffic, int peer, void* data) {
+    traffic.receive(peer, &theirs_[peer], sizeof(Header), [this, peer] { expect_same(theirs_[peer], r_, issued_as_); });
+    if (data) traffic.receive(peer, data, bytes());
+  }
+
+  Request r_;
+  std::string issued_as_;
+  Header ours_;
+  std::vector<Header> theirs_;
+  std::vector<std::unique_ptr<char[]>> inputs_;  // to reduce, of other ranks
+  int rank_;
+};
+
+std::string text_of(const Request& r, const Stream& stream) {
+  return OpName{r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place}.text();
+}
+
+// The work of an op whose parts are in other processes.
+std::function<void()> exchange_with_processes(const std::vector<Request>& requests, const Stream& stream) {
+  const ncclComm& comm = *requests.front().comm;
+  const int rank = comm.rank, size = comm.process_group->size();
+  std::vector<std::shared_ptr<Exchange>> exchanges;
+  for (const Request& r : requests) exchanges.push_back(std::make_shared<Exchange>(r, text_of(r, stream), rank, size));
+  return across_processes(comm.process_group->shared, [exchanges, size](SharedGroup& shared) {
+    Traffic traffic(size);
+    for (const auto& exchange : exchanges) exchange->begin(traffic);
+    if (!shared.move(traffic)) return;
+    for (const auto& exchange : exchanges) exchange->finish();
+  });
+}
+
 ncclResult_t check(const Request& r) {
   Machine& machine = Machine::get();
   const std::string call = std::string("nccl ") + r.name;
@@ -175,6 +303,7 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
     if (requests.size() > 1 && r.kind != CommKind::send_recv) op->name.kind = "group of communications";
   }
   for (const Request& r : requests) {
+    if (comm.process_group->shared) break;
     Part part = r.kind == CommKind::send_recv ? find_send_recv(r) : find_collective(r);
     Match::Seat& seat = part.match->seats[part.index];
     seat.send = r.send;
@@ -188,12 +317,14 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
       for (const Match::Seat& candidate : part.match->seats) {
         if (candidate.issued && &candidate != &seat) other = &candidate;
       }
-      machine.fail("mismatch: " + differs + "\n  " + other->issued_as.text() + "\n  " + seat.issued_as.text());
+      machine.fail(mismatch(differs, other->issued_as.text(), seat.issued_as.text()));
       return error(ncclInvalidUsage, machine.report());
     }
     op->parts.push_back(std::move(part));
   }
-  if (machine.ordered_launches() && comm.last && (machine.checking() || !comm.last->done)) op->after.push_back(comm.last);
+  if (comm.process_group->shared) op->work = exchange_with_processes(requests, *stream);
+  const bool ordered = machine.ordered_launches() || comm.process_group->shared;
+  if (ordered && comm.last && (machine.checking() || !comm.last->done)) op->after.push_back(comm.last);
   comm.last = op;
   HostThread& thread = this_thread();
   const Place place = std::exchange(thread.place, first.place);
@@ -227,6 +358,21 @@ ncclResult_t request(Request r) {
 }
 
 }  // namespace
+
+std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work) {
+  ++shared->pending;
+  return [shared = std::move(shared), work = std::move(work)] {
+    struct Blocked {
+      Blocked() { Machine::get().block(); }
+      ~Blocked() { Machine::get().unblock(); }
+    };
+    {
+      const Blocked blocked;
+      work(*shared);
+    }
+    if (!Machine::get().failed()) --shared->pending;
+  };
+}
 
 bool in_group() { return group().depth > 0; }
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group) {

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <random>
+#include <set>
 #include <utility>
 
 #include "communicator.h"
@@ -15,14 +17,19 @@ namespace {
 
 struct IdContent {
   char magic[16];
-  std::int64_t process;
-  std::uint64_t number;
+  SharedFile file;       // of ranks that are processes; else that of this process, and -1
+  std::uint64_t number;  // of a communicator of this process; one that nobody can guess where the ranks are processes
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
 std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_making() {  // guarded by the machine's mutex
   static auto* const process_groups = new std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>;
   return *process_groups;
+}
+
+std::set<int>& files_in_the_making() {  // that other processes still have to open; guarded likewise
+  static auto* const files = new std::set<int>;
+  return *files;
 }
 
 const char* name_in(const ncclConfig_t* config) {
@@ -72,6 +79,31 @@ ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_grou
   return all_came ? ncclSuccess : nccl_stopped();
 }
 
+ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const IdContent& id, int rank, const char* name) {
+  Machine& machine = Machine::get();
+  std::string problem;
+  const std::shared_ptr<SharedGroup> shared = SharedGroup::join(id.file, id.number, rank, size, this_thread().device, problem);
+  bool all_came = false;
+  if (shared) {
+    lock.unlock();
+    all_came = shared->wait_for_all(machine.config.timeout_seconds);
+    lock.lock();
+  }
+  if (id.file.process == getpid() && files_in_the_making().erase(id.file.file)) close(id.file.file);
+  if (machine.failed()) return nccl_stopped();
+  if (!shared) return error(ncclSystemError, "ncclCommInitRank: " + problem);
+  if (!all_came) {
+    return error(ncclSystemError, "ncclCommInitRank: " + std::to_string(shared->arrived()) + " of " + std::to_string(size) +
+                                      " ranks came in " + std::to_string(machine.config.timeout_seconds) + " seconds");
+  }
+  const std::shared_ptr<ProcessGroup> process_group = new_process_group(size, name);
+  process_group->shared = shared;
+  *comm = new_communicator(process_group, rank);
+  process_group->arrived = size;
+  for (int other = 0; other < size; ++other) process_group->devices[other] = shared->device_of(other);
+  return ncclSuccess;
+}
+
 ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, const ncclConfig_t* config) {
   if (const ncclResult_t result = check(config)) return result;
   if (size < 1 || rank < 0 || rank >= size) {
@@ -82,10 +114,12 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   if (std::memcmp(content.magic, kMagic, sizeof kMagic) != 0) {
     return error(ncclInvalidArgument, "ncclCommInitRank: the id does not come from the CPU device's ncclGetUniqueId");
   }
-  if (content.process != getpid()) return nccl_not_supported("a communicator of several processes");
   Call call;
   if (Machine::get().failed()) return nccl_stopped();
   if (Machine::get().fault("ncclCommInitRank")) return error(ncclSystemError, "ncclCommInitRank: made to fail");
+  if (content.file.file >= 0) return init_across_processes(call.lock, comm, size, content, rank, name_in(config));
+  if (content.file.process != getpid())
+    return nccl_not_supported("a communicator of several processes, made without config.processes,");
   auto& pending = process_groups_in_the_making();
   std::shared_ptr<ProcessGroup>& slot = pending[content.number];
   if (!slot) slot = new_process_group(size, name_in(config));
@@ -155,8 +189,15 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   static std::uint64_t count = 0;
   IdContent content{};
   std::memcpy(content.magic, kMagic, sizeof kMagic);
-  content.process = getpid();
+  content.file.process = getpid();
   content.number = ++count;
+  if (Machine::get().processes()) {
+    std::random_device random;
+    content.number = std::uint64_t{random()} << 32 | random();
+    content.file.file = SharedGroup::make(content.number);
+    if (content.file.file < 0) return error(ncclSystemError, "ncclGetUniqueId: no shared memory left");
+    files_in_the_making().insert(content.file.file);
+  }
   std::memset(id, 0, sizeof *id);
   std::memcpy(id->internal, &content, sizeof content);
   return ncclSuccess;
@@ -176,6 +217,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* resu
   Machine& machine = Machine::get();
   if (machine.failed()) return nccl_stopped();
   if (!known(comm)) return unknown("ncclCommSplit");
+  if (comm->process_group->shared) return nccl_not_supported("ncclCommSplit of a communicator of several processes");
   if (color < 0 && color != NCCL_SPLIT_NOCOLOR) return error(ncclInvalidArgument, "ncclCommSplit: a negative color");
   const std::shared_ptr<ProcessGroup> process_group = comm->process_group;
   const int number = process_group->splits[comm->rank]++;

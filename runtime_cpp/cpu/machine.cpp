@@ -37,6 +37,7 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (wanted.picker < HW_CPU_MIXED || wanted.picker > HW_CPU_HOSTS) return "picker: unknown";
   if (wanted.devices < 1) return "devices: at least 1";
   if (!(wanted.timeout_seconds > 0)) return "timeout_seconds: more than 0";
+  if (wanted.processes && wanted.mode == HW_CPU_SEEDED) return "mode: seeded is for ranks that are threads of one process";
   if (!attached_.empty()) return "a rank thread is still attached";
   if (!idle()) return "work is still queued; synchronise first";
   stop_workers();

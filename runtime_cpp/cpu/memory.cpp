@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "shared.h"
 
 namespace hostweave::cpu {
 namespace {
@@ -61,7 +62,7 @@ void* map_memory(std::size_t bytes) {
 }  // namespace
 
 void* Memory::allocate(std::size_t bytes, int device) {
-  Allocation allocation{bytes, device, 0};
+  Allocation allocation{bytes, device, 0, -1};
   void* pointer = nullptr;
   if (bytes > SIZE_MAX - kPattern) return nullptr;
   if (bytes >= kMapFrom) {
@@ -77,9 +78,23 @@ void* Memory::allocate(std::size_t bytes, int device) {
   return pointer;
 }
 
+void* Memory::allocate_shared(std::size_t bytes, int device) {
+  const int file = new_shared_file(bytes);
+  void* const pointer = file < 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (pointer == MAP_FAILED) {
+    if (file >= 0) close(file);
+    return nullptr;
+  }
+  std::memset(pointer, 0xff, bytes);
+  allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), Allocation{bytes, device, bytes, file});
+  ++made_;
+  return pointer;
+}
+
 void Memory::release(void* pointer) {
   const auto it = allocations_.find(reinterpret_cast<std::uintptr_t>(pointer));
   if (it == allocations_.end()) return;
+  if (it->second.file >= 0) close(it->second.file);
   if (it->second.mapped) {
     munmap(pointer, it->second.mapped);
   } else {

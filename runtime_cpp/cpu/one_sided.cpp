@@ -1,4 +1,6 @@
 // NCCL's one-sided calls: windows, puts into them, and signals, which are counts that a stream can wait for.
+#include <unistd.h>
+
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -22,7 +24,7 @@ struct ncclWindow_vidmem {
 namespace hostweave::cpu {
 namespace {
 
-constexpr int kSignals = 64;  // numbers of signals
+constexpr int kSignals = SharedGroup::kSignals;  // numbers of signals
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
   static auto* const windows = new std::set<ncclWindow_t>;
@@ -53,6 +55,12 @@ ncclResult_t check(const char* call, ncclComm_t comm, int peer, int number, int 
   return ncclSuccess;
 }
 
+ncclResult_t add_window(ncclWindow_t* window, std::shared_ptr<Windows> windows, ncclComm_t comm) {
+  *window = new ncclWindow_vidmem{std::move(windows), comm->process_group, comm->rank};
+  known_windows().insert(*window);
+  return ncclSuccess;
+}
+
 std::shared_ptr<SignalCount> count_of(ProcessGroup& process_group, int sender, int receiver, int number) {
   std::shared_ptr<SignalCount>& count = process_group.signals[{sender, receiver, number}];
   if (!count) {
@@ -69,6 +77,11 @@ SignalTurn next_signal(ncclComm_t comm, int peer, int number) {
   return {std::move(count), turn};
 }
 
+std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
+  return "mismatch: the bytes of a window differ: " + std::to_string(theirs) + " and, on rank " + std::to_string(device) + ", " +
+         std::to_string(ours);
+}
+
 // Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std::function<OpPtr()>& make) {
   Stream* const stream = Machine::get().find_stream(handle);
@@ -82,6 +95,80 @@ ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std
   comm->last = op;
   const cudaError_t result = submit(lock, std::move(op), handle, true);
   return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
+}
+
+// Has an op do its work, and then give a signal.
+void give_after(Op& op, ncclComm_t comm, int peer, int number, std::function<void()> work) {
+  if (!comm->process_group->shared) {
+    op.work = std::move(work);
+    op.gives = {next_signal(comm, peer, number)};
+    return;
+  }
+  op.work = across_processes(comm->process_group->shared, [=](SharedGroup& shared) {
+    if (work) work();
+    shared.give_signal(peer, number);
+  });
+}
+
+// The counts of signals are where all processes see them.
+void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited) {
+  std::vector<std::uint64_t> turns;
+  for (const SignalTurn& turn : std::exchange(op.awaits, {})) turns.push_back(turn.number);
+  op.work = across_processes(comm.process_group->shared, [awaited, turns](SharedGroup& shared) {
+    for (std::size_t i = 0; i < turns.size(); ++i) shared.await_signals(awaited[i].peer, awaited[i].sigIdx, turns[i]);
+  });
+}
+
+// What a rank tells the others of the memory that it registers.
+struct Registration {
+  SharedFile file;
+  std::uint64_t offset, bytes;
+};
+
+// Of ranks that are processes: tells where this rank's memory is, and maps that of the others. Null, and why, where it cannot.
+std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
+                                                   std::string& why) {
+  Machine& machine = Machine::get();
+  const auto shared = comm->process_group->shared;
+  const int size = comm->process_group->size();
+  std::uintptr_t base = 0;
+  const Allocation* const allocation = machine.memory.find(reinterpret_cast<std::uintptr_t>(memory), &base);
+  if (!allocation || allocation->file < 0) {
+    why = "memory that ncclMemAlloc did not make";
+    return nullptr;
+  }
+  const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - base;
+  const Registration ours{{getpid(), allocation->file}, offset, bytes};
+  std::vector<Registration> all(size, ours);
+  // What was issued before uses the same way to the others.
+  const OpPtr last = comm->last;
+  if (last) machine.wait(lock, "the ops of a communicator", [last] { return last->done; });
+  lock.unlock();
+  Traffic traffic(size);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == comm->rank) continue;
+    traffic.send(peer, &ours, sizeof ours);
+    traffic.receive(peer, &all[peer], sizeof ours);
+  }
+  shared->move(traffic);
+  lock.lock();
+  if (machine.failed()) return nullptr;
+  auto windows = std::make_shared<Windows>();
+  windows->bytes = bytes;
+  for (int peer = 0; peer < size; ++peer) {
+    const Registration& there = all[peer];
+    if (there.bytes != bytes) {
+      machine.fail(different_bytes(there.bytes, comm->device, bytes));
+      return nullptr;
+    }
+    if (peer != comm->rank) windows->mappings.push_back(map_shared(there.file, there.offset + bytes));
+    char* const mapped = peer == comm->rank ? memory - offset : windows->mappings.back().data();
+    if (!mapped) why = "the memory of rank " + std::to_string(comm->process_group->devices[peer]) + " cannot be mapped";
+    if (!mapped) return nullptr;
+    windows->bases.push_back(mapped + there.offset);
+  }
+  windows->arrived = size;
+  return windows;
 }
 
 // Whether these bytes of a rank lie in a window of its process group.
@@ -106,7 +193,7 @@ ncclResult_t ncclGetVersion(int* version) {
 }
 
 ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
-  const cudaError_t result = cudaMalloc(pointer, bytes);
+  const cudaError_t result = allocate_for_windows(pointer, bytes);
   return result == cudaSuccess ? ncclSuccess : error(ncclSystemError, cudaGetErrorString(result));
 }
 
@@ -122,6 +209,13 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
   if (flags != NCCL_WIN_COLL_SYMMETRIC) return nccl_not_supported("ncclCommWindowRegister with other flags");
   Machine& machine = Machine::get();
   ProcessGroup& process_group = *comm->process_group;
+  if (process_group.shared) {
+    std::string why;
+    const auto windows = register_across_processes(call.lock, comm, static_cast<char*>(memory), bytes, why);
+    if (machine.failed()) return nccl_stopped();
+    if (!windows) return error(ncclInvalidArgument, "ncclCommWindowRegister: " + why);
+    return add_window(window, windows, comm);
+  }
   const int number = process_group.registered[comm->rank]++;
   std::shared_ptr<Windows>& slot = process_group.registrations[number];
   if (!slot) {
@@ -131,8 +225,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
   }
   const std::shared_ptr<Windows> windows = slot;
   if (windows->bytes != bytes) {
-    machine.fail("mismatch: the bytes of a window differ: " + std::to_string(windows->bytes) + " and, on rank " +
-                 std::to_string(comm->device) + ", " + std::to_string(bytes));
+    machine.fail(different_bytes(windows->bytes, comm->device, bytes));
     return error(ncclInvalidUsage, machine.report());
   }
   windows->bases[comm->rank] = static_cast<char*>(memory);
@@ -140,9 +233,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* memory, size_t bytes,
   machine.progress();
   const std::string what = "all ranks of " + std::string(process_group.name) + " to register a window";
   if (!machine.wait(call.lock, what, [&] { return windows->arrived == process_group.size(); })) return nccl_stopped();
-  *window = new ncclWindow_vidmem{windows, comm->process_group, comm->rank};
-  known_windows().insert(*window);
-  return ncclSuccess;
+  return add_window(window, windows, comm);
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t window) {
@@ -179,8 +270,7 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
   char* const to = window->windows->bases[peer] + offset;
   return enqueue(call.lock, comm, stream, [=] {
     OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
-    op->work = [=] { copy_bytes(to, from, bytes); };
-    op->gives = {next_signal(comm, peer, number)};
+    give_after(*op, comm, peer, number, [=] { copy_bytes(to, from, bytes); });
     return op;
   });
 }
@@ -190,7 +280,7 @@ ncclResult_t ncclSignal(int peer, int number, int context, unsigned int flags, n
   if (const ncclResult_t result = check("ncclSignal", comm, peer, number, context, flags)) return result;
   return enqueue(call.lock, comm, stream, [=] {
     OpPtr op = new_op("signal", -1);
-    op->gives = {next_signal(comm, peer, number)};
+    give_after(*op, comm, peer, number, {});
     return op;
   });
 }
@@ -208,6 +298,7 @@ ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, nccl
       const std::uint64_t turn = count->awaited += signal.opCnt;
       op->awaits.push_back({std::move(count), turn});
     }
+    if (comm->process_group->shared) await_across_processes(*op, *comm, awaited);
     return op;
   });
 }

@@ -6,10 +6,22 @@
 
 namespace hostweave::cpu {
 
+std::size_t Machine::wanted_workers() const {
+  return std::max<std::size_t>(config.workers > 0 ? config.workers : std::thread::hardware_concurrency(), 1);
+}
+
 void Machine::start_workers() {
-  std::size_t count = config.workers > 0 ? config.workers : std::thread::hardware_concurrency();
-  count = std::max<std::size_t>(count, 1);
-  for (std::size_t i = 0; i < count; ++i) workers_.emplace_back(&Machine::work, this);
+  while (workers_.size() < wanted_workers()) workers_.emplace_back(&Machine::work, this);
+}
+
+void Machine::block() {
+  const Lock lock(mutex);
+  if (workers_.size() < wanted_workers() + ++blocked_workers_) workers_.emplace_back(&Machine::work, this);
+}
+
+void Machine::unblock() {
+  const Lock lock(mutex);
+  --blocked_workers_;
 }
 
 void Machine::stop_workers() {

@@ -12,8 +12,11 @@ from host_programs import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
+from hostweave.check.memory import Pieces
+from hostweave.check.operations import layout
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
+from hostweave.types.tensor import bf16
 
 HEAD = "host @t(%x: f32[4@x, N]) -> (%y: f32[4@x, N]) mesh(x=2) streams(ring[2]) events(done[2]) {\n"
 OTHER = "1 - rank.x on x"  # the peer of either rank
@@ -505,3 +508,15 @@ def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_bytes_that_are_accessed_together_are_one_piece() -> None:
+    """What the check keeps of a buffer does not grow with its rows, so that programs at large fixed sizes are checked as fast."""
+    rows, columns = 4096, 64
+    whole = layout(bf16, (rows, columns), (columns, 1))
+    left = layout(bf16, (rows, columns // 2), (columns, 1))  # and the right half, 64 bytes further on
+    top = layout(bf16, (rows // 2, columns), (columns, 1))
+    pieces = Pieces(rows * columns * 2, frozenset({(0, whole), (0, left), (columns, left), (0, top)}))
+    assert pieces.first_units == [0, 1, rows, rows + 1]
+    assert (pieces.unit, pieces.covered[0, whole]) == (columns, (0, 1, 2, 3))
+    assert (pieces.covered[0, left], pieces.covered[columns, left], pieces.covered[0, top]) == ((0, 2), (1, 3), (0, 1))

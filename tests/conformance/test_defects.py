@@ -14,7 +14,7 @@
 | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
 | two groups of ranks get one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
 | channels are made at every call, or are never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
-| a channel is made on whatever device is current; a rank's number is its device's | ../gpu/test_processes; ../runtime/test_providers |
+| a channel is made on whatever device is current; a rank's number is its device's | ../runtime/test_processes; ../runtime/test_providers |
 | a collective under a condition on the rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
 | an unused communication stays, or goes on some ranks only | test_what_nobody_needs, ../passes/test_decompose_reshards |
 | communications of two channels meet in another order on another rank | ../passes/test_serialize_channels, ../analysis/test_check |
@@ -25,7 +25,7 @@
 | averages, and reductions of integers to one rank, are not there | test_collectives (avg, reduce) |
 | a permute leaves what has no source as it was | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | no elements, one element, uneven shards | test_collectives (0 and 1), test_reshards |
-| a rank that is gone is waited for for ever | ../runtime/test_init (faults), ../gpu/test_processes |
+| a rank that is gone is waited for for ever | ../runtime/test_init (faults), ../runtime/test_processes |
 """
 
 from __future__ import annotations

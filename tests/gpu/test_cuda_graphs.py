@@ -368,7 +368,7 @@ def test_in_graphs_of_torch_on_two_processes(built_here: Mapping[str, str]) -> N
 def built_here() -> Mapping[str, str]:
     if GPUS < 2:
         pytest.skip("needs 2 GPUs")
-    from test_processes import environment
+    from processes import environment
 
     mlp_on(2).build()
     return environment()

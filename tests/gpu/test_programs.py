@@ -305,3 +305,29 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
         process.send_signal(signal.SIGKILL)
         out, err = process.communicate()
     assert (process.returncode, out.split()) == (0, ["interrupted", "reported", "works"]), err
+
+
+def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
+    """What torch's allocator gave for the stream, current or given, it gives again on that stream, and on no other."""
+    torch = pytest.importorskip("torch", reason="whose streams the test uses: pip install torch")
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])
+    def twice(x):  # type: ignore[no-untyped-def]
+        return x + x
+
+    group, stream = hw.init(hw.Threads(1)), torch.cuda.Stream()
+    request.addfinalizer(group.close)
+    program, x = hw.compile(twice, target="cuda"), torch.ones(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    for given in (None, stream):
+        with torch.cuda.stream(torch.cuda.current_stream() if given else stream):
+            y = program(x, stream=given)
+        stream.synchronize()
+        assert (y == 2).all()
+        address = y.data_ptr()
+        del y
+        other = torch.empty_like(x)
+        with torch.cuda.stream(stream):
+            same = torch.empty_like(x)
+        assert same.data_ptr() == address != other.data_ptr()
+        del same, other

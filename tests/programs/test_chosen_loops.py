@@ -63,6 +63,25 @@ def test_result_and_choice(ranks: int) -> None:
     np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
 
 
+@pytest.mark.parametrize("algorithm", ["put", "p2p"])
+def test_a_batch_of_one(algorithm: str) -> None:
+    """As modules of PyTorch have it: chunks of a dim behind dims of size 1 are contiguous all the same."""
+    w = hw.f32["K", "F@x"]
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[1, "M@x", "K"], wg=w, wu=w, wd=hw.f32["F@x", "N"])
+    def batch(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        h = hw.reshard(hw.relu(x), 1, "M", "K").named("h")
+        return hw.reshard(hw.matmul(hw.matmul(h, wg) * hw.matmul(h, wu), wd), 1, "M@x", "N").named("y")
+
+    ways = {"@batch %h": f"{algorithm}(2)", "@batch %y": f"{algorithm}(2)"}
+    program = hw.compile(batch, options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    assert {choice.value: choice.taken.algorithm for choice in program.choices} == {"h": algorithm, "y": algorithm}
+    given = arrays()
+    h = np.maximum(given["x"], 0)
+    y = program.run(x=given["x"][None], **{name: given[name] for name in ("wg", "wu", "wd")})
+    np.testing.assert_array_equal(y[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
+
+
 def test_explain() -> None:
     program = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW, overlap="auto"))
     lines = program.explain().splitlines()

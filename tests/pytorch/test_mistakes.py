@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutp
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError  # noqa: E402
 
 X = torch.ones(4, 8)
 MESH = hw.Mesh(tp=2)
@@ -185,3 +185,99 @@ def test_a_module_that_was_changed_is_refused() -> None:
         module.up.weight = nn.Parameter(torch.zeros(16, 8))
         with pytest.raises(ArgumentError, match="Layer: weight is another tensor than at compile; compile again, or copy_ into"):
             program(X)
+
+
+# --- programs as ops of torch, other arrays, groups -------------------------------------------------------------------
+
+
+@hw.fusion(mesh=hw.Mesh(tp=1), x=hw.f32["M", "K"], w=hw.f32["K", "N"])
+def product(x, w):  # type: ignore[no-untyped-def]
+    return x @ w
+
+
+@hw.fusion(mesh=hw.Mesh(tp=1), x=hw.f32["M"], donate="x")
+def updated(x):  # type: ignore[no-untyped-def]
+    return x + 1
+
+
+PRODUCT = hw.compile(product)
+W = torch.ones(8, 3)
+as_torch_op = hostweave.torch.as_torch_op
+
+
+@pytest.fixture(scope="module")
+def op() -> Any:
+    return as_torch_op(PRODUCT, "hostweave_mistakes::product")
+
+
+def of_closed() -> Any:
+    program = hw.compile(product)
+    closed = as_torch_op(program, "hostweave_mistakes::closed")
+    program.close()
+    return closed(X, W)
+
+
+def in_a_group(call: Callable[[int], Any], ranks: int = 2) -> Any:
+    threads = hw.Threads(ranks)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        with torch.no_grad():
+            return call(rank)
+
+    return threads.run(rank_main)
+
+
+MORE: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a tensor as inputs": (lambda c, op: compiled(inputs=X), r"compile: example_inputs is a tensor; pass .* as a tuple: \(x,\)"),
+    "a list as plan": (lambda c, op: compiled([("up", "tp, -")]), r"compile: plan=\[\('up', 'tp, -'\)\] is no dict of names; write"),
+    "a number as pattern": (lambda c, op: compiled({3: "tp, -"}), r"compile: plan=\{3: 'tp, -'\} is no dict of names; write"),
+    "options": (
+        lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), options={"streams": 2}),  # type: ignore[arg-type]
+        r"layer: options must be hw.Options, got dict; write hw.Options\(streams=4\)",
+    ),
+    "target": (
+        lambda c, op: hostweave.torch.compile(Layer().eval(), MESH, {}, (X,), target="gpu"),
+        "layer: no target 'gpu'; the targets are cpu and cuda",
+    ),
+    "a class": (lambda c, op: compiled(module=Layer), "<class '.*Layer'> is no torch.nn.Module; pass the module, not its"),
+    "arrays of NumPy": (
+        lambda c, op: compiled(inputs=(X.numpy(),)),
+        "(?s)Layer: torch.export: .*pass example_inputs that the module takes",
+    ),
+    "a module without memory": (
+        lambda c, op: compiled(module=Layer().to("meta").eval(), inputs=(X.to("meta"),))(X),
+        r'layer: bind: up_weight: it is on meta; call .to\("cpu"\) or .to\("cuda"\)',
+    ),
+    "NumPy at a call": (lambda c, op: c(X.numpy(), 2.0), "(?s)Layer: x is array.*, and was a tensor at compile; pass a tensor"),
+    "a global input in a group": (
+        lambda c, op: in_a_group(lambda rank: c(X, 2.0)),
+        r"layer: x: expected f32\[2, 8\], got f32\[4, 8\]",
+    ),
+    "no program": (lambda c, op: as_torch_op(product, "a::b"), "as_torch_op: .* is no compiled program; pass hw.compile"),
+    "no name": (lambda c, op: as_torch_op(PRODUCT, 3), "as_torch_op: 3 is not a name of an op; write it with a namespace"),  # type: ignore[arg-type]
+    "a name with a dash": (
+        lambda c, op: as_torch_op(PRODUCT, "my-lib::product"),
+        "as_torch_op: 'my-lib::product' is not a name of an op; ",
+    ),
+    "donated": (lambda c, op: as_torch_op(hw.compile(updated), "a::updated"), "as_torch_op: updated donates x; an op of torch does not"),
+    "dtype of an op": (lambda c, op: op(X.double(), W), r"product: x: expected f32\[M, K\], got f64\[4, 8\]; cast it, or compile for f64"),
+    "dims of an op": (lambda c, op: op(X[0], W), r"product: x: expected f32\[M, K\], got f32\[8\]; pass an array of 2 dims"),
+    "sizes of an op": (lambda c, op: op(X, W[:5]), "product: w: K is 5 here and 8 in x; pass arrays that agree"),
+    "a closed program": (lambda c, op: of_closed(), "product: the program is closed; compile it again"),
+    "an op in a larger group": (
+        lambda c, op: in_a_group(lambda rank: op(X, W)),
+        r"product: is for the 1 ranks of mesh\(tp=1\), and group 'default' has 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded() -> Any:
+    return compiled({"x": "tp, -"}, inputs=(X, 2.0))
+
+
+@pytest.mark.parametrize(("call", "message"), MORE.values(), ids=MORE)
+def test_more(sharded: Any, op: Any, call: Callable[[Any, Any], Any], message: str) -> None:
+    with torch.no_grad(), pytest.raises(HostweaveError, match=message):
+        call(sharded, op)

@@ -658,25 +658,75 @@ print(again.rank, again.count, again.failure)
     assert (has_failed, again) == ("True", "0 1 None")
 
 
-def test_the_cpu_target_runs_in_one_process() -> None:
-    script = """
+FAULTS = """
+import os, time
 import numpy as np
 import hostweave as hw
-@hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x"])
-def twice(x):
-    return x + x
-group = hw.init()
-try:
-    hw.compile(twice)(np.ones(4, np.float32))
-except hw.base.errors.ArgumentError as error:
-    print(group.rank, error)
+from hostweave.base.errors import HostweaveError
+from hostweave.runtime import cpu, rendezvous
+
+mesh = hw.Mesh(x=2)
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+def gathered(x):
+    return hw.reshard(x, "M", "K")
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+def other(x):
+    return hw.reshard(x + x, "M", "K")
+
+def said(call):
+    try:
+        print(call())
+    except HostweaveError as error:
+        print(type(error).__name__, *str(error).split())
+
+def anew(attempt, **more):
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": str(attempt)}
+    return hw.init(hw.Environment(environment), timeout=20, **more)
+
+rank = int(os.environ["RANK"])
+x = np.full((2, 3), rank, np.float32)
+program, verified, another = hw.compile(gathered), hw.compile(gathered, options=hw.Options(verify_calls=True)), hw.compile(other)
+anew(0)
+said(lambda: program(x)[::2, 0])
+with cpu.seeded(3):
+    said(lambda: program(x))
+said(lambda: (hw.compile(gathered) if rank else another)(x))  # at its first call
+said(lambda: verified(x if rank else x[:, :2].copy()))
+said(lambda: verified(x)[::2, 0])
+said(lambda: program(x if rank else x[:1]))  # nothing was exchanged before
+anew(1, call_timeout=1)
+said(lambda: program(x)[::2, 0])
+if rank == 1:
+    time.sleep(4)
+said(lambda: program(x))
+rendezvous.this_host = lambda: str(rank)
+anew(2)
+said(lambda: program(x))
 """
+
+
+def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
+    """What NCCL would wait for, or get wrong, the CPU device says."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    reason = (
-        "twice: is for the target cpu, whose ranks are threads of one process; group 'default' has 2 processes: "
-        "compile for cuda, or use hw.Threads"
-    )
-    assert run_processes(script, [common | {"RANK": str(rank)} for rank in range(2)]) == [f"{rank} {reason}" for rank in range(2)]
+    outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
+    for rank, output in enumerate(outputs):
+        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))]  # but for reports of the watchdog
+        right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
+        assert (right, again, anew) == ("[0. 1.]",) * 3
+        assert seeded == (
+            "ArgumentError gathered: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of one "
+            "process; group 'default' has 2 processes: use hw.Threads or program.run for them"
+        )
+        assert "rank 1 calls gathered on mesh(x=2), rank 0 other on mesh(x=2); all ranks of a group call the same" in programs
+        assert "gathered: x: rank 1 passes [2, 3], and rank 0 [2, 2]; pass blocks of one f32[M@x, K]" in sizes
+        assert re.search(r"ExecutionError gathered: .*mismatch: the counts differ: \d and \d rank \d stream \d: ", counts), counts
+        assert "rank 0: call 2 of gathered is not done after 1 seconds" in late or (rank == 1 and "has failed" in late), late
+        assert hosts == (
+            "ArgumentError gathered: is for the target cpu, whose ranks share the memory of one host; group 'default' is on 2 hosts: "
+            "compile for cuda, or start all ranks on one"
+        )
 
 
 # --- processes: what can be shown of them without GPUs ----------------------------------------------------------------
@@ -719,13 +769,6 @@ def test_processes_agree_before_anything_is_sent() -> None:
     assert as_processes(3, rank) == [f"q: {reason}", f"p: {reason}", f"p: {reason}"]
 
 
-@pytest.fixture
-def processes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has threads call programs as processes do: all that one of them knows of the others goes through the store."""
-    monkeypatch.setattr(LocalProgram, "_check_group", lambda self: None)
-
-
-@pytest.mark.usefixtures("processes_on_the_cpu")
 def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> None:
     verified = hw.compile(ag_matmul, options=hw.Options(verify_calls=True))
 
@@ -751,7 +794,6 @@ def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> Non
         assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot go on: {reason}")
 
 
-@pytest.mark.usefixtures("processes_on_the_cpu")
 def test_processes_exchange_nothing_at_a_call_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
     gather = StoreMeeting.gather

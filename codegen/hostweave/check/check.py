@@ -13,7 +13,7 @@ from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.check.channel_order import InTurn, Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
 from hostweave.check.match_collectives import meetings
-from hostweave.check.memory import Memory, TaskAccess
+from hostweave.check.memory import Memory, Pieces, Place, TaskAccess
 from hostweave.check.one_queue import expect_end_in_one_queue
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
@@ -76,8 +76,9 @@ class _Checker:
         for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
             for access in part.accesses:
                 regions[_rank_of(part, access), access.region.root].append(access.region)
+        pieces: dict[tuple[int, frozenset[Place]], Pieces] = {}
         for rank, (roots, caller) in enumerate(zip(instances.roots, ordered.callers, strict=True)):
-            self.memories.append({name: Memory(root, regions[rank, name], caller) for name, root in roots.items()})
+            self.memories.append({name: Memory(root, regions[rank, name], caller, pieces) for name, root in roots.items()})
 
     def fail(self, operation: Operation, message: str) -> NoReturn:
         raise failure(self.instances.program, f"{operation}{message}", operation.instruction)

@@ -22,6 +22,7 @@ NEEDED_GPUS = {
     "comm": 2,
     "small_all_reduce": 2,
     "sequence_parallel": 2,
+    "torch_door": 2,
 }
 
 

@@ -8,6 +8,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.host_ir.ir import Parameter
 from hostweave.runtime.arrays import Array, Library, library_of
 from hostweave.targets.target import Target
+from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
 
@@ -65,6 +66,32 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
     except TypeError as error:
         raise ArgumentError(f"{program}: {name}: {error}") from None
     return library, array
+
+
+def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
+    """What this rank holds of a DTensor of torch, in a call; any other array as it is.
+
+    Raises ArgumentError where it is not placed as the program's type says.
+    """
+    if not hasattr(type(array), "to_local"):
+        return array
+    axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
+    sizes = dict(type_.mesh_in(mesh).axes)
+    others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
+    if not axes or others:
+        found = ", ".join(f"{axis}={size}" for axis, size in zip(axes, array.device_mesh.shape, strict=False)) or "dims without names"
+        raise ArgumentError(f"{program}: {name}: is a DTensor on a mesh of {found}, and the program is for {mesh}; name its dims likewise")
+    placed: list[tuple[str, ...]] = [() for _ in array.shape]
+    for axis, placement in zip(axes, placements, strict=True):
+        if placement.is_shard() and sizes.get(axis, 1) > 1:
+            placed[placement.dim] += (axis,)
+    stated = [tuple(axis for axis in dim.axes if sizes[axis] > 1) for dim in type_.dims]
+    if any(placement.is_partial() for placement in placements) or placed != stated:
+        of_axis = {axis: dim for dim, of in enumerate(type_.dims) for axis in of.axes}
+        wanted = ", ".join(f"Shard({of_axis[axis]})" if axis in of_axis else "Replicate()" for axis in axes)
+        got = f"got a DTensor placed as [{', '.join(map(repr, placements))}]"
+        raise ArgumentError(f"{program}: {name}: expected {type_}, {got}; call .redistribute(placements=[{wanted}])")
+    return array.to_local()
 
 
 def expect_writable(where: str, library: Library, array: Array) -> None:

@@ -76,12 +76,23 @@ def view(library: Library, array: Array, dtype: DType, global_shape: tuple[int, 
     return View(global_shape, library.address(array), shape, prod(shape) * dtype.itemsize, library.device(array), array)
 
 
+class Buffer(NamedTuple):
+    """A contiguous array that somebody else owns, who says where it is."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: DType
+    device: int
+
+
 def library_of(array: Array) -> Library:
     """The library of an array. Raises TypeError where it is no array."""
     if isinstance(array, np.ndarray):
         return NumpyLibrary()
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # subclasses of other packages, too
         return _Torch()
+    if isinstance(array, Buffer):
+        return _Buffers()
     package = type(array).__module__.partition(".")[0]
     if package == "cupy":
         return _Cupy()
@@ -121,6 +132,26 @@ class NumpyLibrary(Library):
 
     def wait(self, device: int) -> None:
         pass
+
+
+class _Buffers(NumpyLibrary):
+    def accept(self, array: Array) -> Array:
+        return array
+
+    def dtype(self, array: Array) -> DType | str:
+        return array.dtype  # type: ignore[no-any-return]
+
+    def device(self, array: Array) -> int:
+        return int(array.device)
+
+    def address(self, array: Array) -> int:
+        return int(array.address)
+
+    def is_contiguous(self, array: Array) -> bool:
+        return True
+
+    def is_writable(self, array: Array) -> bool:
+        return True
 
 
 class _Jax(NumpyLibrary):

@@ -24,6 +24,11 @@ class Schedule:
     check_dependencies: int = -1
     timeout_seconds: float = 120.0
 
+    @property
+    def is_special(self) -> bool:
+        """Whether anything but the usual is asked for, which the ranks of one process can do."""
+        return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
+
 
 _schedule: ContextVar[Schedule] = ContextVar("hostweave_schedule", default=Schedule())  # noqa: B039  it is frozen
 

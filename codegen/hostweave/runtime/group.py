@@ -220,8 +220,8 @@ class Group:
                 expect_own_devices()
                 device = target.choose_device(self._device, lambda: module.device_for(self.rank, self.local_rank))
                 epoch = self._world.epoch if self._world else ""
-                self._members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count)
-                if target.is_asynchronous:
+                self._members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
+                if target.is_asynchronous or not self.in_process:
                     watch(self)
             return self._members[target.name]
 
@@ -255,7 +255,8 @@ class Group:
                     module.adopt(member, self._communicators)
                 elif process_groups := module.missing_process_groups(member):
                     ids = {
-                        key: self._share_id(f"process_group/{key}", module.new_id() if rank == 0 else None) for key, rank in process_groups
+                        key: self._share_id(f"process_group/{key}", module.new_id(member) if rank == 0 else None)
+                        for key, rank in process_groups
                     }
                     module.connect(member, ids, self.timeout)
                 return module.Instance(member)

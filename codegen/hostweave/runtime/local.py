@@ -19,7 +19,7 @@ from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
-from hostweave.runtime.arguments import accept, expect_writable
+from hostweave.runtime.arguments import accept, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.captured import Captured
@@ -266,10 +266,10 @@ class LocalProgram:
         group, name, mesh = self._group, self._host.name, self._host.mesh
         if group.count != mesh.size:
             raise ArgumentError(f"{name}: is for the {mesh.size} ranks of {mesh}, and group {group.name!r} has {group.count}")
-        if self._target.needs_one_process and not group.in_process:
+        if self._target.needs_one_host and group.hosts > 1:
             raise ArgumentError(
-                f"{name}: is for the target {self._target.name}, whose ranks are threads of one process; group {group.name!r} "
-                f"has {group.count} processes: compile for cuda, or use hw.Threads"
+                f"{name}: is for the target {self._target.name}, whose ranks share the memory of one host; group {group.name!r} "
+                f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
             )
 
     # --- inputs
@@ -336,6 +336,7 @@ class LocalProgram:
         raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
 
     def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
+        array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
         return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
 
     def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:
@@ -480,6 +481,11 @@ class LocalProgram:
 
     def _schedule(self) -> Any:
         wanted = schedule()
+        if wanted.is_special and not self._group.in_process:
+            raise ArgumentError(
+                f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of one "
+                f"process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
+            )
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]

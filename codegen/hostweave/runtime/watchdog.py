@@ -1,4 +1,4 @@
-"""Watches the calls of a group on CUDA, which only enqueue, so that without it a lost rank would go unnoticed.
+"""Watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
 
 A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
 rank into one report and aborts the channels, which ends whatever waits for them.

@@ -1,4 +1,4 @@
-"""The CPU target: CUDA, NCCL and cuBLASLt calls on the threads of one process, on any machine."""
+"""The CPU target: CUDA, NCCL and cuBLASLt calls on the threads of one process, or the processes of one host, on any machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hostweave.types.machine import H200, Machine
 class _Cpu(Target):
     name = "cpu"
     is_asynchronous = False
-    needs_one_process = True
+    needs_one_host = True
     # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64

@@ -24,7 +24,7 @@ FIRST_WITH_SIGNALS = (2, 29)  # version of NCCL
 class _Cuda(Target):
     name = "cuda"
     is_asynchronous = True
-    needs_one_process = False
+    needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024
 

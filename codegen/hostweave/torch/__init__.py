@@ -61,6 +61,10 @@ def compile(
     """
     if not isinstance(module, nn.Module):
         raise ProgramError(f"hostweave.torch.compile: {module!r} is no torch.nn.Module; pass the module, not its forward function")
+    if not isinstance(plan, Mapping | None) or not all(isinstance(pattern, str) for pattern in plan or ()):
+        raise ProgramError(f'hostweave.torch.compile: plan={plan!r} is no dict of names; write {{"q_proj.weight": "tp, -"}}')
+    if isinstance(example_inputs, torch.Tensor):
+        raise ProgramError("hostweave.torch.compile: example_inputs is a tensor; pass the arguments of one call, as a tuple: (x,)")
     if not example_inputs:
         raise ProgramError("hostweave.torch.compile: example_inputs is empty; pass the arguments of one call, as a tuple or a dict")
     named = isinstance(example_inputs, Mapping)

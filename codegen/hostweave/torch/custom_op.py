@@ -11,7 +11,7 @@ from hostweave.api import Program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import current
 from hostweave.torch.aten import DTYPES
-from hostweave.types.shards import bind_sizes, block_shape, global_shape
+from hostweave.types.shards import bind_sizes, global_shape, local_outputs
 
 
 def as_torch_op(program: Program, name: str) -> Any:
@@ -25,7 +25,9 @@ def as_torch_op(program: Program, name: str) -> Any:
 
     Example: `mlp = hostweave.torch.as_torch_op(program, "mylib::mlp")`, then `y = torch.compile(lambda x, w: mlp(x.relu(), w))(x, w)`.
     """
-    if not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
+    if not isinstance(program, Program):
+        raise ArgumentError(f"as_torch_op: {program!r} is no compiled program; pass hw.compile(...)")
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*::[A-Za-z_]\w*", name):
         raise ArgumentError(f"as_torch_op: {name!r} is not a name of an op; write it with a namespace, as 'mylib::{program.name}'")
     namespace, _, op = name.partition("::")
     if hasattr(getattr(torch.ops, namespace), op):
@@ -45,22 +47,15 @@ def as_torch_op(program: Program, name: str) -> Any:
     def fake(*arrays: torch.Tensor) -> Any:
         given = {parameter.name: tuple(array.shape) for parameter, array in zip(host.inputs, arrays, strict=True)}
         group, inputs = current(), {parameter.name: parameter.type for parameter in host.inputs}
-        sizes = bind_sizes(program.name, program.mesh, inputs, given, None) if group is None else _of_local(inputs, given, program)
-        shapes = [global_shape(output.type, sizes) for output in host.outputs]
+        outputs = [output.type for output in host.outputs]
         if group:
-            shapes = [block_shape(output.type, program.mesh, group.rank, shape) for output, shape in zip(host.outputs, shapes, strict=True)]
+            shapes = local_outputs(program.name, program.mesh, inputs, outputs, given, group.rank)
+        else:
+            sizes = bind_sizes(program.name, program.mesh, inputs, given, None)
+            shapes = [global_shape(type_, sizes) for type_ in outputs]
         made = tuple(arrays[0].new_empty(shape, dtype=types[output.type.dtype]) for output, shape in zip(host.outputs, shapes, strict=True))
         return made if len(made) > 1 else made[0]
 
     made = torch.library.custom_op(name, call, mutates_args=(), schema=schema)
     made.register_fake(fake)
     return made
-
-
-def _of_local(inputs: Any, given: Any, program: Program) -> dict[str, int]:
-    """The global sizes where each rank has an even share of every sharded dim."""
-    shapes = {
-        name: tuple(size * program.mesh.size_of(dim.axes) for size, dim in zip(given[name], type_.dims, strict=True))
-        for name, type_ in inputs.items()
-    }
-    return bind_sizes(program.name, program.mesh, inputs, shapes, None)

@@ -90,10 +90,11 @@ class _Finder:
             dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == gathered_dim]
             other = user.tensors[1 - number]
             first = self.place[users[0].result.name] if users[0] else 0
-            if dims != [0] or indices.operand_dim(1 - number, 0) is not None or self.place.get(other, -1) >= first:
+            is_rows = len(dims) == 1 and self.is_outermost(user, dims[0]) and indices.operand_dim(1 - number, dims[0]) is None
+            if not is_rows or dims[0] != gathered_dim or self.place.get(other, -1) >= first:
                 return (), 0
             found.append(user)
-        return tuple(found), 0
+        return tuple(found), gathered_dim
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """The matmul whose result alone is reduced, if what it takes in chunks is no result of communication itself."""

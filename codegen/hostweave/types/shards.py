@@ -88,6 +88,21 @@ def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> 
     return tuple(slice(part.start, part.stop) for part in ranges)
 
 
+def local_outputs(
+    program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
+) -> list[Shape]:
+    """The shapes of a rank's outputs, for its inputs of these shapes, where each rank has an even share of every sharded dim.
+
+    Raises ArgumentError where a shape does not fit its type, or a name has two sizes.
+    """
+    even = {
+        name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
+        for name, type_ in inputs.items()
+    }
+    sizes = bind_sizes(program, mesh, inputs, even, None)
+    return [block_shape(type_, mesh, rank, global_shape(type_, sizes)) for type_ in outputs]
+
+
 def bind_sizes(
     program: str,
     mesh: Mesh,

@@ -13,6 +13,7 @@
 #include "match.h"
 #include "nccl.h"
 #include "op.h"
+#include "shared.h"
 #include "types.h"
 
 namespace hostweave::cpu {
@@ -22,6 +23,7 @@ struct Windows {
   std::vector<char*> bases;  // by rank
   std::size_t bytes = 0;
   int arrived = 0;
+  std::vector<Mapping> mappings;  // of what other processes registered
 };
 
 struct ProcessGroup {
@@ -31,6 +33,7 @@ struct ProcessGroup {
 
   // Whether all ranks have issued the same, so that a failure elsewhere leaves the process group as it was.
   bool in_step() const {
+    if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
     return arrived == size() && std::adjacent_find(issued.begin(), issued.end(), std::not_equal_to<>()) == issued.end() &&
            splits == std::vector<int>(splits.size(), splits.front()) && std::all_of(channels.begin(), channels.end(), met) &&
@@ -38,7 +41,8 @@ struct ProcessGroup {
   }
 
   const char* name = "";
-  std::vector<int> devices;  // by rank; -1 until it has come
+  std::shared_ptr<SharedGroup> shared;  // where the ranks are processes; the matches and counts here are for threads
+  std::vector<int> devices;             // by rank; -1 until it has come
   int arrived = 0;
   bool stopped = false;  // by a failure: the ranks no longer agree on what was issued
   // Collectives match by how many each rank has issued before; sends and recvs by order for a pair of ranks.
@@ -69,6 +73,8 @@ struct ProcessGroup {
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(const ProcessGroup& process_group);  // until all its ranks have come
+// The work of an op that waits for other processes.
+std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
 }  // namespace hostweave::cpu
 

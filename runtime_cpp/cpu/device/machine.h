@@ -5,6 +5,7 @@
 // in between others can see it in flight. Two modes share that: workers.cpp runs what is ready on a pool of threads,
 // turns.cpp lets a seed choose one step at a time among streams and host threads.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -55,12 +56,14 @@ struct Allocation {
   std::size_t bytes;
   int device;
   std::size_t mapped;  // bytes of a mapping of its own, 0 when on the heap
+  int file = -1;       // behind that mapping, which other processes map, too
 };
 
 class Memory {
  public:
   // Filled with 0xff bytes, which is NaN in every float type. Null when there is none left.
   void* allocate(std::size_t bytes, int device);
+  void* allocate_shared(std::size_t bytes, int device);  // the same, that other processes can map
   void release(void* pointer);
   // The allocation that holds this address, if the device made it.
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
@@ -80,6 +83,7 @@ class Machine {
   // --- configuration and failure
   hw_cpu_config config;
   bool seeded() const { return config.mode == HW_CPU_SEEDED; }
+  bool processes() const { return config.processes != 0; }
   bool checking() const { return checking_; }
   bool ordered_launches() const { return ordered_launches_; }
   bool buffered_sends() const { return buffered_sends_; }
@@ -118,6 +122,9 @@ class Machine {
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
+  // Around what may take as long as another process takes: somebody else does this worker's work meanwhile.
+  void block();
+  void unblock();
 
   // --- faults that tests ask for
   void fail_call(std::string call, int nth);
@@ -175,6 +182,7 @@ class Machine {
   void retire(Stream& stream);
 
   // workers.cpp
+  std::size_t wanted_workers() const;
   void start_workers();
   void stop_workers();
   void work();
@@ -193,7 +201,7 @@ class Machine {
   std::vector<Candidate> choices(HostThread* me);
 
   bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
-  bool failed_ = false;
+  std::atomic<bool> failed_ = false;  // asked without the lock by what waits for other processes
   std::string report_;
   std::uint64_t ops_done_ = 0, progress_ = 0;
 
@@ -217,7 +225,7 @@ class Machine {
   std::vector<std::thread> workers_;
   std::condition_variable workers_wake_, workers_idle_;
   std::vector<Split*> splits_;
-  std::size_t idle_workers_ = 0;
+  std::size_t idle_workers_ = 0, blocked_workers_ = 0;
   std::size_t running_ = 0;  // threads that run work or an exchange, without the lock
   bool stopping_ = false;
 
@@ -250,5 +258,7 @@ cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t stream, bool peers_allowed
 // Blocks the host until these ops are done.
 cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what);
 cudaError_t wait_for_device(Lock& lock, int device);
+// Memory of this thread's device that ranks reach which are processes.
+cudaError_t allocate_for_windows(void** pointer, std::size_t bytes);
 
 }  // namespace hostweave::cpu

@@ -28,6 +28,7 @@ typedef struct hw_cpu_config {
   int picker = HW_CPU_MIXED;     // hw_cpu_picker, of the seeded mode
   int devices = 8;               // what cudaGetDeviceCount answers
   int ranks = 0;                 // rank threads that will attach; 0 means `devices`
+  int processes = 0;             // 1: each rank is a process of this host, with one device; in parallel mode alone
   int workers = 0;               // of the parallel mode; 0 means one per core
   int ordered_launches = -1;     // ops of one communicator run in issue order across streams: 1 yes, 0 no, -1 by the seed
                                  // (yes in parallel mode). NCCL does order them; "no" finds what relies on that.

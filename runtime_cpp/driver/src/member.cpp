@@ -27,8 +27,8 @@ OnDevice::~OnDevice() {
   if (changed_ && target::is_set_up(before_)) cudaSetDevice(before_);
 }
 
-Member::Member(std::string group, int device, int64_t index, int64_t size)
-    : group_(std::move(group)), rank_(device, index, size) {}
+Member::Member(std::string group, int device, int64_t index, int64_t size, bool processes)
+    : group_(std::move(group)), rank_(device, index, size), processes_(processes) {}
 
 Member::~Member() {
   if (aborted_) abort_with_windows(std::exchange(owned_, {}));
@@ -49,6 +49,12 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
     }
   }
   return process_groups;
+}
+
+ncclUniqueId Member::new_process_group_id() {
+  expect_working();
+  const Use use(*this);
+  return hw::new_process_group_id();
 }
 
 void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds) {
@@ -124,12 +130,12 @@ void Member::expect_not_stopped() const {
 }
 
 Member::Use::Use(Member& member) : lock_(member.in_use_) {
-  if (target::kOneParty) turn_.emplace(member.group_, Schedule{}, static_cast<int>(member.rank_.size()));
+  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
   device_.emplace(member.device());
 }
 
 Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
-  if (target::kOneParty) turn_.emplace(member.group_, schedule, static_cast<int>(member.rank_.size()));
+  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());

@@ -29,6 +29,7 @@ void configure(const Schedule& schedule, int ranks) {
   config.picker = schedule.picker;
   config.devices = devices;
   config.ranks = ranks;
+  config.processes = schedule.processes;
   config.ordered_launches = schedule.ordered_launches;
   config.buffered_sends = schedule.buffered_sends;
   config.check_dependencies = schedule.check_dependencies;

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import count, repeat
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -210,10 +211,9 @@ class Tensor:
             raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
 
     @classmethod
-    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
-        name = getattr(function, "__name__", str(function))
-        why = f"PyTorch cannot compute with a tensor of a fusion; {instead_of(name)}"
-        raise ProgramError(f"torch.{name}: {why}", Location.of_caller())
+    def __torch_function__(cls, function: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Functions of torch compute with tensors of a fusion, too. Called by torch, which nothing here imports."""
+        return import_module("hostweave.torch.functions").call(function, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
         why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"

@@ -17,6 +17,7 @@ struct Schedule {
   int buffered_sends = -1;
   int check_dependencies = -1;
   double timeout_seconds = 120;  // without progress, after which a call is given up
+  bool processes = false;        // the ranks are processes, of which this one has one
 
   bool operator==(const Schedule&) const = default;
 };

@@ -36,8 +36,9 @@ class OnDevice {
 // The rank's device and channels. Used by one thread at a time, except for `abort`.
 class Member {
  public:
-  // `group` is the same on all ranks of the group, and of no other group of this process.
-  Member(std::string group, int device, int64_t index, int64_t size);
+  // `group` is the same on all ranks of the group, and of no other group of this process. The others are threads of this
+  // process, or `processes`.
+  Member(std::string group, int device, int64_t index, int64_t size, bool processes);
   ~Member();
   Member(Member&&) = delete;
 
@@ -49,6 +50,8 @@ class Member {
 
   // The process groups of the program whose channels are still to be made. Throws ArgumentError where the group has another size.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
+  // An id for one of them.
+  ncclUniqueId new_process_group_id();
   // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
   void connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds);
   // Uses communicators that the host keeps, by the axes of their process groups, instead. Throws ArgumentError where one is
@@ -90,8 +93,14 @@ class Member {
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
 
+  Schedule with_processes(Schedule schedule) const {
+    schedule.processes = processes_;
+    return schedule;
+  }
+
   std::string group_;
   Rank rank_;
+  bool processes_;
   std::timed_mutex in_use_;
   std::mutex owned_mutex_;
   std::vector<ncclComm_t> owned_;  // behind the channels of rank_

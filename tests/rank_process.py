@@ -1,8 +1,9 @@
 """One rank as a process: what the tests of processes start, N times, by torchrun, mpirun or themselves.
 
     python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
+    python rank_process.py kinds PROVIDER [TARGET]      the same, with a program of each kind of communication
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world
-    python rank_process.py once:PROGRAM PROVIDER        calls it once, and says whether that is right, or why it failed
+    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and says whether that is right, or why it failed
 
 PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not.
 
@@ -15,11 +16,11 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-import torch
-from whole_programs import Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
+from whole_programs import EXCHANGES, ONE_SIDED, PIPELINES, Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError
@@ -27,14 +28,32 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.runtime.launcher import read_launch
 from hostweave.runtime.providers import Provider
-from hostweave.types.shards import block_of
+from hostweave.types.shards import block_of, holds
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+# Collectives, sends and recvs in loops, puts in loops, two meshes, along two axes; and all_to_all, permutations, and what one-sided
+# calls make of them.
+KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
+
+
+def named(name: str, ranks: int) -> Fusion:
+    return fusion_of(name, ranks, 3, hw.bf16)
+
+
+def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
+    """`which` is all, kinds, or everything: all, and those with windows and several meshes."""
+    if which == "kinds":
+        return {name: named(name, ranks) for name in KINDS}
+    more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
+    return programs_of(ranks) | {name: fusion for name, fusion in more.items() if fusion.mesh.size == ranks}
 
 
 def provider_of(name: str) -> Provider:
     if name == "mpi":
         return hw.MPI()
+    if name == "environment":
+        return hw.Environment()
+    import torch
+
     if name == "torch":
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         return hw.TorchStore()
@@ -42,7 +61,7 @@ def provider_of(name: str) -> Provider:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return hw.TorchStore(torch.distributed.TCPStore(*address, count, rank == 0, timedelta(seconds=60)), rank, count)
-    return hw.Environment()
+    raise SystemExit(f"no provider {name}")
 
 
 class Rank:
@@ -50,54 +69,69 @@ class Rank:
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
-        self.device = torch.device("cuda", local_rank) if target == "cuda" else torch.device("cpu")
+        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # importing it takes seconds
+        self.device = f"cuda:{local_rank}" if target == "cuda" else "cpu"
         if target == "cuda":
-            torch.cuda.set_device(self.device)
+            self.torch.cuda.set_device(self.device)
         self.group = hw.init(provider, timeout=120, call_timeout=60, device=local_rank)
 
-    def tensor(self, array: np.ndarray, dtype: str) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.astype(np.float32))).to(self.device, TORCH_DTYPES[dtype])
+    def array(self, block: np.ndarray, dtype: str) -> Any:
+        """Of PyTorch where that is there, else of NumPy."""
+        if self.torch is None:
+            return np.ascontiguousarray(block)
+        of_torch = getattr(self.torch, {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32"}[dtype])
+        return self.torch.from_numpy(np.ascontiguousarray(block.astype(np.float32))).to(self.device, of_torch)
 
-    def local(self, fusion: Fusion, arrays: Arrays) -> list[torch.Tensor]:
+    def local(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
         """This rank's blocks of the inputs."""
-        rank = self.group.rank
-        blocks = ((v.type.dtype.name, arrays[v.name][block_of(v.type, fusion.mesh, rank, arrays[v.name].shape)]) for v in fusion.inputs)
-        return [self.tensor(block, dtype) for dtype, block in blocks]
+        rank, mesh = self.group.rank, fusion.mesh
+        return [
+            self.array(arrays[v.name][block_of(v.type, mesh, rank, arrays[v.name].shape)], v.type.dtype.name)
+            if holds(v.type, mesh, rank)
+            else None
+            for v in fusion.inputs
+        ]
 
     def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
         """Every output against this rank's block of the reference, exactly: the inputs are small integers."""
         outputs = results if isinstance(results, tuple) else (results,)
         for parameter, want, got in zip(lowered(fusion).outputs, run_reference(fusion, arrays), outputs, strict=True):
+            if not holds(parameter.type, fusion.mesh, self.group.rank):
+                assert got is None
+                continue
             block = want[block_of(parameter.type, fusion.mesh, self.group.rank, want.shape)]
             where = f"{fusion.name}, {parameter.name}, rank {self.group.rank}"
-            np.testing.assert_array_equal(got.double().cpu().numpy(), block, err_msg=where)
+            values = got if self.torch is None else got.double().cpu().numpy()
+            np.testing.assert_array_equal(values.astype(np.float64), block.astype(np.float64), err_msg=where)
 
 
-def run_all(rank: Rank) -> None:
-    programs = programs_of(rank.group.count)
+def run_all(rank: Rank, which: str) -> None:
+    programs = programs_for(rank.group.count, which)
     for fusion in programs.values():
         program = hw.compile(fusion, target=rank.target)
         sizes = sizes_of(fusion)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
-        results = [program(*rank.local(fusion, arrays)) for arrays in calls]  # in flight together
+        known = sizes if any(value.type.mesh for value in fusion.inputs) else None  # some ranks have nothing to tell them from
+        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # in flight together
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, arrays, result)
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
 
 
-def beside_torch(rank: Rank) -> None:
+def beside_torch(rank: Rank, which: str) -> None:
     """Collectives of torch.distributed before, between and after ours."""
+    torch = rank.torch
     for _ in range(2):
         ones = torch.ones(1000, device=rank.device)
         torch.distributed.all_reduce(ones)
         assert (ones == rank.group.count).all()
-        run_all(rank)
+        run_all(rank, which)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def run_until_it_fails(rank: Rank, name: str) -> None:
+def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     calls = Calls(rank, name)
     calls.make()
     say("ready")
@@ -107,7 +141,7 @@ def run_until_it_fails(rank: Rank, name: str) -> None:
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
     world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of those that are left
-    again = Rank(hw.Environment(world), rank.target, rank.device.index or 0)
+    again = Rank(hw.Environment(world), rank.target, local_rank)
     Calls(again, name).make()
     say(f"rank {again.group.rank} of {again.group.count} is right")
 
@@ -122,7 +156,7 @@ def run_once(rank: Rank, name: str) -> None:
 
 def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
     if name != "chosen":
-        fusion = fusion_of(name, ranks, 3, hw.bf16)
+        fusion = named(name, ranks)
         return fusion, hw.compile(fusion, target=target)
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
@@ -146,13 +180,13 @@ class Calls:
         for arrays in self.arrays:
             result = self.program(*self.rank.local(self.fusion, arrays))
             if self.rank.target == "cuda":
-                torch.cuda.synchronize()
+                self.rank.torch.cuda.synchronize()
             self.rank.group.check()  # first: a call that was aborted has no result
             self.rank.check(self.fusion, arrays, result)
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    os.write(1, f"{line}\n".encode())  # at once: ranks share what torchrun writes to
 
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
@@ -160,12 +194,12 @@ def main(what: str, provider: str, target: str = "cuda") -> None:
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):
         run_once(rank, what.removeprefix("once:"))
-    elif what != "all":
-        run_until_it_fails(rank, what)
+    elif what not in ("all", "kinds", "everything"):
+        run_until_it_fails(rank, what, local_rank)
     elif provider == "torch":
-        beside_torch(rank)
+        beside_torch(rank, what)
     else:
-        run_all(rank)
+        run_all(rank, what)
 
 
 if __name__ == "__main__":

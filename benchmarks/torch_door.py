@@ -1,0 +1,258 @@
+"""A module of PyTorch, by `hostweave.torch.compile` and by torch's own parallelize_module and torch.compile, with one plan.
+
+4 decoder layers of Llama 70B, at the sizes that a rank of 8 has, sequence-parallel on all GPUs of this machine: the forward pass of 4096
+tokens, in milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. A process a GPU runs
+all ways in turn. torch.compile is per layer, as training frameworks use it, without and with async tensor parallelism. The host's time
+of a captured forward pass, and the time to compile 32 layers, cold. `python benchmarks/torch_door.py forward` measures the first two,
+`... compile` the last one alone.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peers.torch_ranks import times_on_ranks
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+
+import hostweave as hw
+import hostweave.torch
+from hostweave.build.cuda import gpus
+
+TOKENS, HIDDEN, HEAD = 4096, 8192, 128
+INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # of a rank
+REPETITIONS, WAIT, CALLS = 10, 4_000_000, 200
+TOLERANCE = 0.03  # of the largest element: both round sums of thousands of terms to bf16
+SHARDED = Shard(1)  # [batch, sequence, features]
+
+LAYER_PLAN = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(input_layouts=(SHARDED,), desired_input_layouts=(Replicate(),)),
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": ColwiseParallel(),
+    "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(output_layouts=SHARDED),
+    "mlp_norm": SequenceParallel(),
+    "mlp": PrepareModuleInput(input_layouts=(SHARDED,), desired_input_layouts=(Replicate(),)),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(output_layouts=SHARDED),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int, keys: int, head: int, tokens: int):
+        super().__init__()
+        self.head = head
+        self.wq, self.wo = nn.Linear(hidden, heads * head, bias=False), nn.Linear(heads * head, hidden, bias=False)
+        self.wk, self.wv = (nn.Linear(hidden, keys * head, bias=False) for _ in range(2))
+        angles = torch.outer(torch.arange(tokens), 500000.0 ** -(torch.arange(0, head, 2) / head)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos().to(torch.bfloat16), persistent=False)
+        self.register_buffer("sin", angles.sin().to(torch.bfloat16), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+    def turned(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.head // 2
+        return x * self.cos + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, ranks: int, tokens: int = TOKENS, hidden: int = HIDDEN, inner: int = INNER, head: int = HEAD):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, 1e-5), nn.RMSNorm(hidden, 1e-5)
+        self.attention = Attention(hidden, HEADS * ranks, KEYS * ranks, head, tokens)
+        self.mlp = Mlp(hidden, inner * ranks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int, ranks: int, **sizes: int):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(ranks, **sizes) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def plan(layers: int) -> dict[str, Any]:
+    """The plan of the layers, as torch has it, and what goes in and out of each."""
+    between = {"x": "-, tp, -"} | {f"layers.{number}": "-, tp, -" for number in range(layers)}
+    return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
+
+
+def main(what: str = "forward and compile") -> None:
+    ranks = len(gpus())
+    if "forward" in what and ranks > 1:
+        print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel", flush=True)
+        for times in times_on_ranks(_calls, ranks, REPETITIONS, WAIT):
+            ours, *peers = ((name, statistics.median(ms)) for name, ms in times.items())
+            beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours[1]:.2f} times ours)" for name, ms in peers)
+            print(f"forward: {ours[0]} {ours[1]:.3f} ms; {beside}", flush=True)
+    if "compile" in what:
+        _compile_32_layers()
+
+
+# --- the forward pass -------------------------------------------------------------------------------------------------
+
+
+def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The same on all ranks; of a size that keeps what the layers add near 1."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.5 / parameter.shape[-1] ** 0.5) if parameter.ndim > 1 else parameter.fill_(1)
+    return model
+
+
+def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
+
+    def model() -> nn.Module:
+        with torch.device("cuda"):
+            return _weights(Llama(4, ranks).to(torch.bfloat16).eval())
+
+    torch.manual_seed(1)
+    x = torch.randn(1, TOKENS, HIDDEN, device="cuda").bfloat16()
+    local = x.chunk(ranks, 1)[rank].contiguous()
+    with torch.no_grad():  # parallelize_module does not work in inference_mode
+        module = model()
+        started = time.perf_counter()
+        ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,))
+        y = ours(local)
+        torch.cuda.synchronize()
+        _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
+        parallel = model()
+        for layer in parallel.layers:
+            parallelize_module(layer, mesh, LAYER_PLAN)
+        _expect_same(rank, y, parallel(local))
+        yield {"hostweave": partial(ours, local), "torch eager": partial(parallel, local)}
+        for name, is_async in (("torch.compile", False), ("torch.compile with async TP", True)):
+            compiled = _compiled(parallel, mesh, is_async)
+            started = time.perf_counter()
+            _expect_same(rank, y, compiled(local))
+            _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
+            yield {"hostweave": partial(ours, local), name: partial(compiled, local)}
+            if not is_async:
+                _say_host_time(rank, ours, local)
+    group.close()
+
+
+def _compiled(parallel: nn.Module, mesh: Any, is_async: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    if is_async:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        torch._inductor.config._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh.get_group().group_name)
+        torch._dynamo.reset()
+    layers = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in parallel.layers]  # type: ignore[union-attr]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    return call
+
+
+def _expect_same(rank: int, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+    _say(rank, f"largest difference {difference:.4f}")
+    assert difference <= TOLERANCE
+
+
+def _say_host_time(rank: int, ours: Any, x: torch.Tensor) -> None:
+    """The host's time of a call, and of a captured one, while the GPU is busy with others."""
+    captured = ours._bound[rank].capture(x)
+    for name, call in (("a captured forward", captured), ("a forward", partial(ours, x))):
+        call()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        started = time.perf_counter()
+        for _ in range(20):
+            call()
+        _say(rank, f"host time of {name}: {(time.perf_counter() - started) / 20 * 1e6:.1f} us")
+        torch.cuda.synchronize()
+
+
+def _say(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, flush=True)
+
+
+# --- the time to compile ----------------------------------------------------------------------------------------------
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """The same parameters, all of one element."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))
+    return model
+
+
+def _compile_32_layers() -> None:
+    """Cold: nothing of it is in a cache. Ours for 8 ranks; torch.compile's one rank's part, without communication."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
+        x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
+        with torch.device("meta"):
+            whole = Llama(32, 8).to(torch.bfloat16).eval()
+        _with_tables(whole, 8)
+        started = time.perf_counter()
+        model = hostweave.torch.compile(_without_memory(whole), hw.Mesh(tp=8), plan(32), (x,), target="cuda")
+        traced = time.perf_counter()
+        model.program.build()
+        ours = time.perf_counter() - started
+        print(f"compile 32 layers: {ours:.1f} s, {traced - started:.1f} of them before the C++ compiler", flush=True)
+        if not gpus():
+            return
+        with torch.device("cuda"):
+            alone = _weights(Llama(32, 1).to(torch.bfloat16).eval())
+        with torch.inference_mode():
+            compiled, x = torch.compile(alone, fullgraph=True, dynamic=False), x.cuda()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            compiled(x)
+            torch.cuda.synchronize()
+            theirs = time.perf_counter() - started
+        print(f"torch.compile of the 32 layers of one rank: {theirs:.1f} s ({theirs / ours:.2f} times ours)", flush=True)
+
+
+def _with_tables(model: nn.Module, ranks: int) -> None:
+    """The constants of a model that was made without memory."""
+    tables = Attention(1, 1, 1, HEAD, TOKENS)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.attention.cos, layer.attention.sin = tables.cos, tables.sin
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

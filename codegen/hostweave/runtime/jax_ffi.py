@@ -1,0 +1,172 @@
+"""Programs as custom calls of XLA, for jax.jit: what `Program.as_jax_ffi` gives."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.paths import BUILDER, RUNTIME
+from hostweave.build.cache import get_or_make, name_of, stamp_of
+from hostweave.runtime.arrays import Buffer
+from hostweave.runtime.group import Group, current
+from hostweave.targets.target import CPU_DEVICE, find_target
+from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
+from hostweave.types.shards import local_outputs
+from hostweave.types.tensor import DType
+
+Program = Any  # of hostweave.api
+Array = Any
+Places = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
+
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # as XLA calls our targets
+_LIBRARY = "libhostweave_jax.so"
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What one custom call of a traced function does."""
+
+    program: Program
+    group: Group
+    inputs: Places
+    outputs: Places
+    device: int
+
+    def run(self, addresses: Any, stream: int | None) -> None:
+        places = (*self.inputs, *self.outputs)
+        buffers = [Buffer(addresses[i] or 0, *place, self.device) for i, place in enumerate(places)]
+        out = buffers[len(self.inputs) :]
+        on = None if self.device == CPU_DEVICE else stream or 0
+        self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
+
+
+_calls: list[_Call] = []  # by key; functions that were compiled keep them
+_adding = threading.Lock()
+
+
+def jax_call(program: Program) -> Callable[..., Any]:
+    """The program as a function of JAX. Raises ArgumentError where JAX is not installed, or cannot call this program."""
+    name, host = program.name, program._host
+    try:
+        jax = import_module("jax")
+    except ImportError:
+        raise ArgumentError(f"{name}: as_jax_ffi: JAX is not installed; pip install 'hostweave[jax]'") from None
+    if donated := [output.memory for output in host.outputs if output.memory]:
+        raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")
+    if on_parts := [p.name for p in (*host.inputs, *host.outputs) if p.type.mesh]:
+        raise ArgumentError(f"{name}: as_jax_ffi: {', '.join(on_parts)}: some ranks have nothing of it; reshard it to the whole mesh")
+    inputs, known = {p.name: p.type for p in host.inputs}, dict[Any, int]()
+
+    def function(*arrays: Array) -> Any:
+        group = _group(name)
+        given = tuple(_place(name, p, array) for p, array in zip(host.inputs, _as_many(name, inputs, arrays), strict=True))
+        shapes = {p.name: shape for p, (shape, _) in zip(host.inputs, given, strict=True)}
+        outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.outputs], shapes, group.rank)
+        made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.outputs, strict=True))
+        with _adding:
+            key = known.setdefault((id(group), given), len(_calls))
+            if key == len(_calls):
+                _calls.append(_Call(program, group, given, made, _device(jax, program)))
+        types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in made]
+        target = _register(jax, program.target.name)
+        call = jax.ffi.ffi_call(target, types if len(types) > 1 else types[0], has_side_effect=True)
+        results = call(*arrays, key=np.int64(key))
+        return tuple(results) if len(types) > 1 else results
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _group(name: str) -> Group:
+    group = current()
+    if group is None:
+        raise ExecutionError(f"{name}: this process has not joined a group; call hw.init first")
+    if group.in_process and group.count > 1:
+        raise ArgumentError(f"{name}: as_jax_ffi: ranks are threads of this process, and JAX has one device a process; start processes")
+    group.expect_working()
+    return group
+
+
+def _as_many(name: str, inputs: dict[str, Any], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    if len(arrays) != len(inputs):
+        signature = ", ".join(f"{name}: {type_}" for name, type_ in inputs.items())
+        raise ArgumentError(f"{name}: takes {len(inputs)} arrays ({signature}), not {len(arrays)}")
+    return arrays
+
+
+def _place(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DType]:
+    if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        raise ArgumentError(f"{name}: {parameter.name}: expected an array, got {type(array).__name__}; pass a JAX array")
+    dtype, type_ = dtype_of_name(str(array.dtype)), parameter.type
+    if dtype != type_.dtype or len(array.shape) != len(type_.dims):
+        got = f"{dtype}[{', '.join(map(str, array.shape))}]"
+        remedy = "cast it" if dtype != type_.dtype else f"pass an array of {len(type_.dims)} dims"
+        if str(type_.dtype) in ("i64", "u64", "f64") and dtype != type_.dtype:
+            remedy += "; JAX makes 64 bits only with jax.config.update('jax_enable_x64', True)"
+        raise ArgumentError(f"{name}: {parameter.name}: expected {type_}, got {got}; {remedy}")
+    return tuple(array.shape), type_.dtype
+
+
+def _device(jax: Any, program: Program) -> int:
+    """Where JAX has this process's arrays."""
+    backend, name = program.target.name, f"{program.name}: as_jax_ffi"
+    try:
+        devices = jax.local_devices(backend=backend)
+    except RuntimeError as error:
+        raise ArgumentError(f"{name}: is for the target {backend}, and JAX has no such devices ({error}); compile for another") from None
+    if len(devices) != 1:
+        raise ArgumentError(
+            f"{name}: JAX has {len(devices)} devices in this process, and a rank has one; set CUDA_VISIBLE_DEVICES, "
+            "or call jax.distributed.initialize(local_device_ids=...)"
+        )
+    return CPU_DEVICE if backend == "cpu" else int(devices[0].local_hardware_id)
+
+
+# --- the handler ------------------------------------------------------------------------------------------------------
+
+
+def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
+    """Called by XLA's threads."""
+    try:
+        _calls[key].run(addresses, stream)
+        return 0
+    except BaseException as error:
+        text = (str(error) or type(error).__name__).encode()[: size - 1] + b"\0"
+        ctypes.memmove(problem, text, len(text))
+        return 1
+
+
+_native_run = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
+)(_run)
+
+
+@cache
+def _register(jax: Any, target: str) -> str:
+    """The name of the custom call for programs of a target."""
+    library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
+    return name
+
+
+@cache
+def _library(include: Path, version: str) -> ctypes.CDLL:
+    """Compiled on first use, with the headers of the JAX that is here. Raises BuildError where that fails."""
+    from hostweave.build.make import make_runtime
+
+    toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
+    made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
+    files = [RUNTIME / "jax" / "ffi_handler.cpp"]
+    folder = get_or_make(name_of("runtime_jax", *made_by), lambda folder: make_runtime(folder, files, toolchain, _LIBRARY))
+    library = ctypes.CDLL(str(folder / _LIBRARY))
+    library.hostweave_jax_calls(_native_run)
+    return library

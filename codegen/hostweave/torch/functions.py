@@ -1,0 +1,172 @@
+"""Functions of torch on tensors of a fusion: `torch.relu(x)`, `torch.nn.functional.silu(x)`, where a fusion is written with them.
+
+A call is recorded as ATen ops, on tensors without memory, and these are looked up in the table as those of modules are. Sizes that are
+known only at a call are numbers meanwhile that nothing else is likely to give.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import default_decompositions
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import hostweave as hw
+from hostweave.base.errors import Location, ProgramError, is_of_package, stated_location
+from hostweave.fusion_ir.frontend.remedies import instead_of
+from hostweave.torch.aten import TABLE, Result
+from hostweave.torch.aten.table import torch_dtype
+from hostweave.torch.exported import KEPT
+from hostweave.torch.graph import is_known
+from hostweave.torch.patterns import op_of
+
+_PLACES = ("layout", "device", "pin_memory", "memory_format", "dtype")  # of which the result says all
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_TORCH = str(Path(torch.__file__).parent)
+_SMOOTH = 48  # a size that is split into 2, 3, 4, 6, 8 and so on stays whole
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069)
+_TAKE_SIZES = ("slice", "select", "arange", "split", "view", "expand", "_unsafe_view", "reshape")  # whose entries go by the result's shape
+
+
+def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of torch gives for tensors of a fusion. Raises ProgramError, with the user's line, where there is nothing like it."""
+    name = _name(function)
+    with stated_location(_location()):
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                raise _refused(name, f"a torch.Tensor of shape {tuple(leaf.shape)} is no tensor of the fusion; make it an input")
+        traced = [leaf for leaf in leaves if isinstance(leaf, hw.Tensor)]
+        sizes = _Sizes(name, traced)
+        recorded, returned = _recorded(function, name, leaves, spec, sizes)
+        values: dict[Node, Any] = dict(zip(_nodes(recorded, "placeholder"), traced, strict=True))
+        _expect_table(name, recorded, sizes)
+        for node in _nodes(recorded, "call_function"):
+            values[node] = _computed(node, values, sizes, traced[0])
+        (output,) = _nodes(recorded, "output")
+        results = iter(output.args[0])
+        return pytree.tree_map_only(torch.Tensor, lambda _: values[next(results)], returned)
+
+
+class _Sizes:
+    """The numbers that stand for the sizes of the tensors of a call."""
+
+    def __init__(self, name: str, tensors: Sequence[hw.Tensor]):
+        symbols = sorted({symbol for x in tensors for dim in x.type.dims for symbol in dim.size.symbols})
+        if len(symbols) > len(_PRIMES):
+            raise _refused(name, f"more than {len(_PRIMES)} sizes that are known only at a call; use functions of hostweave")
+        self._name, self._primes = name, dict(zip(symbols, _PRIMES, strict=False))
+        self._numbers = {symbol: _SMOOTH * prime for symbol, prime in self._primes.items()}
+        self._known = {dim.size.bind(self._numbers): str(dim.size) for x in tensors for dim in x.type.dims if not dim.size.is_int}
+
+    def of(self, x: hw.Tensor) -> list[int]:
+        return [dim.size.bind(self._numbers) for dim in x.type.dims]
+
+    def shape(self, value: Any) -> tuple[int | str, ...]:
+        """The sizes that these numbers stand for."""
+        return tuple(map(self._text, value.shape))
+
+    def in_words(self, text: str) -> str:
+        return re.sub(r"\d+", lambda number: str(self._known.get(int(number[0]), number[0])), text)
+
+    def is_number_of(self, value: Any) -> bool:
+        """Whether a Python number was made of such a size."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value or value != value or abs(value) == float("inf"):
+            return False
+        return any(abs(one) >= _PRIMES[0] and round(one) % prime == 0 for one in (value, 1 / value) for prime in self._primes.values())
+
+    def _text(self, number: int) -> int | str:
+        if number in self._known:
+            return self._known[number]
+        inside = [symbol for symbol, prime in self._primes.items() if number % prime == 0]
+        if not inside or not number:
+            if number < _PRIMES[0]:
+                return number
+            raise _refused(self._name, f"gives a size that is no product of {', '.join(self._primes)}; use functions of hostweave")
+        factor = Fraction(number)
+        for symbol in inside:
+            factor /= self._numbers[symbol]
+        return "*".join([str(factor.numerator), *inside]) + (f"/{factor.denominator}" if factor.denominator > 1 else "")
+
+
+def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Sizes) -> tuple[GraphModule, Any]:
+    """The ATen ops of a call, and what it returns."""
+    returned: list[Any] = []
+    blank = [torch.empty(sizes.of(leaf), dtype=torch_dtype(leaf), device="meta") for leaf in leaves if isinstance(leaf, hw.Tensor)]
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(given) if isinstance(leaf, hw.Tensor) else leaf for leaf in leaves], spec)
+        returned[:] = [function(*args, **kwargs)]
+        return [leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, torch.Tensor)]
+
+    table, missing = dict(_decompositions()), {None: None}
+    try:
+        while missing:
+            with torch.no_grad():
+                recorded = make_fx(flat, table, pre_dispatch=True)(*blank)
+            unknown = {node.target for node in _nodes(recorded, "call_function") if not is_known(node)} - table.keys()
+            missing = {op: op.decompose for op in unknown if op.has_kernel_for_dispatch_key(_COMPOSITE)}
+            table |= missing
+        return recorded, returned[0]
+    except Exception as error:  # of many kinds
+        raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error
+
+
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    table = default_decompositions()
+    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in KEPT}
+
+
+def _expect_table(name: str, recorded: GraphModule, sizes: _Sizes) -> None:
+    for node in _nodes(recorded, "call_function"):
+        if not is_known(node):
+            raise _refused(name, f"aten.{op_of(node)} has no equivalent in a fusion; {instead_of(name.rpartition('.')[2])}")
+        if any(map(sizes.is_number_of, (*node.args, *node.kwargs.values()))) and op_of(node).split(".")[0] not in _TAKE_SIZES:
+            raise _refused(name, "computes with a size that is known only at a call; state it as an int, or use functions of hostweave")
+
+
+def _computed(node: Any, values: Mapping[Node, Any], sizes: _Sizes, anything: hw.Tensor) -> Any:
+    args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    results = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    result = Result(tuple(value.dtype for value in results), tuple(map(sizes.shape, results)), anything)
+    return TABLE[op_of(node)](result, *args, **{key: value for key, value in kwargs.items() if key not in _PLACES})
+
+
+def _nodes(recorded: GraphModule, op: str) -> Iterator[Any]:
+    return (node for node in recorded.graph.nodes if node.op == op)
+
+
+def _refused(name: str, why: str) -> ProgramError:
+    return ProgramError(f"{name}: {why}", _location())
+
+
+def _name(function: Any) -> str:
+    """As the user writes it: torch.relu, torch.nn.functional.silu."""
+    name = getattr(function, "__name__", str(function))
+    functional = getattr(torch.nn.functional, name, None)
+    module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"
+    return f"{module}.{re.sub('^__(get)?|__$', '', name) or name}"
+
+
+def _location() -> Location:
+    """The innermost frame outside of this package and torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(_TORCH)):
+        frame = frame.f_back
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))

@@ -1,0 +1,230 @@
+#include "shared.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <utility>
+
+#include "machine.h"
+
+namespace hostweave::cpu {
+namespace {
+
+constexpr std::size_t kRingBytes = std::size_t{256} << 10;
+constexpr std::size_t kLine = 64;         // of the cache
+constexpr timespec kLook{0, 50'000'000};  // between looks at whether the ranks were stopped
+
+// Threads of other processes, too, so that std::atomic::wait is of no use.
+void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &kLook, nullptr, 0);
+}
+
+}  // namespace
+
+Mapping::Mapping(int file, std::size_t bytes) : bytes_(bytes) {
+  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  data_ = data == MAP_FAILED ? nullptr : static_cast<char*>(data);
+}
+Mapping::Mapping(Mapping&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+Mapping::~Mapping() {
+  if (data_) munmap(data_, bytes_);
+}
+
+int new_shared_file(std::size_t bytes) {
+  const int file = memfd_create("hostweave", MFD_CLOEXEC);
+  if (file >= 0 && ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
+  if (file >= 0) close(file);
+  return -1;
+}
+
+Mapping map_shared(const SharedFile& of, std::size_t bytes) {
+  const std::string path = "/proc/" + std::to_string(of.process) + "/fd/" + std::to_string(of.file);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return {};
+  Mapping mapping;
+  if (lseek(file, 0, SEEK_END) >= static_cast<off_t>(bytes)) mapping = Mapping(file, bytes);
+  close(file);
+  return mapping;
+}
+
+bool Traffic::done() const {
+  const auto empty = [](const auto& pieces) { return pieces.empty(); };
+  return std::ranges::all_of(out, empty) && std::ranges::all_of(in, empty);
+}
+
+// All zeros is how it begins.
+struct SharedGroup::Segment {
+  struct Seat {
+    alignas(kLine) std::atomic<std::uint32_t> bell;  // moves when something has changed for this rank
+    std::atomic<std::int32_t> device;                // plus one
+  };
+  std::uint64_t token;
+  std::atomic<std::int32_t> size;  // as the first rank has it
+  std::atomic<std::int32_t> arrived;
+  Seat seats[kRanks];
+  std::atomic<std::uint64_t> signals[kRanks][kRanks][kSignals];  // given, by sender, receiver and number
+};
+
+// The bytes that one rank sends to another.
+struct SharedGroup::Ring {
+  alignas(kLine) std::atomic<std::uint64_t> written;
+  alignas(kLine) std::atomic<std::uint64_t> read;
+  alignas(kLine) char bytes[kRingBytes];
+};
+
+// Pages that nobody touches take no memory.
+int SharedGroup::make(std::uint64_t token) {
+  const int file = new_shared_file(sizeof(Segment) + sizeof(Ring) * kRanks * kRanks);
+  if (file < 0) return -1;
+  const Mapping mapping(file, sizeof(Segment));
+  if (mapping.data()) reinterpret_cast<Segment*>(mapping.data())->token = token;
+  return file;
+}
+
+std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
+                                               std::string& problem) {
+  if (size > kRanks) {
+    problem = "a communicator of " + std::to_string(size) + " processes; the CPU device takes " + std::to_string(kRanks);
+    return nullptr;
+  }
+  Mapping mapping = map_shared(file, sizeof(Segment) + sizeof(Ring) * size * size);
+  if (!mapping.data() || reinterpret_cast<Segment*>(mapping.data())->token != token) {
+    problem = "process " + std::to_string(file.process) +
+              ", which made the id, has ended or cannot be reached: ranks on the CPU are processes of one host and user";
+    return nullptr;
+  }
+  std::unique_ptr<SharedGroup> group(new SharedGroup(std::move(mapping), rank, size));
+  Segment& segment = group->segment();
+  std::int32_t others = 0, nobody = 0;
+  if (!segment.size.compare_exchange_strong(others, size) && others != size) {
+    problem =
+        "rank " + std::to_string(rank) + " of " + std::to_string(size) + " came to a communicator of " + std::to_string(others);
+    return nullptr;
+  }
+  if (!segment.seats[rank].device.compare_exchange_strong(nobody, device + 1)) {
+    problem =
+        "rank " + std::to_string(rank) + " of " + std::to_string(size) + " came to a communicator where that rank already is";
+    return nullptr;
+  }
+  ++segment.arrived;
+  for (int other = 0; other < size; ++other) group->wake(other);
+  return group;
+}
+
+SharedGroup::SharedGroup(Mapping mapping, int rank, int size) : mapping_(std::move(mapping)), rank_(rank), size_(size) {}
+
+SharedGroup::Segment& SharedGroup::segment() const { return *reinterpret_cast<Segment*>(mapping_.data()); }
+SharedGroup::Ring& SharedGroup::ring(int from, int to) const {
+  return reinterpret_cast<Ring*>(mapping_.data() + sizeof(Segment))[from * size_ + to];
+}
+
+int SharedGroup::arrived() const { return segment().arrived; }
+int SharedGroup::device_of(int rank) const { return segment().seats[rank].device - 1; }
+
+bool SharedGroup::wait_for_all(double seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  wait([&] { return arrived() == size_ || std::chrono::steady_clock::now() > end; });
+  return arrived() == size_;
+}
+
+bool SharedGroup::wait(const std::function<bool()>& done) {
+  std::atomic<std::uint32_t>& bell = segment().seats[rank_].bell;
+  for (;;) {
+    const std::uint32_t seen = bell.load();
+    if (done()) return true;
+    if (Machine::get().failed()) return false;
+    sleep_while(bell, seen);
+  }
+}
+
+void SharedGroup::wake(int rank) {
+  std::atomic<std::uint32_t>& bell = segment().seats[rank].bell;
+  ++bell;
+  syscall(SYS_futex, &bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+bool SharedGroup::move(Traffic& traffic) {
+  return wait([&] {
+    for (bool moved = true; moved && !Machine::get().failed();) {
+      moved = false;
+      for (int peer = 0; peer < size_; ++peer) moved |= push(peer, traffic.out[peer]) | pull(peer, traffic.in[peer]);
+    }
+    return traffic.done();
+  });
+}
+
+// Takes from the front of the pieces what has been moved.
+static std::function<void()> advance(std::deque<Piece>& pieces, std::size_t bytes) {
+  Piece& piece = pieces.front();
+  piece.data += bytes;
+  piece.bytes -= bytes;
+  if (piece.bytes != 0) return {};
+  auto then = std::move(piece.then);
+  pieces.pop_front();
+  return then;
+}
+
+bool SharedGroup::push(int to, std::deque<Piece>& pieces) {
+  Ring& ring = this->ring(rank_, to);
+  const std::uint64_t begun = ring.written.load(std::memory_order_relaxed);
+  std::uint64_t written = begun;
+  const std::uint64_t end = ring.read.load(std::memory_order_acquire) + kRingBytes;
+  while (!pieces.empty() && written < end) {
+    const std::size_t at = written % kRingBytes;
+    const std::size_t bytes = std::min({pieces.front().bytes, static_cast<std::size_t>(end - written), kRingBytes - at});
+    std::memcpy(ring.bytes + at, pieces.front().data, bytes);
+    written += bytes;
+    advance(pieces, bytes);
+  }
+  if (written == begun) return false;
+  ring.written.store(written, std::memory_order_release);
+  wake(to);
+  return true;
+}
+
+bool SharedGroup::pull(int from, std::deque<Piece>& pieces) {
+  Ring& ring = this->ring(from, rank_);
+  const std::uint64_t begun = ring.read.load(std::memory_order_relaxed);
+  std::uint64_t read = begun;
+  const std::uint64_t end = ring.written.load(std::memory_order_acquire);
+  while (!pieces.empty() && read < end) {
+    const std::size_t at = read % kRingBytes;
+    const std::size_t bytes = std::min({pieces.front().bytes, static_cast<std::size_t>(end - read), kRingBytes - at});
+    std::memcpy(pieces.front().data, ring.bytes + at, bytes);
+    read += bytes;
+    if (const auto then = advance(pieces, bytes)) then();
+    if (Machine::get().failed()) return false;  // what follows is not what this rank expects
+  }
+  if (read == begun) return false;
+  ring.read.store(read, std::memory_order_release);
+  wake(from);
+  return true;
+}
+
+std::atomic<std::uint64_t>& SharedGroup::signals(int from, int to, int number) const {
+  return segment().signals[from][to][number];
+}
+
+void SharedGroup::give_signal(int to, int number) {
+  signals(rank_, to, number).fetch_add(1, std::memory_order_release);
+  wake(to);
+}
+
+bool SharedGroup::await_signals(int from, int number, std::uint64_t count) {
+  return wait([&] { return signals(from, rank_, number).load(std::memory_order_acquire) >= count; });
+}
+
+}  // namespace hostweave::cpu

@@ -1,0 +1,105 @@
+"""Ranks as processes, for tests: started by the test, spoken to by lines of text, and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import hostweave as hw
+from hostweave.runtime.launcher import launched
+
+SCRIPT = Path(__file__).with_name("rank_process.py")
+PATHS = (Path(hw.__file__).parents[1], Path(__file__).parent)
+SECONDS = 60  # for the others to notice that one is gone, and to begin anew
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a process that no launcher has started yet."""
+    clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
+    paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
+    """What a launcher tells one of `count` processes on this host."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+class Ranks:
+    """Processes, what they say, and the end of them all."""
+
+    def __init__(self, environments: list[dict[str, str]], *arguments: str):
+        self._lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
+        self._said: list[list[str]] = [[] for _ in environments]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), *arguments],
+                env=environment(**one),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for one in environments
+        ]
+        self._readers = [threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in range(len(environments))]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, rank: int) -> None:
+        stdout = self.processes[rank].stdout
+        assert stdout is not None
+        for line in stdout:
+            self._said[rank].append(line)
+            self._lines[rank].put(line.strip())
+        self._lines[rank].put(None)
+
+    def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
+        """The next line of a rank with that beginning; other lines are a library's warnings, or the watchdog's report."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines[rank].get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"rank {rank} hangs; it said:\n{''.join(self._said[rank])}")
+            if line is None:
+                pytest.fail(f"rank {rank} has ended; it said:\n{''.join(self._said[rank])}")
+            if line.startswith(beginning or "rank "):
+                return line
+
+    def tell(self, rank: int, text: str) -> None:
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(text + "\n")
+        stdin.flush()
+
+    def ended(self, rank: int) -> int:
+        return self.processes[rank].wait(SECONDS)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, reader in zip(self.processes, self._readers, strict=True):
+            process.kill()
+            process.wait()
+            reader.join(SECONDS)
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    if pipe:
+                        pipe.close()

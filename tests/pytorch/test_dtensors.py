@@ -1,0 +1,115 @@
+"""DTensors as inputs of programs and of compiled modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError  # noqa: E402
+
+MESH = hw.Mesh(dp=2, tp=2)
+
+
+@hw.fusion(mesh=MESH, x=hw.f32["M@dp", "K"], w=hw.f32["K", "N@tp"])
+def product(x, w):  # type: ignore[no-untyped-def]
+    return x @ w
+
+
+PROGRAM = hw.compile(product)
+X, W = torch.randn(4, 6), torch.randn(6, 8)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Of a world of which this is one process; it sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def on_ranks(function: Callable[[int], Any], ranks: int = 4) -> list[Any]:
+    threads = hw.Threads(ranks)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        with torch.no_grad():
+            return function(rank)
+
+    return threads.run(rank_main)
+
+
+def blocks(rank: int) -> tuple[Any, Any]:
+    return X.chunk(2)[rank // 2], W.chunk(2, 1)[rank % 2].contiguous()
+
+
+def test_of_a_program(mesh: Any) -> None:
+    """On a mesh of all axes, and of those alone that shard something."""
+
+    def call(rank: int) -> Any:
+        x, w = blocks(rank)
+        given = DTensor.from_local(x, mesh, [Shard(0), Replicate()], run_check=False)
+        return PROGRAM(given, DTensor.from_local(w, mesh["tp"], [Shard(1)], run_check=False))
+
+    for rank, got in enumerate(on_ranks(call)):
+        x, w = blocks(rank)
+        torch.testing.assert_close(got, x @ w)
+
+
+def test_of_a_compiled_module(mesh: Any) -> None:
+    module = nn.Linear(6, 8).eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "tp, -", "input": "tp, -"}, (X,))
+
+    def call(rank: int) -> Any:
+        return model(DTensor.from_local(X.chunk(2)[rank], mesh["tp"], [Shard(0)], run_check=False))
+
+    with torch.no_grad():
+        want = module(X)
+    for got in on_ranks(call, 2):
+        torch.testing.assert_close(got, want)
+
+
+PLACEMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "replicated": ((Replicate(), Replicate()), r"got a DTensor placed as \[Replicate\(\), Replicate\(\)\]"),
+    "of another dim": ((Shard(1), Replicate()), r"got a DTensor placed as \[Shard\(dim=1\), Replicate\(\)\]"),
+    "along another axis": ((Replicate(), Shard(0)), r"got a DTensor placed as \[Replicate\(\), Shard\(dim=0\)\]"),
+    "a sum": ((Shard(0), Partial()), r"got a DTensor placed as \[Shard\(dim=0\), Partial\(sum\)\]"),
+}
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("placements", "found"), PLACEMENTS.values(), ids=PLACEMENTS)
+def test_another_placement(mesh: Any, placements: tuple[Any, ...], found: str) -> None:
+    def call(rank: int) -> str:
+        x, w = blocks(rank)
+        return message_of(lambda: PROGRAM(DTensor.from_local(x, mesh, placements, run_check=False), w))
+
+    expected = rf"product: x: expected f32\[M@dp, K\], {found}; call .redistribute\(placements=\[Shard\(0\), Replicate\(\)\]\)"
+    assert [bool(re.fullmatch(expected, message)) for message in on_ranks(call)] == [True] * 4
+
+
+def test_another_mesh(mesh: Any) -> None:
+    unnamed = dist.init_device_mesh("cpu", (4,))
+
+    def call(rank: int) -> str:
+        x, w = blocks(rank)
+        return message_of(lambda: PROGRAM(DTensor.from_local(x, unnamed, [Shard(0)], run_check=False), w))
+
+    reason = "is a DTensor on a mesh of dims without names, and the program is for mesh(dp=2, tp=2); name its dims likewise"
+    assert on_ranks(call) == [f"product: x: {reason}"] * 4

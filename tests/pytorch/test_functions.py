@@ -1,0 +1,112 @@
+"""Fusions that are written with functions of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import lowered
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+from hostweave.fusion_ir.reference import run_reference  # noqa: E402
+from hostweave.torch.aten import DTYPES  # noqa: E402
+
+torch.manual_seed(0)
+X, W = torch.randn(6, 8), torch.randn(8, 12)
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "relu": lambda x, w: torch.relu(x),
+    "silu": lambda x, w: F.silu(x),
+    "a module without parameters": lambda x, w: torch.nn.SiLU()(x),
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "linear": lambda x, w: F.linear(x, w.T),
+    "softmax": lambda x, w: F.softmax(x, dim=-1),
+    "cat": lambda x, w: torch.cat([x, x * 2], 1),
+    "several results": lambda x, w: torch.max(x, 1),
+    "keepdim": lambda x, w: torch.sum(x, dim=1, keepdim=True),
+    "of all": lambda x, w: torch.mean(x),
+    "layer_norm": lambda x, w: F.layer_norm(x, (8,)),
+    "gelu": lambda x, w: F.gelu(x, approximate="tanh"),
+    "made of nothing": lambda x, w: torch.where(x > 0, x, torch.zeros_like(x)),
+    "decomposed": lambda x, w: F.mish(F.hardswish(x)),
+    "composite": lambda x, w: torch.logsumexp(F.normalize(x, dim=1), 1),
+    "einsum": lambda x, w: torch.einsum("mk,kn->nm", x, w),
+    "flatten": lambda x, w: torch.flatten(torch.transpose(x, 0, 1)),
+    "reshape": lambda x, w: torch.reshape(x, (-1, 4)),
+    "std": lambda x, w: torch.std(x, dim=1),
+    "alpha": lambda x, w: torch.add(x, x, alpha=2),
+    "split": lambda x, w: torch.split(x, 4, dim=1)[1],
+    "outer": lambda x, w: torch.outer(torch.sum(x, 1), torch.sum(x, 1)),
+    "attention": lambda x, w: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], is_causal=True),
+    "of ints": lambda x, w: torch.floor_divide(torch.argmax(x, 1), 2),
+    "promoted": lambda x, w: torch.mul(torch.argmax(x, 1), 0.5),
+}
+
+
+def results(made: Any) -> tuple[Any, ...]:
+    return tuple(made) if isinstance(made, tuple) else (made,)
+
+
+def fused(function: Callable[[Any, Any], Any], ranks: int = 2) -> hw.Fusion:
+    def program(x, w):  # type: ignore[no-untyped-def]
+        return results(function(x, w))
+
+    return hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", 8], w=hw.f32[8, 12])(program)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function(function: Callable[[Any, Any], Any]) -> None:
+    """What it gives, in the dtype that torch gives it in, at a size that is known only at a call."""
+    fusion = fused(function)
+    got = run_reference(fusion, {"x": X.numpy(), "w": W.numpy()})
+    for one, output, want in zip(got, lowered(fusion).outputs, results(function(X, W)), strict=True):
+        assert output.type.dtype == DTYPES[want.dtype]
+        np.testing.assert_allclose(one, want.numpy(), rtol=1e-5, atol=1e-5)
+
+
+def gated(x: Any, w: Any) -> Any:
+    gate, up = torch.split(torch.matmul(x, w), 6, dim=1)
+    return torch.sum(F.silu(gate) * up, dim=1), F.softmax(torch.relu(x @ w), dim=-1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_on_ranks(ranks: int) -> None:
+    x = torch.randn(12, 8)
+    for got, want in zip(hw.compile(fused(gated, ranks)).run(x=x, w=W), gated(x, W), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "an op that is missing": (lambda x, w: torch.fft.fft(x), "torch.fft_fft: aten._fft_r2c.default has no equivalent in a fusion"),
+    "in place": (lambda x, w: torch.relu_(x), "torch.relu_: aten.relu_.default has no equivalent in a fusion; did you mean relu?"),
+    "another word": (lambda x, w: torch.index_add(x, 0, w, x), "torch.index_add: .*; use hw.scatter_add"),
+    "a constant": (
+        lambda x, w: torch.add(x, torch.ones(8)),
+        r"torch.add: a torch.Tensor of shape \(8,\) is no tensor of the fusion; make",
+    ),
+    "an operator": (
+        lambda x, w: torch.ones(8) + x,
+        r"torch.add: a torch.Tensor of shape \(8,\) is no tensor of the fusion",
+    ),
+    "dropout": (lambda x, w: F.dropout(x), "dropout with p=0.5 in a module that trains is not supported in a forward program"),
+    "shapes": (lambda x, w: torch.matmul(w, x), r"torch.matmul: .* got \[8, 12\] X \[M, 8\]; use hw.matmul"),
+    "a size as a number": (
+        lambda x, w: F.kl_div(x, x, reduction="batchmean"),
+        "computes with a size",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(function: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message) as caught:
+        fused(function)
+    assert str(caught.value).startswith(Path(__file__).name), caught.value

@@ -1,0 +1,218 @@
+"""A process a rank, on both targets: started by torchrun, mpirun or anyone, beside torch.distributed, and killed at any moment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+from cuda_here import nccl
+from processes import SCRIPT, SECONDS, Ranks, as_rank, environment, free_port
+from rank_process import program_of, programs_for
+from whole_programs import compiled
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+GPUS = len(gpus())
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs: of collectives, of puts, and of puts where that can be
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where processes run, and which programs: one of each kind of communication on CPU ranks, which cost the suite its time."""
+
+    target: str
+    programs: str
+    ranks: int  # of those that run all of them
+    killed: int  # of those of which one is killed
+    trials: int  # how often
+
+    @property
+    def right(self) -> str:
+        return f"{len(programs_for(self.ranks, self.programs))} programs are right"
+
+    def reason_for_no_windows(self) -> str:
+        return "" if self.target == "cpu" or (self.killed <= GPUS and nccl() >= 22900) else f"needs {self.killed} GPUs, and NCCL 2.29"
+
+
+CPU = Place("cpu", "kinds", 2, 2, 1)
+CUDA = Place("cuda", "all", max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1), max(2, min(4, GPUS)), 20)
+PLACES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
+TRIALS = [
+    pytest.param(place.values[0], trial, id=f"{place.id}-{trial}", marks=place.marks)
+    for place in PLACES
+    for trial in range(place.values[0].trials)  # type: ignore[union-attr]
+]
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("processes")]
+everywhere = pytest.mark.parametrize("place", PLACES)
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install torch")
+
+
+@pytest.fixture(autouse=True)
+def built(place: Place) -> None:
+    """What the processes run comes from the cache."""
+    build(program_of(name, ranks, place.target)[1] for name in (ENDLESS, SIGNALLED) for ranks in (place.killed, place.killed - 1))
+
+
+@pytest.fixture
+def all_built(place: Place) -> None:
+    build(compiled(fusion, target=place.target) for fusion in programs_for(place.ranks, place.programs).values())
+
+
+def build(programs: Iterable[hw.Program]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(hw.Program.build, programs))
+
+
+# --- how they are started ---------------------------------------------------------------------------------------------
+
+
+def torchrun(place: Place) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(place.ranks)]
+
+
+def mpirun(place: Place) -> list[str]:
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    is_open = "Open MPI" in version or "OpenRTE" in version
+    return ["mpirun", *(["--allow-run-as-root", "--oversubscribe"] if is_open else []), "-n", str(place.ranks), sys.executable]
+
+
+def check_output(place: Place, process: subprocess.CompletedProcess[str], times: int = 1) -> None:
+    output = process.stdout + process.stderr
+    assert process.returncode == 0, output
+    lines = [line for line in process.stdout.splitlines() if "programs are right" in line]
+    wanted = [f"rank {rank} of {place.ranks}: {place.right}" for rank in range(place.ranks)]
+    assert sorted(lines) == sorted(wanted * times), output
+
+
+def run(place: Place, command: list[str], provider: str) -> subprocess.CompletedProcess[str]:
+    command = [*command, str(SCRIPT), place.programs, provider, place.target]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.mark.usefixtures("all_built")
+@needs_torch
+@pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])
+def test_torchrun(place: Place) -> None:
+    check_output(place, run(place, torchrun(place), "environment"))
+
+
+@pytest.mark.usefixtures("all_built")
+@needs_torch
+@everywhere
+def test_torchrun_beside_torch_distributed(place: Place) -> None:
+    check_output(place, run(place, torchrun(place), "torch"), times=2)
+
+
+@pytest.mark.usefixtures("all_built")
+@needs_mpi
+@everywhere
+@pytest.mark.parametrize("provider", ["environment", "mpi"])
+def test_mpirun(place: Place, provider: str) -> None:
+    if provider == "mpi":
+        pytest.importorskip("mpi4py")
+    check_output(place, run(place, mpirun(place), provider))
+
+
+STARTED = [
+    pytest.param(Place("cpu", "kinds", 4, 2, 0), "environment", id="cpu-4-environment"),
+    pytest.param(Place("cpu", "everything", 4, 2, 0), "environment", id="cpu-4-everything", marks=pytest.mark.slow),
+    pytest.param(CUDA, "environment", id="cuda-environment", marks=pytest.mark.gpu),
+    pytest.param(CUDA, "store", id="cuda-store", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize(("place", "provider"), STARTED)
+@pytest.mark.usefixtures("all_built", "nothing_left_over")
+def test_no_launcher(place: Place, provider: str) -> None:
+    """Processes that set the variables themselves; with a torch.distributed store alone, without its process group."""
+    port = free_port()
+    with Ranks([as_rank(rank, place.ranks, port) for rank in range(place.ranks)], place.programs, provider, place.target) as ranks:
+        for rank in range(place.ranks):
+            assert ranks.line(rank, 500) == f"rank {rank} of {place.ranks}: {place.right}"
+            assert ranks.ended(rank) == 0
+
+
+# --- a rank that is gone ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_left_over() -> Iterator[None]:
+    """Shared memory that NCCL and we leave behind."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 10
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+
+
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize(("place", "trial"), TRIALS)
+def test_a_rank_is_killed(place: Place, trial: int) -> None:
+    if place.target == "cuda" and place.killed > GPUS:
+        pytest.skip(f"needs {place.killed} GPUs")
+    kill_a_rank(place, ENDLESS, trial)
+
+
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
+def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: int) -> None:
+    if reason := place.reason_for_no_windows():
+        pytest.skip(reason)
+    kill_a_rank(place, SIGNALLED, trial)
+
+
+@pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("on", ["one host", "two hosts"])
+@pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
+def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, on: str) -> None:
+    """Windows are within a host: elsewhere a stated loop of puts is an error, a chosen one is done without, and all else is right."""
+    if reason := place.reason_for_no_windows():
+        pytest.skip(reason)
+    port, apart = free_port(), [{"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    places = [as_rank(rank, 2, port) | (apart[rank] if on == "two hosts" else {}) for rank in range(2)]
+    with Ranks(places, f"once:{program}", "environment", place.target) as ranks:
+        for rank in range(2):
+            if program == SIGNALLED and on == "two hosts":
+                message = ranks.line(rank, SECONDS, beginning="failed: ")
+                assert "one_sided" in message, message
+                assert 'compile with transport="two_sided"' in message, message
+            else:
+                assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
+
+
+def kill_a_rank(place: Place, program: str, trial: int) -> None:
+    """The others get an exception, which names the rank, and are a world of their own in the same processes. Rank 0 keeps the store."""
+    moment, count = random.Random(trial), place.killed
+    victim = moment.randrange(count) if trial else 0
+    port, other_port = free_port(), free_port()
+    with Ranks([as_rank(rank, count, port) for rank in range(count)], program, "environment", place.target) as ranks:
+        for rank in range(count):
+            ranks.line(rank, 300, beginning="ready")
+        time.sleep(moment.uniform(0, 1.5))
+        ranks.processes[victim].kill()
+        survivors = [rank for rank in range(count) if rank != victim]
+        started = time.monotonic()
+        for rank in survivors:
+            message = ranks.line(rank, SECONDS, beginning="failed: ")
+            names = "rank 0" if victim == 0 else f"rank {victim}: its process has ended"
+            assert names in message, message
+        assert time.monotonic() - started < SECONDS
+        for place, rank in enumerate(survivors):
+            world = as_rank(place, len(survivors), other_port) | {"LOCAL_RANK": str(rank)}
+            ranks.tell(rank, " ".join(f"{name}={value}" for name, value in world.items()))
+        for place, rank in enumerate(survivors):
+            assert ranks.line(rank, SECONDS) == f"rank {place} of {len(survivors)} is right"
+            assert ranks.ended(rank) == 0
