@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram, default_decompositions, export
+from torch.fx import Graph
 
 from hostweave.base.errors import ProgramError
+from hostweave.torch.ops import ops
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
 KEPT = [
@@ -35,12 +37,19 @@ KEPT = [
 ]
 
 
-def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None) -> ExportedProgram:
-    """The graph of the module for these inputs, functional and in core ATen but for `KEPT`. Raises ProgramError."""
+def exported(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
+) -> ExportedProgram:
+    """The graph of the module for these inputs, functional and in core ATen but for `KEPT`. Raises ProgramError.
+
+    With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops.
+    """
     try:
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.set_grad_enabled(training), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             program = export(module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+            if training:
+                _mark_detached(program.graph)
             decompositions = default_decompositions()
             for op in list(decompositions):
                 if str(op).split(".")[1] in KEPT:
@@ -55,3 +64,17 @@ def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
             f"{type(module).__name__}: torch.export: {why}; write what depends on data as tensor ops (torch.where), and pass "
             "example_inputs that the module takes"
         ) from error
+
+
+def _mark_detached(graph: Graph) -> None:
+    """Has an op, which decompositions keep, where values lose their gradients."""
+    for node in list(graph.nodes):
+        name = str(node.target)
+        if name in ("aten.detach.default", "aten.detach_.default"):
+            node.target = ops.detach.default
+        elif name == "wrap_with_set_grad_enabled" and node.args[0] is False:
+            for made in list(node.users):
+                with graph.inserting_after(made):
+                    marked = graph.call_function(ops.detach.default, (made,))
+                marked.meta = dict(made.meta)
+                made.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)

@@ -96,17 +96,22 @@ def _state(
     if known.get(name, layout) != layout:
         other = stated.get(name)
         by = f'"{other}"' if other else "its DTensor"
-        raise ProgramError(f'plan: {name} is sharded as "{_text(known[name])}" by {by} and as "{_text(layout)}" by "{pattern}"; keep one')
+        raise ProgramError(f'plan: {name} is sharded as "{text_of(known[name])}" by {by} and as "{text_of(layout)}" by "{pattern}"; keep one')
     known[name], stated[name] = layout, pattern
 
 
-def _text(layout: Axes) -> str:
+def text_of(layout: Axes) -> str:
+    """As a plan has it."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
-def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+def axes_of(text: str) -> Axes:
     """`tp, -` and `dp+tp, -`: for each dim its mesh axes, the outermost first, or "-"."""
-    layout = tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
+    return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
+
+
+def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+    layout = axes_of(text)
     used = [axis for axes in layout for axis in axes]
     known = [name for name, _ in mesh.axes]
     for axis in used:

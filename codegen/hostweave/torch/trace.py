@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import TABLE, Result
-from hostweave.torch.graph import Graph, location, name_of, shape_of, size_of
+from hostweave.torch.graph import Graph, location, modules_of, name_of, shape_of, size_of
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
+from hostweave.torch.plan import Axes
 from hostweave.types.tensor import TensorType
 
 Values = dict[Node, Any]
@@ -57,17 +59,26 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
         for number, node in enumerate(marked):
             if values[node]._op is not None and values[node]._name is None:
                 values[node].named(f"between_{number}")
-        return tuple(_placed(graph, values[node], node) for node in graph.outputs if node not in graph.constants)
+        outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
+        return tuple(_placed(graph, values[node], node, number) for number, node in outputs)
 
     program.__name__ = name
     types: dict[str, Any] = {**graph.input_types}
     return hw.fusion(mesh=graph.mesh, **types)(program)
 
 
-def _placed(graph: Graph, value: hw.Tensor, node: Node) -> hw.Tensor:
-    """An output of the program: replicated, unless the plan states the sharding of the module that made it."""
-    path = next((path for path in reversed(_modules(node)) if path in graph.layouts.outputs), None)
-    return value if path else hw.reshard(value, *value.shape)
+def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
+    """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
+    if graph.results is None:
+        path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
+        return value if path else _resharded(value, ())
+    axes = graph.results[number]
+    return value if axes is None else _resharded(value, axes)
+
+
+def _resharded(value: hw.Tensor, axes: Axes) -> hw.Tensor:
+    axes = axes or ((),) * value.ndim
+    return hw.reshard(value, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(value.shape, axes, strict=True)))
 
 
 def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
@@ -119,30 +130,20 @@ def _result(node: Node, values: Values) -> Result:
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
-    """The value, resharded as the plan says of the module whose result it is."""
-    for path in _modules(node):
+    """The value, resharded as the plan says of the module whose result it is, or the graph of this node."""
+    for path in modules_of(node) if graph.layouts.outputs else ():
         axes = graph.layouts.outputs.get(path)
-        if axes is not None and _last_of(graph, path) is node:
+        if axes is not None and graph.last_of(path) is node:
             if not isinstance(made, hw.Tensor) or made.ndim != len(axes):
-                dims = made.ndim if isinstance(made, hw.Tensor) else "several results of"
-                raise ProgramError(f"plan: {path} returns {dims} dims, and {len(axes)} are stated; write one of an axis and - for each dim")
-            made = hw.reshard(made, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(made.shape, axes, strict=True)))
-    return made
-
-
-def _last_of(graph: Graph, path: str) -> Node:
-    return next(node for node in reversed(graph.nodes) if path in _modules(node))
-
-
-def _modules(node: Node) -> list[str]:
-    """The paths of the modules in which a node was made, the outermost first."""
-    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+                raise graph.wrong_dims(path, made)
+            made = _resharded(made, axes)
+    return _resharded(made, graph.placed[node]) if node in graph.placed else made
 
 
 def _word(node: Node) -> str | None:
     """The name of the innermost module, for what it returns."""
-    paths = _modules(node)
-    if not paths or any(path == paths[-1] for user in node.users for path in _modules(user)):
+    paths = modules_of(node)
+    if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
     word = paths[-1].rpartition(".")[2]
     return word if word.isidentifier() and word.isascii() else None
@@ -161,19 +162,18 @@ class _Layer:
     arguments: list[Node]
     results: list[Node]
     like: _Layer | None = None  # the first of those that compute the same
+    chain: list[Node | None] = field(default_factory=list)  # of each argument, the result that takes its place in the next layer
 
 
 def _layers(graph: Graph) -> list[_Layer]:
     """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
+    paths = _paths_of_layers(graph)
+    graph.nodes = _together(graph.nodes, {node: path for node, (path, _) in paths.items()})
     grouped: dict[str, list[Node]] = {}
-    classes: dict[str, str] = {}
     for node in graph.nodes:
-        stack = [entry for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]
-        for path, kind in stack:
-            if path.rpartition(".")[2].isdigit():
-                grouped.setdefault(path, []).append(node)
-                classes[path] = kind if isinstance(kind, str) else kind.__name__
-                break
+        if node in paths:
+            grouped.setdefault(paths[node][0], []).append(node)
+    classes = dict(paths.values())
     position = {node: number for number, node in enumerate(graph.nodes)}
     layers, firsts = [], dict[object, _Layer]()
     for path, nodes in grouped.items():
@@ -184,11 +184,64 @@ def _layers(graph: Graph) -> list[_Layer]:
         layers.append(layer)
     repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
     taken: dict[str, None] = {}
+    made = {result: (layer.like, number) for layer in layers for number, result in enumerate(layer.results)}
     for layer in repeated:
+        assert layer.like is not None
+        origins = [made.get(argument, (None, 0)) for argument in layer.arguments]
+        chain = [layer.like.results[number] if like is layer.like else None for like, number in origins]
+        layer.like.chain = chain if any(chain) else layer.like.chain or chain
         if layer.like is layer:
             layer.name = unique_name(layer.name, taken)
             taken[layer.name] = None
     return repeated
+
+
+def _paths_of_layers(graph: Graph) -> dict[Node, tuple[str, str]]:
+    """The module of a list in which each node is, and its class. What sums up gradients is where the last of them is made."""
+    found: dict[Node, tuple[str, str]] = {}
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for path, kind in stack.values():
+            if path.rpartition(".")[2].isdigit():
+                found[node] = path, kind if isinstance(kind, str) else kind.__name__
+                break
+        before = [argument for argument in node.all_input_nodes if argument in position]
+        if not stack and before and (last := max(before, key=position.__getitem__)) in found:
+            found[node] = found[last]
+    return found
+
+
+def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
+    """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
+    groups = dict(groups)
+    while True:
+        members: dict[object, list[Node]] = {}
+        for node in nodes:
+            members.setdefault(groups.get(node, node), []).append(node)
+        order, first = list(members), {key: number for number, key in enumerate(members)}
+        before = {
+            key: {of for node in of_key for a in node.all_input_nodes if (of := groups.get(a, a)) in members and of != key}
+            for key, of_key in members.items()
+        }
+        after: dict[object, list[object]] = {key: [] for key in members}
+        for key, others in before.items():
+            for other in others:
+                after[other].append(key)
+        ready = [first[key] for key in members if not before[key]]
+        heapify(ready)
+        sorted_: list[object] = []
+        while ready:
+            sorted_.append(key := order[heappop(ready)])
+            for other in after[key]:
+                before[other].discard(key)
+                if not before[other]:
+                    heappush(ready, first[other])
+        if len(sorted_) == len(members):
+            return [node for key in sorted_ for node in members[key]]
+        done = set(sorted_)
+        torn = next(key for key in order if key not in done and len(members[key]) > 1)
+        groups = {node: key for node, key in groups.items() if key != torn}
 
 
 def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
@@ -223,9 +276,9 @@ def _signature(graph: Graph, layer: _Layer) -> object:
     return (
         tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
         tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
-        tuple(number[node] for node in layer.results),
+        tuple((number[node], graph.placed.get(node)) for node in layer.results),
         tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
-        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) and shared not in graph.parameters),
+        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) in graph.bound),
     )
 
 
@@ -253,8 +306,8 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
         names.append(unique_name(own or graph.names.get(node, "x"), taken))
         taken[names[-1]] = None
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
-    chained = {argument: result for argument, result in _chained(layer) if result in types}
-    inputs |= {name: types[chained[node]] for name, node in zip(names, layer.arguments, strict=True) if node in chained}
+    chained = [(name, result) for name, result in zip(names, layer.chain, strict=True) if result in types]
+    inputs |= {name: types[result] for name, result in chained if result is not None}
 
     def function(**arguments: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
@@ -264,14 +317,3 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
 
     function.__name__ = layer.name
     return hw.block(**inputs)(function)
-
-
-def _chained(layer: _Layer) -> list[tuple[Node, Node]]:
-    """The argument that the layer before passed on as a result, and that result's counterpart in this layer."""
-    of_type = {str(result.meta["val"].shape): result for result in layer.results}
-    found = []
-    for argument in layer.arguments:
-        shape = str(argument.meta["val"].shape) if "val" in argument.meta else ""
-        if argument.op == "call_function" and len(layer.results) == 1 and shape in of_type:
-            found.append((argument, of_type[shape]))
-    return found[:1]
