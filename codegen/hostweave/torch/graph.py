@@ -42,6 +42,7 @@ class Graph:
     layouts: Layouts
     mesh: hw.Mesh
     placed: dict[Node, Axes] = field(default_factory=dict)  # the shardings that values are given where they are made
+    gathered: dict[Node, Axes] = field(default_factory=dict)  # the shardings in which parameters are used
     results: list[Axes | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
@@ -65,6 +66,11 @@ class Graph:
                 self.parameters[self.names[node]] = origin.name
             taken[self.names.get(node, "")] = ""
         self._fold(taken)
+        for node, name in self.names.items():
+            axes = self.layouts.parameters.get(self.parameters.get(name, ""), ())
+            used = tuple(tuple(axis for axis in of if axis not in self.layouts.data) for of in axes)
+            if used != axes:
+                self.gathered[node] = used
 
     @cached_property
     def nodes(self) -> list[Node]:

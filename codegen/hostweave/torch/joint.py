@@ -67,8 +67,8 @@ class Joint:
         inputs = {**layouts.inputs, **{name: one for name, one in stated.items() if one is not None}}
         graph = Graph(self.backward.graph, origins, replace(layouts, inputs=inputs), self.outer.mesh)
         given = list(zip(graph.returned, self.origins, strict=True))
-        graph.results = [self._axes(origin) for node, origin in given if isinstance(node, Node)]
-        graph.placed = {node: self._axes(origin) for node, origin in given if isinstance(node, Node)}
+        graph.results = [self.axes_of(origin) for node, origin in given if isinstance(node, Node)]
+        graph.placed = {node: self.axes_of(origin) for node, origin in given if isinstance(node, Node)}
         return graph
 
     @property
@@ -81,7 +81,8 @@ class Joint:
         """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
 
-    def _axes(self, origin: Origin) -> Axes:
+    def axes_of(self, origin: Origin) -> Axes:
+        """The sharding of what an origin is, and of its gradient."""
         stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
         return stated.get(origin.name, ())
 
@@ -190,6 +191,7 @@ def _computed(outer: Graph, env: dict[Node, Any], node: Node, seed: torch.Tensor
         made = args[0] + matmul(*args[1:])
     elif seed is not None:
         made = ops.dropout(args[0], seed, args[1])
+        made = (made, None) if op == "native_dropout.default" else made
     elif pattern:
         made = ops.rotary(*map(value, pattern))
     elif op == "view.default":  # strides are those of kernels of one device, and mean nothing here

@@ -25,6 +25,7 @@ class Layouts:
     parameters: dict[str, Axes] = field(default_factory=dict)
     inputs: dict[str, Axes] = field(default_factory=dict)
     outputs: dict[str, Axes] = field(default_factory=dict)
+    data: set[str] = field(default_factory=set)  # the mesh axes that shard batches: what they shard of parameters is gathered for use
 
 
 def mesh_of(mesh: Any) -> Mesh:
@@ -61,6 +62,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
             kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
             _state(found, (kind, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
+    found.data = {axis for axes in found.inputs.values() for of in axes[:1] for axis in of if axis != "tp"}
     return found
 
 

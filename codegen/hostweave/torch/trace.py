@@ -51,7 +51,7 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
             if node in starts:
                 layer, function = starts[node]
                 with stated_location(location(node)):
-                    results = function(*(_value(graph, values, argument, node) for argument in layer.arguments))
+                    results = function(*(values[argument] for argument in layer.arguments))
                 values.update(zip(layer.results, results if isinstance(results, tuple) else (results,), strict=True))
                 skipped.update(layer.nodes)
             elif node not in skipped:
@@ -84,6 +84,8 @@ def _resharded(value: hw.Tensor, axes: Axes) -> hw.Tensor:
 def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
     """What a node gives to another: a tensor of the fusion, or a number."""
     if node in values:
+        if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
+            values[node] = _resharded(values[node], graph.gathered[node])
         return values[node]
     value = graph.constants.get(node, node.meta.get("val"))
     if isinstance(value, torch.Tensor) and value.numel() == 1:

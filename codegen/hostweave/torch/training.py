@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 
+import hostweave as hw
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
@@ -35,7 +38,8 @@ class TrainingModule(CompiledModule):
         backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
         self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
         self._backward = Part(self.backward, backward_graph, module)
-        self._gathers: Program | None = None
+        self._options, self._lock = options, threading.Lock()
+        self._gather: Program | None = None
         self._wants = [origin.kind == "parameter" and tensor_of(module, origin.name).requires_grad for origin in joint.origins]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,24 +98,58 @@ class TrainingModule(CompiledModule):
         arrays = self._arguments(part, given)
         arrays |= {part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names}
         made = iter(part(arrays, group))
-        found: list[Any] = []
+        found: list[torch.Tensor | None] = []
         for node, origin in zip(part.graph.returned, joint.origins, strict=True):
             if not isinstance(node, torch.fx.Node):
                 found.append(None)
                 continue
             gradient = part.graph.constants[node].clone() if node in part.graph.constants else next(made)
-            found.append(self._of_parameter(origin.name, gradient, group) if origin.kind == "parameter" else gradient)
-        return found
+            found.append(gradient)
+        return self._whole(found, group) if group else found
 
-    def _of_parameter(self, name: str, gradient: torch.Tensor, group: Group | None) -> torch.Tensor:
-        """The gradient as the parameter is: a DTensor of it, or whole."""
-        parameter: Any = tensor_of(self._module, name)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            if group is None:
-                raise ArgumentError(f"{self._name}: {name} is a DTensor, and this process has joined no group; call hw.init() first")
-            return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-        return gradient
+    def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
+        """The gradients of this rank as its parameters are: DTensors of DTensors, and whole ones of whole tensors, which ranks gather."""
+        made: list[Any] = list(found)
+        if self._sharded:
+            whole = self._gathers(*(found[number] for number in self._sharded), group=group)
+            for number, gathered in zip(self._sharded, whole if isinstance(whole, tuple) else (whole,), strict=True):
+                made[number] = gathered
+        for number, origin in enumerate(self._joint.origins):
+            parameter: Any = tensor_of(self._module, origin.name) if origin.kind == "parameter" else None
+            if isinstance(parameter, DTensor) and made[number] is not None:
+                of_mesh = parameter.device_mesh, parameter.placements
+                made[number] = DTensor.from_local(made[number], *of_mesh, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return made
+
+    @cached_property
+    def _sharded(self) -> list[int]:
+        """The places of parameters of which each rank has all, though the plan shards them."""
+        wanted = [(number, origin) for number, origin in enumerate(self._joint.origins) if self._wants[number]]
+        plain = [(number, origin) for number, origin in wanted if not isinstance(tensor_of(self._module, origin.name), DTensor)]
+        return [number for number, origin in plain if any(self._joint.axes_of(origin))]
+
+    @property
+    def _gathers(self) -> Program:
+        """A program that gathers the gradients of whole parameters that the plan shards."""
+        with self._lock:  # ranks may be threads
+            if self._gather is None:
+                self._gather = self._gathering()
+            return self._gather
+
+    def _gathering(self) -> Program:
+        outer = self._joint.outer
+        types = {
+            f"gradient_{number}": outer.type_of(self._joint.sources[number], self._joint.axes_of(self._joint.origins[number]))
+            for number in self._sharded
+        }
+
+        def gather(**gradients: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return tuple(hw.reshard(gradient, *gradient.shape) for gradient in gradients.values())
+
+        gather.__name__ = f"{self.program.name}_gather"
+        given: dict[str, Any] = {**types}
+        fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
+        return compile_program(fusion, target=self.program.target.name, options=self._options)
 
 
 class _Step(torch.autograd.Function):

@@ -1,0 +1,190 @@
+"""Models of transformers, compiled with `training=True`: losses, gradients and steps of AdamW against torch on one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from small_models import MODELS, PLANS  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.build.cuda import gpus  # noqa: E402
+
+STEPS = 20
+MESHES = {1: hw.Mesh(tp=1), 2: hw.Mesh(tp=2), 4: hw.Mesh(dp=2, tp=2)}
+BATCHES = {"input_ids": "dp, -", "attention_mask": "dp, -", "pixel_values": "dp, -, -, -"}
+
+
+def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """A model, arguments with labels, and a plan for so many ranks."""
+    torch.manual_seed(ranks)
+    module, inputs = MODELS[name]()
+    if name == "vit":
+        inputs["labels"] = torch.tensor([0, 1])
+    else:
+        inputs["labels"] = inputs["input_ids"].clone()
+        inputs["labels"][0, 3] = -100  # which no loss counts
+    plan = dict(PLANS[name]) if ranks > 1 else {}
+    if ranks == 4:
+        plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}
+    return module, inputs, plan
+
+
+def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> None:
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None and parameter.grad is not None:
+            largest = float(max(other.grad.abs().max(), 1e-4))  # some, as those of biases of keys, are zeros but for roundoff
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}")
+
+
+def expect_training(name: str, ranks: int, device: str = "cpu", dtype: Any = torch.float32) -> Any:
+    module, inputs, plan = training_model(name, ranks)
+    module = module.to(device, dtype)
+    inputs = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
+    want, keys = copy.deepcopy(module), list(module.state_dict())
+    compiled = hostweave.torch.compile(module, MESHES[ranks], plan, inputs, training=True)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]
+    for step in range(STEPS):
+        losses = []
+        for call, optimizer in zip((compiled, want), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(call(**inputs).loss)
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4 if dtype == torch.float32 else 0.03, atol=0)
+        if step == 0:
+            expect_gradients(module, want, tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert list(module.state_dict()) == keys
+    return compiled
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 2)])
+def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
+    compiled = expect_training(name, ranks)
+    if name == "gpt2":  # the layers are one function, forward and backward
+        for program, function in ((compiled.program, "gpt2_block"), (compiled.backward, "gpt2_block")):
+            assert program.fusion_ir.count(f"function @{function}") == 1
+            assert program.fusion_ir.count(f"call @{function}") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [ranks for ranks in (1, 2, 4) if ranks <= len(gpus())])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
+    expect_training(name, ranks, "cuda", getattr(torch, dtype))
+
+
+class Layers(nn.Module):
+    """What models have beside those of transformers: dropout, a frozen part, values without gradients, two results."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16, bias=False), nn.LayerNorm(16)
+        self.table, self.dropout = nn.Embedding(10, 16), nn.Dropout(p)
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, x: Any, ids: Any, heads: Any = None) -> Any:
+        with torch.no_grad():
+            scale = self.up.weight.abs().mean()
+        x = self.norm(x + self.table(ids)) * scale
+        y = self.down(self.dropout(torch.nn.functional.gelu(self.up(x), approximate="tanh")))
+        q = y.reshape(2, 2, -1, 8)
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout.p if self.training else 0.0)
+        sliced = torch.cat([y[1:, :4], x[:-1, 4:].tanh()], 1).softmax(-1)
+        return mixed.pow(2).mean() + sliced.square().sum() + (y[3] * x.detach()[3]).sum(), torch.relu(y).sigmoid()
+
+
+X, IDS = torch.randn(8, 16), torch.arange(8) % 5
+FSDP = {"up.weight": "dp, -", "up.bias": "dp", "down.weight": "-, dp", "x": "dp, -", "ids": "dp"}
+
+
+@pytest.fixture(scope="module")
+def layers() -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    module = Layers().train()
+    return hostweave.torch.compile(module, hw.Mesh(dp=2), FSDP, (X.clone().requires_grad_(), IDS), training=True), module
+
+
+def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
+    module.zero_grad()
+    x = X.clone().requires_grad_()
+    loss, other = call(x, IDS)
+    ((loss + other.sum()) * factor).backward()
+    return [x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
+    compiled, module = layers
+    for factor in (1.0, 1024.0):  # as grad scaling has it
+        for got, want in zip(gradients(compiled, module, factor), gradients(module, module, factor), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * factor)
+    host = compiled.backward.host_ir
+    assert "all_gather %down_weight" in host.replace("_packed", "")
+    assert host.count("reduce_scatter sum") == 3
+
+
+def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
+    compiled, module = layers
+    want = gradients(module, module)
+    module.zero_grad()
+    x = X.clone().requires_grad_()
+    first, second = compiled(x, IDS), checkpoint(compiled, x, IDS, use_reentrant=False)
+    for loss, other in (first, second):
+        (loss + other.sum()).backward()
+    for got, once in zip([x.grad, *(parameter.grad for parameter in module.parameters())], want, strict=True):
+        assert (got is None) == (once is None)
+        if once is not None and got is not None:
+            torch.testing.assert_close(got, 2 * once, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not compiled(X, IDS)[0].requires_grad
+
+
+def test_ranks_of_a_group_train(layers: Any) -> None:
+    """Ranks call it with their part of a batch; a parameter of which each has all gets its whole gradient."""
+    compiled, module = layers
+    want = gradients(module, module)[1:]
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        loss, other = compiled(X[4 * rank : 4 * rank + 4], IDS[4 * rank : 4 * rank + 4])
+        return torch.autograd.grad(loss + other.sum(), wanted)
+
+    for got in threads.run(rank_main):
+        for one, other in zip(got, [gradient for gradient in want if gradient is not None], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
+    torch.manual_seed(1)
+    module = Layers(0.25).train().double()
+    x = X.double()
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
+    wanted = [module.up.bias, module.down.weight]  # others also lead to the loss where it has no gradient
+
+    def loss(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return compiled(x, IDS)[0]
+
+    assert loss(5).item() == loss(5).item() != loss(6).item()
+    step = 1e-6
+    for parameter, gradient in zip(wanted, torch.autograd.grad(loss(5), wanted), strict=True):
+        direction, ends = torch.randn_like(parameter), []
+        for sign in (step, -2 * step, step):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign)
+                ends.append(loss(5).item())
+        torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), float((direction * gradient).sum()), rtol=1e-5, atol=1e-6)
