@@ -43,7 +43,9 @@ def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> No
         assert (parameter.grad is None) == (other.grad is None), name
         if other.grad is not None and parameter.grad is not None:
             largest = float(max(other.grad.abs().max(), 1e-4))  # some, as those of biases of keys, are zeros but for roundoff
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}")
+            torch.testing.assert_close(
+                parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
+            )
 
 
 def expect_training(name: str, ranks: int, device: str = "cpu", dtype: Any = torch.float32) -> Any:

@@ -52,7 +52,9 @@ def compile(
     Parameters that are DTensors state theirs themselves. All other shardings are inferred; outputs are replicated unless the plan
     states the module that makes them. `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: the graph
     is what torch.export records for them. Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat,
-    as layers do, become one function of the generated program. `target` is "cuda" where the parameters are there, else "cpu".
+    as layers do, become one function of the generated program. With `training` what is returned is a TrainingModule, whose results have
+    gradients, and a parameter that is sharded by an axis that shards the first dim of an input is gathered for use, unless that axis is
+    named tp. `target` is "cuda" where the parameters are there, else "cpu".
 
     Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
     them), and a plan that does not fit the module.

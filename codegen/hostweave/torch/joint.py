@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
-from hostweave.torch.graph import Graph, Origin, location, modules_of, name_of
+from hostweave.torch.graph import Graph, Origin, modules_of, name_of
 from hostweave.torch.ops import composed_attention, matmul, ops
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.plan import Axes, Layouts, text_of
@@ -133,6 +133,9 @@ def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
     known = {name.partition(".")[0] for name in TABLE}
     decompositions = {op: rule for op, rule in core_aten_decompositions().items() if str(op).split(".")[1] not in known}
     made = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+    if not any(differentiable):
+        why = "no result depends on what requires grad"
+        raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
     parts = min_cut_rematerialization_partition(made, None, num_fwd_outputs=len(results))
     return Joint(outer, sources, origins, results, differentiable, *parts, len(dropouts), needs_gradient)
@@ -236,8 +239,6 @@ def _simplify(made: GraphModule) -> None:
         if not node.meta.get("stack_trace") and (trace := lines.get(node.meta.get("seq_nr", -1))):
             node.meta["stack_trace"] = trace
     made.graph.eliminate_dead_code()
-    if random := next((node for node in made.graph.nodes if "rand" in str(node.target) or "bernoulli" in str(node.target)), None):
-        raise ProgramError(f"{random.target}: random numbers are not supported but for dropout; draw them outside, as an input", location(random))
     made.recompile()
 
 

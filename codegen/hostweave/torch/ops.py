@@ -78,7 +78,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return made
 
 
-_op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", lambda x, w, _: x.new_empty((*x.shape[:-1], w.shape[0])), _linear_backward, _inputs)
+_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, w, _: x.new_empty((*x.shape[:-1], w.shape[0])),
+    _linear_backward,
+    _inputs,
+)
 _op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmul_shape, _matmul_backward, _inputs)
 _op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])), _no_second, _nothing)
 

@@ -98,7 +98,9 @@ def _state(
     if known.get(name, layout) != layout:
         other = stated.get(name)
         by = f'"{other}"' if other else "its DTensor"
-        raise ProgramError(f'plan: {name} is sharded as "{text_of(known[name])}" by {by} and as "{text_of(layout)}" by "{pattern}"; keep one')
+        raise ProgramError(
+            f'plan: {name} is sharded as "{text_of(known[name])}" by {by} and as "{text_of(layout)}" by "{pattern}"; keep one'
+        )
     known[name], stated[name] = layout, pattern
 
 

@@ -96,7 +96,9 @@ class TrainingModule(CompiledModule):
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
         arrays = self._arguments(part, given)
-        arrays |= {part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names}
+        arrays |= {
+            part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names
+        }
         made = iter(part(arrays, group))
         found: list[torch.Tensor | None] = []
         for node, origin in zip(part.graph.returned, joint.origins, strict=True):

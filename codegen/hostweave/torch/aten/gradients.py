@@ -127,9 +127,7 @@ def _embedding(result: Result, dy: hw.Tensor, indices: hw.Tensor, rows: int, pad
 
 
 @aten("index_put.default", "_unsafe_index_put.default")
-def _index_put(
-    result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None], values: hw.Tensor, accumulate: bool = False
-) -> hw.Tensor:
+def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None], values: hw.Tensor, accumulate: bool = False) -> hw.Tensor:
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) != 1 or given[0][1].dtype == hw.bool_ or given[0][1].ndim != 1 or values.ndim != x.ndim:
         raise refuse("aten.index_put by a mask, or by several indices, is not supported; use torch.scatter or where")
@@ -144,9 +142,7 @@ def _scatter_add(result: Result, x: hw.Tensor, dim: int, index: hw.Tensor, sourc
 
 
 @aten("nll_loss_forward.default")
-def _nll(
-    result: Result, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduction: int, ignore: int
-) -> tuple[hw.Tensor, hw.Tensor]:
+def _nll(result: Result, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduction: int, ignore: int) -> tuple[hw.Tensor, hw.Tensor]:
     counted = _counted(logp, target, weight, ignore)
     at_target = hw.squeeze(hw.take_along_axis(logp, hw.expand_dims(hw.where(counted, target, 0), -1), -1), -1)
     losses = hw.where(counted, -_wide(at_target, result), 0.0)
