@@ -71,7 +71,7 @@ def expect_training(name: str, ranks: int, device: str = "cpu", dtype: Any = tor
     return compiled
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llama", 1), ("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)])
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     compiled = expect_training(name, ranks)
     if name == "gpt2":  # the layers are one function, forward and backward

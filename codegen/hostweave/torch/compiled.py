@@ -45,10 +45,8 @@ class Part:
             if one.version != (now := [_version(one.tensor)]) or now == [-1]:
                 one.copy.copy_(self._block(one.name, one.tensor, rank))
                 one.version[:] = now
-        if group:
-            made = program(**arrays, group=group)
-        else:
-            made = program.run(**arrays, **{one.name: one.copy for one in copies})
+        given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
+        made = program(**given, group=group) if group else program.run(**given)
         return made if isinstance(made, tuple) else (made,)
 
     def _bind(self, rank: int | None) -> tuple[Program, list[Copied]]:
@@ -70,7 +68,8 @@ class Part:
         tensor: Any = held.detach()
         if isinstance(tensor, DTensor):
             return tensor.full_tensor() if rank is None else tensor.to_local()
-        return tensor if rank is None else shard(self.graph.input_types[name], tensor, rank, self.graph.mesh)  # type: ignore[return-value, arg-type]
+        block: Any = tensor if rank is None else shard(self.graph.input_types[name], tensor, rank, self.graph.mesh)
+        return block  # type: ignore[no-any-return]
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
         """Whether a program reads the tensor's own memory, so that it sees what is written there."""

@@ -42,7 +42,7 @@ class Joint:
     needs_gradient: dict[str, bool]  # by name of an argument
 
     def forward_graph(self) -> Graph:
-        """What is computed of the arguments: the results, then what is saved for the backward pass, with the shardings that are inferred."""
+        """What is computed of the arguments: the results, then what is saved for the backward pass, sharded as is inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
         stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
@@ -131,14 +131,18 @@ def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
         return made
 
     known = {name.partition(".")[0] for name in TABLE}
-    decompositions = {op: rule for op, rule in core_aten_decompositions().items() if str(op).split(".")[1] not in known}
-    made = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+    decompositions = {op: rule for op, rule in _core().items() if str(op).split(".")[1] not in known}
+    made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
     if not any(differentiable):
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
     parts = min_cut_rematerialization_partition(made, None, num_fwd_outputs=len(results))
     return Joint(outer, sources, origins, results, differentiable, *parts, len(dropouts), needs_gradient)
+
+
+def _core() -> dict[Any, Any]:
+    return core_aten_decompositions()
 
 
 def _origin_of(outer: Graph, node: Node) -> Origin:
@@ -148,7 +152,7 @@ def _origin_of(outer: Graph, node: Node) -> Origin:
 
 
 def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bool]) -> torch.Tensor:
-    value = node.meta["val"] if "val" in node.meta else origin.value
+    value = node.meta.get("val", origin.value)
     wanted = origin.value.requires_grad if origin.kind == "parameter" else needs_gradient.get(origin.name, False)
     made: torch.Tensor = torch.empty_like(value, requires_grad=wanted)
     return made
@@ -174,7 +178,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
     return {node: what for node, what in found.items() if what}
 
 
-def _computed(outer: Graph, env: dict[Node, Any], node: Node, seed: torch.Tensor | None, pattern: Any) -> Any:
+def _computed(outer: Graph, env: dict[Node, Any], node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
     """What a node of the exported graph computes, by the ops that have derivatives of their own where there are some."""
 
     def value(of: Node) -> Any:
@@ -183,6 +187,7 @@ def _computed(outer: Graph, env: dict[Node, Any], node: Node, seed: torch.Tensor
     if node.target is operator.getitem:
         return value(node.args[0])[node.args[1]]
     args, kwargs = pytree.tree_map_only(Node, value, (node.args, node.kwargs))
+    made: Any
     op = op_of(node)
     if op == ATTENTION:
         made = _attention(node, value, args, kwargs, seed, pattern)
@@ -211,18 +216,18 @@ def _computed(outer: Graph, env: dict[Node, Any], node: Node, seed: torch.Tensor
     return made
 
 
-def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor | None, word: str | None) -> torch.Tensor:
-    q, k, v, mask, p, causal = (*args, *(None, 0.0, False)[len(args) - 3 :])
+def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor | None, word: str | None) -> Any:
+    defaults: list[Any] = [None, 0.0, False]
+    q, k, v, mask, p, causal = list(args) + defaults[len(args) - 3 :]
     p, causal, scale = kwargs.get("dropout_p", p), kwargs.get("is_causal", causal), kwargs.get("scale")
     mask, gqa = kwargs.get("attn_mask", mask), bool(kwargs.get("enable_gqa"))
     if word:
         mask, causal = None, causal or word == "causal"
-    if pair := [found for found in map(repeated, node.args[1:3]) if found]:
+    if all(pair := [repeated(argument) for argument in node.args[1:3]]):
         (k, v), gqa = map(value, pair), True
     if mask is not None or p:
         return composed_attention(q, k, v, mask, p, causal, scale, gqa, seed)
-    made: torch.Tensor = ops.attention(q, k, v, causal, scale, gqa)[0]
-    return made
+    return ops.attention(q, k, v, causal, scale, gqa)[0]
 
 
 def _simplify(made: GraphModule) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 Gradients = tuple[torch.Tensor | None, ...]
-_LIBRARY = torch.library.Library("hostweave", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 ops = torch.ops.hostweave
 
 
@@ -61,7 +61,8 @@ def _matmul_backward(needed: Any, dy: torch.Tensor, a: torch.Tensor, b: torch.Te
 
 def _matmul_shape(a: torch.Tensor, b: torch.Tensor, turned_a: bool, turned_b: bool) -> torch.Tensor:
     rows, columns = a.shape[-1 if turned_a else -2], b.shape[-2 if turned_b else -1]
-    return a.new_empty((*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), rows, columns))
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    return a.new_empty((*leading, rows, columns))
 
 
 def _no_second(*_: Any) -> Gradients:

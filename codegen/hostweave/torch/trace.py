@@ -23,10 +23,9 @@ from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.torch.aten import TABLE, Result
+from hostweave.torch.aten import TABLE, Result, resharded
 from hostweave.torch.graph import Graph, location, modules_of, name_of, shape_of, size_of
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
-from hostweave.torch.plan import Axes
 from hostweave.types.tensor import TensorType
 
 Values = dict[Node, Any]
@@ -41,7 +40,8 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
     return _fusion(graph, name, starts)
 
 
-def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function]], marked: Iterable[Node] = ()) -> Fusion:
+def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function | _Layer]], marked: Iterable[Node] = ()) -> Fusion:
+    """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own."""
     marked = list(marked)
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -51,7 +51,10 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
             if node in starts:
                 layer, function = starts[node]
                 with stated_location(location(node)):
-                    results = function(*(values[argument] for argument in layer.arguments))
+                    if isinstance(function, _Layer):
+                        results: Any = tuple(values[result] for result in function.results)
+                    else:
+                        results = function(*(values[argument] for argument in layer.arguments))
                 values.update(zip(layer.results, results if isinstance(results, tuple) else (results,), strict=True))
                 skipped.update(layer.nodes)
             elif node not in skipped:
@@ -71,21 +74,16 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
     """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
-        return value if path else _resharded(value, ())
+        return value if path else resharded(value, ())
     axes = graph.results[number]
-    return value if axes is None else _resharded(value, axes)
-
-
-def _resharded(value: hw.Tensor, axes: Axes) -> hw.Tensor:
-    axes = axes or ((),) * value.ndim
-    return hw.reshard(value, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(value.shape, axes, strict=True)))
+    return value if axes is None else resharded(value, axes)
 
 
 def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
     """What a node gives to another: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
-            values[node] = _resharded(values[node], graph.gathered[node])
+            values[node] = resharded(values[node], graph.gathered[node])
         return values[node]
     value = graph.constants.get(node, node.meta.get("val"))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -112,8 +110,7 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
     if found := rotated(node, graph.constants):
         x, cos, sin = (_value(graph, values, part, node) for part in found)
         with stated_location(location(node)):
-            half = [table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin)]
-            values[node] = hw.rotary_embedding(x, *half)
+            values[node] = TABLE["hostweave.rotary.default"](_result(node, values), x, cos, sin)
         return
     with stated_location(location(node)):
         args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
@@ -138,8 +135,8 @@ def _stated(graph: Graph, node: Node, made: Any) -> Any:
         if axes is not None and graph.last_of(path) is node:
             if not isinstance(made, hw.Tensor) or made.ndim != len(axes):
                 raise graph.wrong_dims(path, made)
-            made = _resharded(made, axes)
-    return _resharded(made, graph.placed[node]) if node in graph.placed else made
+            made = resharded(made, axes)
+    return resharded(made, graph.placed[node]) if node in graph.placed else made
 
 
 def _word(node: Node) -> str | None:
@@ -218,7 +215,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
     """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
     groups = dict(groups)
     while True:
-        members: dict[object, list[Node]] = {}
+        members: dict[Any, list[Node]] = {}
         for node in nodes:
             members.setdefault(groups.get(node, node), []).append(node)
         order, first = list(members), {key: number for number, key in enumerate(members)}
@@ -226,13 +223,13 @@ def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
             key: {of for node in of_key for a in node.all_input_nodes if (of := groups.get(a, a)) in members and of != key}
             for key, of_key in members.items()
         }
-        after: dict[object, list[object]] = {key: [] for key in members}
+        after: dict[Any, list[Any]] = {key: [] for key in members}
         for key, others in before.items():
             for other in others:
                 after[other].append(key)
         ready = [first[key] for key in members if not before[key]]
         heapify(ready)
-        sorted_: list[object] = []
+        sorted_: list[Any] = []
         while ready:
             sorted_.append(key := order[heappop(ready)])
             for other in after[key]:
@@ -285,11 +282,19 @@ def _signature(graph: Graph, layer: _Layer) -> object:
 
 
 def _types_between(graph: Graph, name: str, layers: list[_Layer], options: Options) -> dict[Node, TensorType]:
-    """The shardings of what layers pass to one another, as they are inferred for the program without functions."""
-    marked = list(dict.fromkeys(node for layer in layers for node in (*layer.arguments, *layer.results) if node not in graph.names))
+    """The shardings of what layers pass to one another, as they are inferred for the program without functions.
+
+    Of those that compute the same there are two in it; the results of the second stand for those of the others.
+    """
     if graph.mesh.size == 1:
         return {}
-    flat = _fusion(graph, name, {}, marked)
+    alike: dict[int, list[_Layer]] = {}
+    for layer in layers:
+        alike.setdefault(id(layer.like), []).append(layer)
+    starts = {layer.nodes[0]: (layer, same[1]) for same in alike.values() for layer in same[2:]}
+    written = [layer for same in alike.values() for layer in same[:2]]
+    marked = list(dict.fromkeys(node for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names))
+    flat = _fusion(graph, name, starts, marked)
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         flat = apply(flat, options)
     types = {value.name: value.type for value in flat.values().values()}

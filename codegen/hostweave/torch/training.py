@@ -19,7 +19,7 @@ from hostweave.options import Options
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule, Part, tensor_of
-from hostweave.torch.joint import SEEDS, Joint, joint_of
+from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.trace import traced
 
 
@@ -47,7 +47,7 @@ class TrainingModule(CompiledModule):
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         given = [self._given(number, arrays) for number in range(len(self._joint.origins))]
-        made = _Step.apply(self, current_group(), *given)
+        made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
         return self._returned({**passed, **dict(zip(self._joint.results, made, strict=True))})
 
@@ -69,7 +69,8 @@ class TrainingModule(CompiledModule):
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
         if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
             raise ArgumentError(
-                f"{self._name}: {origin.name} requires grad, and did not at compile; compile with example_inputs that require it, or detach() it"
+                f"{self._name}: {origin.name} requires grad, and did not at compile; compile with example_inputs that require it, "
+                "or detach() it"
             )
         return tensor
 
@@ -101,7 +102,7 @@ class TrainingModule(CompiledModule):
         }
         made = iter(part(arrays, group))
         found: list[torch.Tensor | None] = []
-        for node, origin in zip(part.graph.returned, joint.origins, strict=True):
+        for node in part.graph.returned:
             if not isinstance(node, torch.fx.Node):
                 found.append(None)
                 continue
@@ -177,8 +178,8 @@ class _Step(torch.autograd.Function):
         except RuntimeError as error:
             if "second time" in str(error):
                 raise ArgumentError(
-                    f"{name}: backward is called a second time, and what it needs is freed; call the module again, or the first backward with "
-                    "retain_graph=True"
+                    f"{name}: backward is called a second time, and what it needs is freed; call the module again, or the first backward "
+                    "with retain_graph=True"
                 ) from error
             raise ArgumentError(
                 f"{name}: a parameter or an argument was written to after the call, and backward needs it as it was; call backward before, "

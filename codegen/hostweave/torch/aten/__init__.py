@@ -5,3 +5,4 @@ from hostweave.torch.aten.table import DTYPES as DTYPES
 from hostweave.torch.aten.table import TABLE as TABLE
 from hostweave.torch.aten.table import Result as Result
 from hostweave.torch.aten.table import dtype_of as dtype_of
+from hostweave.torch.aten.table import resharded as resharded

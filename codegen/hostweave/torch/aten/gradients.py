@@ -10,14 +10,18 @@ import torch
 
 import hostweave as hw
 from hostweave.torch.aten.products import patches
-from hostweave.torch.aten.table import Number, Result, aten, cast, full, refuse
+from hostweave.torch.aten.table import Number, Result, aten, cast, full, refuse, resharded
 from hostweave.torch.plan import axes_of
 
 
 def _wide(x: hw.Tensor, result: Result) -> hw.Tensor:
     """In the dtype in which torch computes norms and derivatives of 16-bit floats."""
-    wide: hw.Tensor = cast(x, torch.promote_types(result.dtype, torch.float32))
-    return wide
+    return _cast(x, torch.promote_types(result.dtype, torch.float32))
+
+
+def _cast(x: hw.Tensor, dtype: torch.dtype) -> hw.Tensor:
+    made: hw.Tensor = cast(x, dtype)
+    return made
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
@@ -42,7 +46,7 @@ def _threshold(result: Result, dy: hw.Tensor, x: hw.Tensor, threshold: Number) -
 def _silu(result: Result, dy: hw.Tensor, x: hw.Tensor) -> hw.Tensor:
     dy, x = _wide(dy, result), _wide(x, result)
     s = hw.sigmoid(x)
-    return cast(dy * s * (1 + x * (1 - s)), result.dtype)
+    return _cast(dy * s * (1 + x * (1 - s)), result.dtype)
 
 
 @aten("gelu_backward.default")
@@ -54,7 +58,7 @@ def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none"
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
     else:
         slope = 0.5 * (1 + hw.erf(x * math.sqrt(0.5))) + x * hw.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    return cast(dy * slope, result.dtype)
+    return _cast(dy * slope, result.dtype)
 
 
 @aten("hostweave.dropout.default")
@@ -71,13 +75,13 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 @aten("_softmax_backward_data.default")
 def _softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
     dy, y = _wide(dy, result), _wide(y, result)
-    return cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
+    return _cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
 
 
 @aten("_log_softmax_backward_data.default")
 def _log_softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
     dy, y = _wide(dy, result), _wide(y, result)
-    return cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
+    return _cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
 
 
 def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any, bias: Any
     y = (wide - mean) * rstd
     y = y if weight is None else y * _wide(weight, result)
     y = y if bias is None else y + _wide(bias, result)
-    return cast(y, result.dtype), cast(mean, result.dtypes[1]), cast(rstd, result.dtypes[2])
+    return _cast(y, result.dtype), cast(mean, result.dtypes[1]), cast(rstd, result.dtypes[2])
 
 
 @aten("native_layer_norm_backward.default")
@@ -148,7 +152,7 @@ def _nll(result: Result, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduct
     losses = hw.where(counted, -_wide(at_target, result), 0.0)
     count = hw.sum(hw.astype(counted, losses.dtype))
     loss = losses if reduction == 0 else hw.sum(losses) / count if reduction == 1 else hw.sum(losses)
-    return cast(loss, result.dtype), cast(count, result.dtypes[1])
+    return _cast(loss, result.dtype), cast(count, result.dtypes[1])
 
 
 @aten("nll_loss_backward.default")
@@ -159,7 +163,7 @@ def _nll_backward(
     each = -dy / count if reduction == 1 else -dy
     of_row = hw.where(counted, each if reduction == 0 else hw.broadcast_to(each, *target.shape), 0.0)
     is_target = hw.expand_dims(target, -1) == hw.iota(logp, -1, target.dtype)
-    return cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
+    return _cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
 
 
 def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
@@ -223,13 +227,14 @@ def _convolution_backward(
 
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor) -> hw.Tensor:
-    half = [table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin)]
-    return hw.rotary_embedding(x, *half)
+    """By tables whose halves are equal."""
+    first, second = (table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin))
+    return hw.rotary_embedding(x, first, second)
 
 
 @aten("hostweave.reshard.default")
 def _reshard(result: Result, x: hw.Tensor, layout: str) -> hw.Tensor:
-    return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes_of(layout), strict=True)))
+    return resharded(x, axes_of(layout))
 
 
 @aten("slice_scatter.default")
