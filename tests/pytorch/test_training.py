@@ -108,6 +108,16 @@ class Layers(nn.Module):
         return mixed.pow(2).mean() + sliced.square().sum() + (y[3] * x.detach()[3]).sum(), torch.relu(y).sigmoid()
 
 
+class LossOf(nn.Module):
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Any, ids: Any) -> Any:
+        loss, other = self.layers(x, ids)
+        return loss + other.sum()
+
+
 X, IDS = torch.randn(8, 16), torch.arange(8) % 5
 FSDP = {"up.weight": "dp, -", "up.bias": "dp", "down.weight": "-, dp", "x": "dp, -", "ids": "dp"}
 
@@ -125,6 +135,33 @@ def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
     loss, other = call(x, IDS)
     ((loss + other.sum()) * factor).backward()
     return [x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_a_step_is_one_program() -> None:
+    """Forward, backward and AdamW in place, by rates of two groups that a schedule changes."""
+    torch.manual_seed(2)
+    module = LossOf(Layers().train())
+    want, steps = copy.deepcopy(module), []
+    for one in (module, want):
+        last = [one.layers.down.weight]
+        others = [parameter for parameter in one.parameters() if parameter.requires_grad and parameter is not last[0]]
+        optimizer = torch.optim.AdamW([{"params": others}, {"params": last, "lr": 1e-2, "weight_decay": 0.1}], lr=1e-3)
+        steps.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)))
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), FSDP, (X, IDS), optimizer=steps[0][0])
+    for _ in range(STEPS):
+        got = compiled(X, IDS)
+        steps[1][0].zero_grad()
+        loss = want(X, IDS)
+        loss.backward()
+        steps[1][0].step()
+        torch.testing.assert_close(got, loss.detach(), rtol=1e-4, atol=1e-5)
+        for _, schedule in steps:
+            schedule.step()
+    for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch takes over where it ended
+    assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
+    assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
 
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:

@@ -115,6 +115,38 @@ def test_batch_norm_and_dynamic_sizes() -> None:
         compiled(dynamic_shapes=({0: torch.export.Dim("batch")}, None))
 
 
+def optimized(make: Callable[[list[nn.Parameter]], Any]) -> Any:
+    module = Layer(lambda self, x: self.down(self.up(x)).sum())
+    return hostweave.torch.compile(module, MESH, {}, (X,), optimizer=make(list(module.parameters())))
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
+    "another": (
+        lambda of: torch.optim.SGD(of, lr=0.1),
+        "optimizer: a step is compiled with torch.optim.AdamW, not SGD; pass one, or leave",
+    ),
+    "amsgrad": (lambda of: torch.optim.AdamW(of, amsgrad=True), "optimizer: parameter group 0 has amsgrad=True, which .*; leave it False"),
+    "too few": (
+        lambda of: torch.optim.AdamW(of[:1]),
+        "optimizer: up.bias requires grad, and the optimizer does not have it; add it, or freeze",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        optimized(make)
+
+
+def test_a_step_wants_one_loss() -> None:
+    module = Layer()
+    with pytest.raises(
+        ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return one"
+    ):
+        hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
+
+
 @pytest.fixture(scope="module")
 def layer() -> Any:
     return compiled(plan={"x": "dp, -"})

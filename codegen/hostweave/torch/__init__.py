@@ -24,6 +24,7 @@ from hostweave.torch.exported import exported
 from hostweave.torch.graph import read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.plan import layouts, mesh_of
+from hostweave.torch.step import TrainingStep as TrainingStep
 from hostweave.torch.trace import snake_case, traced
 from hostweave.torch.training import TrainingModule as TrainingModule
 
@@ -38,8 +39,9 @@ def compile(
     options: Options | None = None,
     dynamic_shapes: Any = None,
     training: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> CompiledModule:
-    """Compiles the forward pass of a module for the ranks of a mesh, and with `training` its backward pass.
+    """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may leave out the
     first words of a path:
@@ -54,7 +56,9 @@ def compile(
     is what torch.export records for them. Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat,
     as layers do, become one function of the generated program. With `training` what is returned is a TrainingModule, whose results have
     gradients, and a parameter that is sharded by an axis that shards the first dim of an input is gathered for use, unless that axis is
-    named tp. `target` is "cuda" where the parameters are there, else "cpu".
+    named tp. With `optimizer`, a torch.optim.AdamW, it is a TrainingStep: one program of forward and backward pass and the update of
+    parameters in place, by the gradients of the one scalar that the module returns. `target` is "cuda" where the parameters are there,
+    else "cpu".
 
     Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
     them), and a plan that does not fit the module.
@@ -69,6 +73,7 @@ def compile(
     args, kwargs = ((), dict(example_inputs)) if named else (tuple(example_inputs), {})
     placed = mesh_of(mesh)
     dims = {key: value.ndim for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    training = training or optimizer is not None
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
     graph_of = exported(module, args, kwargs, dynamic_shapes, training)
@@ -82,7 +87,10 @@ def compile(
     options = options or Options()
     name = snake_case(type(module).__name__)
     if training:
-        joint = joint_of(graph, [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))])
+        wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))]
+        joint = joint_of(graph, wanted, optimizer is not None)
+        if optimizer is not None:
+            return TrainingStep(module, graph_of, joint, name, target, options, optimizer)
         return TrainingModule(module, graph_of, joint, name, target, options)
     program = compile_program(traced(graph, name, options), target=target, options=options)
     return CompiledModule(module, graph_of, graph, program)

@@ -34,7 +34,8 @@ class Part:
 
     def __init__(self, program: Program, graph: Graph, module: nn.Module):
         self.program, self.graph = program, graph
-        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items()}
+        donated = graph.update.donated if graph.update else ()
+        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
         self._bound: dict[int | None, tuple[Program, list[Copied]]] = {}  # by rank of the group, None for all ranks in this process
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> tuple[torch.Tensor, ...]:

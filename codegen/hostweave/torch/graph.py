@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +35,16 @@ class Origin:
 
 
 @dataclass
+class Update:
+    """What a program does with gradients, which are the last values of a graph: results in the memory of inputs."""
+
+    types: dict[str, TensorType]  # of the inputs that it has beside those of the graph
+    donated: dict[str, int]  # for each input that is written the number of the result
+    gradients: int  # how many values it takes
+    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # of all inputs and the gradients
+
+
+@dataclass
 class Graph:
     """A graph of ATen ops, read: which nodes are inputs, parameters and constants, and under which names."""
 
@@ -44,6 +55,7 @@ class Graph:
     placed: dict[Node, Axes] = field(default_factory=dict)  # the shardings that values are given where they are made
     gathered: dict[Node, Axes] = field(default_factory=dict)  # the shardings in which parameters are used
     results: list[Axes | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
+    update: Update | None = None
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors

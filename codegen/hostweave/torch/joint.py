@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,18 +37,48 @@ class Joint:
     origins: list[Origin]  # what they stand for, and then the seeds
     results: list[Node]  # the nodes of `outer` that are computed
     differentiable: list[bool]  # which results have gradients
-    forward: GraphModule
-    backward: GraphModule
+    whole: GraphModule  # results, then the gradients of all sources
     dropouts: int
     needs_gradient: dict[str, bool]  # by name of an argument
+
+    @cached_property
+    def _parts(self) -> tuple[GraphModule, GraphModule]:
+        return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
+
+    @property
+    def forward(self) -> GraphModule:
+        """What computes the results, and what the backward pass needs."""
+        return self._parts[0]
+
+    @property
+    def backward(self) -> GraphModule:
+        """What computes gradients."""
+        return self._parts[1]
 
     def forward_graph(self) -> Graph:
         """What is computed of the arguments: the results, then what is saved for the backward pass, sharded as is inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
-        stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
-        graph.results = [None if as_stated else () for as_stated in (*stated, *(True for _ in self.saved))]
+        graph.results = [*self._of_results, *(None for _ in self.saved)]
         return graph
+
+    def step_graph(self) -> Graph:
+        """What is computed of the arguments: the results, then the gradients of parameters, of which the one scalar result is the loss."""
+        origins = self._origins(self.whole)
+        for node in origins:
+            if node.name.startswith("tangents_"):
+                origins[node] = Origin("constant", node.name, torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype))
+        graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
+        given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
+        graph.results = [*self._of_results, *(self.axes_of(origin) for _, origin in given)]
+        graph.placed = {node: self.axes_of(origin) for node, origin in given}
+        return graph
+
+    @property
+    def _of_results(self) -> list[Axes | None]:
+        """The shardings of results: replicated, but for those of modules that the plan states."""
+        stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
+        return [None if as_stated else () for as_stated in stated]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
         """What is computed of saved values and of gradients of results: the gradients of parameters and arguments.
@@ -100,8 +131,11 @@ class Joint:
         return origins
 
 
-def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
-    """The forward and backward graph of an exported module. `wanted` says of which of its arguments gradients are."""
+def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
+    """The forward and backward graph of an exported module. `wanted` says of which of its arguments gradients are.
+
+    With `of_loss` gradients are those of the one result that is a scalar.
+    """
     needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
     results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
     sources = list(outer.names)
@@ -117,6 +151,7 @@ def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
         origins.append(Origin("argument", SEEDS))
         fakes.append(fakes[0].new_empty(len(dropouts), dtype=torch.uint32, requires_grad=False))
     differentiable: list[bool] = []
+    losses = _losses(results) if of_loss else results
     patterns = _patterns(outer)
 
     def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -126,7 +161,7 @@ def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
             for node in outer.nodes:
                 with set_current_meta(node):
                     env[node] = _computed(outer, env, node, seeds.get(node), patterns.get(node))
-        made = tuple(env[node].clone() for node in results)
+        made = tuple(env[node].clone() if node in losses else env[node].detach().clone() for node in results)
         differentiable[:] = [value.requires_grad for value in made]
         return made
 
@@ -137,8 +172,15 @@ def joint_of(outer: Graph, wanted: list[bool]) -> Joint:
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
-    parts = min_cut_rematerialization_partition(made, None, num_fwd_outputs=len(results))
-    return Joint(outer, sources, origins, results, differentiable, *parts, len(dropouts), needs_gradient)
+    return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
+
+
+def _losses(results: list[Node]) -> list[Node]:
+    found = [node for node in results if node.meta["val"].is_floating_point() and node.meta["val"].ndim == 0]
+    if len(found) != 1:
+        why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
+        raise ProgramError(f"optimizer: {why}; return one, or leave optimizer= out and call backward() and step()")
+    return found
 
 
 def _core() -> dict[Any, Any]:

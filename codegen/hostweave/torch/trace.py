@@ -43,6 +43,7 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
 def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function | _Layer]], marked: Iterable[Node] = ()) -> Fusion:
     """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own."""
     marked = list(marked)
+    update = None if marked else graph.update
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = {node: inputs[of] for node, of in graph.names.items()}
@@ -63,11 +64,14 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
             if values[node]._op is not None and values[node]._name is None:
                 values[node].named(f"between_{number}")
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
-        return tuple(_placed(graph, values[node], node, number) for number, node in outputs)
+        made = [_placed(graph, values[node], node, number) for number, node in outputs]
+        if update:
+            made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
+        return tuple(made)
 
     program.__name__ = name
-    types: dict[str, Any] = {**graph.input_types}
-    return hw.fusion(mesh=graph.mesh, **types)(program)
+    types: dict[str, Any] = {**graph.input_types, **(update.types if update else {})}
+    return hw.fusion(mesh=graph.mesh, donate=update.donated if update else (), **types)(program)
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 import hostweave as hw
 from hostweave.api import Program
@@ -23,33 +24,10 @@ from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.trace import traced
 
 
-class TrainingModule(CompiledModule):
-    """A module that was compiled with `training=True`: calling it gives outputs of which `backward()` fills the parameters' `.grad`.
+class Differentiated(CompiledModule):
+    """A module whose gradients are compiled, with what the joint graph says of its arguments."""
 
-    `program` computes the outputs and what is saved for the backward pass, `backward` the gradients, which are sharded as the
-    parameters. Otherwise it is a CompiledModule.
-    """
-
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, name: str, target: str, options: Options):
-        forward_graph = joint.forward_graph()
-        program = compile_program(traced(forward_graph, name, options), target=target, options=options)
-        super().__init__(module, exported, joint.outer, program)
-        self._joint, self._part = joint, Part(program, forward_graph, module)
-        backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
-        self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
-        self._backward = Part(self.backward, backward_graph, module)
-        self._options, self._lock = options, threading.Lock()
-        self._gather: Program | None = None
-        self._wants = [origin.kind == "parameter" and tensor_of(module, origin.name).requires_grad for origin in joint.origins]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
-        self._expect_unchanged()
-        arrays = self._arrays(args, kwargs)
-        given = [self._given(number, arrays) for number in range(len(self._joint.origins))]
-        made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
-        passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
-        return self._returned({**passed, **dict(zip(self._joint.results, made, strict=True))})
+    _joint: Joint
 
     def _expect_unchanged(self) -> None:
         super()._expect_unchanged()
@@ -74,6 +52,11 @@ class TrainingModule(CompiledModule):
             )
         return tensor
 
+    @cached_property
+    def _wants(self) -> list[bool]:
+        """Which tensors that the joint graph takes are parameters with gradients."""
+        return [origin.kind == "parameter" and origin.value.requires_grad for origin in self._joint.origins]
+
     @property
     def _device(self) -> torch.device:
         return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
@@ -83,6 +66,39 @@ class TrainingModule(CompiledModule):
         numbers = {node: number for node in part.graph.arguments if (number := self._joint.source_of(node)) is not None}
         names = part.graph.names
         return {names[node]: given[number].detach() for node, number in numbers.items() if node in names}
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
+        """The arguments of a call by their nodes, and what the joint graph takes. Raises ArgumentError for others than at compile."""
+        self._expect_unchanged()
+        arrays = self._arrays(args, kwargs)
+        passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
+        return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
+
+
+class TrainingModule(Differentiated):
+    """A module that was compiled with `training=True`: calling it gives outputs of which `backward()` fills the parameters' `.grad`.
+
+    `program` computes the outputs and what is saved for the backward pass, `backward` the gradients, which are sharded as the
+    parameters. Otherwise it is a CompiledModule.
+    """
+
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, name: str, target: str, options: Options):
+        forward_graph = joint.forward_graph()
+        program = compile_program(traced(forward_graph, name, options), target=target, options=options)
+        super().__init__(module, exported, joint.outer, program)
+        self._joint, self._part = joint, Part(program, forward_graph, module)
+        _ = self._wants  # as they are now
+        backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
+        self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
+        self._backward = Part(self.backward, backward_graph, module)
+        self._options, self._lock = options, threading.Lock()
+        self._gather: Program | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
+        passed, given = self._leaves(args, kwargs)
+        made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
+        return self._returned({**passed, **dict(zip(self._joint.results, made, strict=True))})
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results, and what is saved for the backward pass."""
@@ -103,7 +119,7 @@ class TrainingModule(CompiledModule):
         made = iter(part(arrays, group))
         found: list[torch.Tensor | None] = []
         for node in part.graph.returned:
-            if not isinstance(node, torch.fx.Node):
+            if not isinstance(node, Node):
                 found.append(None)
                 continue
             gradient = part.graph.constants[node].clone() if node in part.graph.constants else next(made)

@@ -4,5 +4,6 @@ from hostweave.torch.aten import gradients, indices, pointwise, products, reduct
 from hostweave.torch.aten.table import DTYPES as DTYPES
 from hostweave.torch.aten.table import TABLE as TABLE
 from hostweave.torch.aten.table import Result as Result
+from hostweave.torch.aten.table import cast as cast
 from hostweave.torch.aten.table import dtype_of as dtype_of
 from hostweave.torch.aten.table import resharded as resharded
