@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,11 @@ pytest.importorskip("transformers", reason="needs transformers: pip install tran
 
 from small_models import MODELS, PLANS  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from train_process import Loss  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
@@ -227,3 +234,68 @@ def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
                 parameter.add_(direction, alpha=sign)
                 ends.append(loss(5).item())
         torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), float((direction * gradient).sum()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
+def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
+    """A rank's module of DTensors, each with a thread for a rank: what a process of torch.distributed would have."""
+    torch.manual_seed(4)
+    want = Loss()
+    placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ranks = [distributed(want, rank, mesh, placements) for rank in range(2)]
+        optimizers = [adamw(module) for module in (*ranks, want)]
+        given: list[dict[str, Any]] = [{"optimizer": one} if whole else {"training": True} for one in optimizers]
+        calls = [hostweave.torch.compile(module, mesh, {}, (X,), **options) for module, options in zip(ranks, given, strict=False)]
+        threads = hw.Threads(2)
+
+        def rank_main(rank: int) -> Any:
+            hw.init(threads)
+            for _ in range(3):
+                train(calls[rank], None if whole else optimizers[rank])
+            return [parameter.detach().to_local() for parameter in ranks[rank].parameters()]
+
+        found = threads.run(rank_main)
+    finally:
+        torch.distributed.destroy_process_group()
+    for _ in range(3):
+        train(want, optimizers[2])
+    for blocks, placement, parameter in zip(zip(*found, strict=True), placements, want.parameters(), strict=True):
+        got = torch.cat(blocks, placement.dim) if isinstance(placement, Shard) else blocks[0]
+        torch.testing.assert_close(got, parameter.detach(), rtol=1e-3, atol=1e-4)
+    assert list(ranks[0].state_dict()) == list(want.state_dict())
+
+
+def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
+    """A copy, with what a rank has of each parameter as a DTensor."""
+    module = copy.deepcopy(want)
+    for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
+        owner, _, name = path.rpartition(".")
+        block = whole.detach().chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else whole.detach()
+        local = DTensor.from_local(block.clone(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        setattr(module.get_submodule(owner), name, nn.Parameter(local))
+    return module
+
+
+def adamw(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+
+
+def train(call: Any, optimizer: Any) -> None:
+    loss = call(X)
+    if optimizer:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
+def test_processes_train_dtensors() -> None:
+    script = Path(__file__).with_name("train_process.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained" in done.stdout

@@ -91,7 +91,8 @@ class TrainingStep(Differentiated):
                 state.update({key: torch.zeros_like(one.parameter) for key in _MOMENTS})
             state["step"] += 1
             for name, tensor in ((one.name, one.parameter), *((f"{one.name}_{key}", state[key]) for key in _MOMENTS)):
-                found[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+                own: Any = tensor.detach()
+                found[name] = own.to_local() if isinstance(own, DTensor) else own
         return found
 
     def _rates(self) -> dict[str, torch.Tensor]:
