@@ -57,8 +57,7 @@ def exported(
             for op in list(decompositions):
                 if str(op).split(".")[1] in KEPT:
                     del decompositions[op]
-            made: ExportedProgram = program.run_decompositions(decompositions)
-            return made
+            return _without_empty_parts(program.run_decompositions(decompositions))
     except ProgramError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module
@@ -109,3 +108,12 @@ def _mark_detached(graph: Graph) -> None:
                     marked = graph.call_function(ops.detach.default, (made,))
                 marked.meta = dict(made.meta)
                 made.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)
+
+
+def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
+    """The same; what is concatenated has elements: x[..., n:] has none where a rotary embedding covers all n features of a head."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        tensors, *dim = node.args
+        node.args = ([t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)], *dim)
+    program.graph.eliminate_dead_code()
+    return program

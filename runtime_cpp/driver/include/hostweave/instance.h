@@ -99,7 +99,6 @@ class Table {
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
 
   // Throws ArgumentError unless `inputs` are as many as are not bound.
-  // Throws ArgumentError unless `inputs` are as many as are not bound.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
 
  private:
