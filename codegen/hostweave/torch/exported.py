@@ -74,6 +74,7 @@ def _on_global_tensors(module: nn.Module) -> Iterator[None]:
     mode, stand_ins = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
     with ExitStack() as stack:
         for part in module.modules():
+            held: Any
             for held in (part._parameters, part._buffers):
                 for name, tensor in list(held.items()):
                     if isinstance(tensor, DTensor):
