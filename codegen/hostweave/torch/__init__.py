@@ -54,11 +54,12 @@ def compile(
     Parameters that are DTensors state theirs themselves. All other shardings are inferred; outputs are replicated unless the plan
     states the module that makes them. `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: the graph
     is what torch.export records for them. Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat,
-    as layers do, become one function of the generated program. With `training` what is returned is a TrainingModule, whose results have
-    gradients, and a parameter that is sharded by an axis that shards the first dim of an input is gathered for use, unless that axis is
-    named tp. With `optimizer`, a torch.optim.AdamW, it is a TrainingStep: one program of forward and backward pass and the update of
-    parameters in place, by the gradients of the one scalar that the module returns. `target` is "cuda" where the parameters are there,
-    else "cpu".
+    as layers do, become one function of the generated program. A parameter that is sharded by an axis that shards the first dim of an
+    input is gathered for use, unless that axis is named tp. `target` is "cuda" where the parameters are there, else "cpu".
+
+    With `training` what is returned is a TrainingModule, whose results have gradients. With `optimizer`, a torch.optim.AdamW, it is a
+    TrainingStep: one program of forward and backward pass and the update of parameters in place, by the gradients of the one scalar
+    that the module returns.
 
     Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
     them), and a plan that does not fit the module.
