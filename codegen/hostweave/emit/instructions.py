@@ -156,9 +156,6 @@ class Emitter:
     def event(self, i: ir.Record | ir.Wait) -> str:
         return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
 
-    def dtype(self, name: str) -> str:
-        return self.type_of(name).dtype.name
-
     def channel(self, i: ir.Communication) -> str:
         """The member that is the channel of a communication."""
         return self.context.channel(self.program.channel(i.channel)).member
@@ -282,7 +279,7 @@ class Emitter:
         words += [".from_end = true"] if i.corner else []
         shapes = [self.strided(self.type_of(name)) for name in operands]
         diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
-        return self.planned(kind, i, dst, (CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
+        return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)
