@@ -214,6 +214,25 @@ def test_ranks_of_a_group_train(layers: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+class Tied(nn.Module):
+    """A parameter that is used twice, and a part that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Any) -> Any:
+        return checkpoint(lambda words: self.head(words).square(), self.table(ids), use_reentrant=False).sum()
+
+
+def test_tied_parameters_and_checkpoints_inside() -> None:
+    module, ids = Tied(), torch.arange(6).reshape(2, 3)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"table.weight": "tp, -"}, (ids,), training=True)
+    (got,), (want,) = (torch.autograd.grad(call(ids), list(module.parameters())) for call in (compiled, module))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     torch.manual_seed(1)
     module = Layers(0.25).train().double()
