@@ -123,8 +123,8 @@ def _calls(case: Case, ranks: int) -> Iterator[Calls]:
                 OURS: model.capture(x),
                 "torch eager": partial(eager, x),
                 "torch.compile": partial(compiled, x),
-                "torch eager in a graph": _in_a_graph(partial(eager, x)),
-                "torch.compile, max-autotune, in a graph": _in_a_graph(partial(tuned, x)),
+                "torch eager in a graph": in_a_graph(partial(eager, x)),
+                "torch.compile, max-autotune, in a graph": in_a_graph(partial(tuned, x)),
             }
             wanted = eager(x)
             for name, call in single.items():
@@ -140,7 +140,7 @@ def _row(call: Callable[[], Any]) -> None:
         call()
 
 
-def _in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
+def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
     """The same call, captured by torch. Returns the same result each time."""
     import torch
 

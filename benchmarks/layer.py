@@ -1,16 +1,18 @@
 """The MLP of Llama 3, forward, beside torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), as a whole, in steps, whose communication runs beside the last matmul, and by puts beside all three matmuls
-(NCCL 2.29 or later); also at the sizes that a rank of 8 has. Milliseconds of the slowest rank,
-the median over calls that all ranks begin together; random bf16 data. A process a GPU runs all of them in turn, on the same
-arrays: matmuls run against the power limit of a GPU, so that what is measured later is measured on a warmer one.
+reduce_scatter), in sequence, as the compiler chooses (by puts with NCCL 2.29 or later), and that captured; also at the sizes that a rank
+of 8 has. torch.compile fuses the collectives of the sequence-parallel form with matmuls, too (asynchronous tensor parallelism).
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. A process a GPU runs all of them
+in turn, on the same arrays: matmuls run against the power limit of a GPU, so that what is measured later is measured on a warmer one.
+Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +20,6 @@ from typing import Any
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
-from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file
@@ -44,15 +45,16 @@ TOGETHER = (
 )
 
 
-def main() -> None:
-    _compare(ALONE, 1)
-    if len(gpus()) > 1:
-        _compare(TOGETHER, len(gpus()))
+def main(names: Sequence[str]) -> None:
+    for cases, ranks in ((ALONE, 1), (TOGETHER, len(gpus()))):
+        chosen = tuple(case for case in cases if case.name in names or not names)
+        if chosen and (ranks > 1 or cases is ALONE):
+            _compare(chosen, ranks)
 
 
 def _compare(cases: tuple[Case, ...], ranks: int) -> None:
-    make = _calls_of_8b if ranks == 1 else _calls_of_70b
-    for case, times in zip(cases, times_on_ranks(make, ranks, REPETITIONS, WAIT), strict=True):
+    rows = (case for case in cases for _ in range(3 if ranks > 1 and case.parallel == "sp" else 2))
+    for case, times in zip(rows, times_on_ranks(partial(_calls, cases), ranks, REPETITIONS, WAIT), strict=True):
         medians = {name: statistics.median(ms) for name, ms in times.items()}
         ours, peers = ({name: ms for name, ms in medians.items() if ("torch" in name) == is_peer} for is_peer in (False, True))
         for name, ms in ours.items():
@@ -60,7 +62,7 @@ def _compare(cases: tuple[Case, ...], ranks: int) -> None:
             print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs, {name}: {ms:.3f} ms; {beside}", flush=True)
 
 
-def _fusion(case: Case, ranks: int, steps: int, algorithm: str | None) -> hw.Fusion:
+def _program(case: Case, ranks: int, overlap: str) -> hw.Program:
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
     x = hw.bf16["T@tp" if case.parallel == "sp" else "T", case.hidden]
     columns = hw.bf16[case.hidden, f"{case.inner}@tp"]
@@ -68,15 +70,9 @@ def _fusion(case: Case, ranks: int, steps: int, algorithm: str | None) -> hw.Fus
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=x, **weights)
     def mlp(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
-        if algorithm:
-            gate, up = (hw.matmul(x, w).stream("T", chunks=steps, algorithm=algorithm) for w in (wg, wu))
-            product = hw.matmul(hw.silu(gate) * up, wd)
-        else:
-            product = swiglu(x, wg, wu, wd)
-        y = hw.reshard(product, "T@tp" if case.parallel == "sp" else "T", case.hidden)
-        return y.stream("T", chunks=steps, algorithm=algorithm) if steps > 1 else y
+        return hw.reshard(swiglu(x, wg, wu, wd), "T@tp" if case.parallel == "sp" else "T", case.hidden)
 
-    return mlp
+    return hw.compile(mlp, target="cuda", options=hw.Options(overlap=overlap, sizes={"T": case.tokens}))
 
 
 # --- calls of one rank ------------------------------------------------------------------------------------------------
@@ -84,16 +80,8 @@ def _fusion(case: Case, ranks: int, steps: int, algorithm: str | None) -> hw.Fus
 Calls = dict[str, Callable[[], Any]]
 
 
-def _calls_of_8b(rank: int, ranks: int) -> Iterator[Calls]:
-    return _calls(ALONE, ranks)
-
-
-def _calls_of_70b(rank: int, ranks: int) -> Iterator[Calls]:
-    return _calls(TOGETHER, ranks)
-
-
-def _calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Calls]:
-    """For every case a call of each way. Raises AssertionError where their results differ."""
+def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
+    """For every case a call of each way beside one of each peer. Raises AssertionError where their results differ."""
     import torch
 
     group = hw.init()
@@ -105,27 +93,43 @@ def _calls(cases: tuple[Case, ...], ranks: int) -> Iterator[Calls]:
         rows = case.tokens // ranks if case.parallel == "sp" else case.tokens
         inner = case.inner // ranks
         arrays = random(rows, case.hidden), random(case.hidden, inner), random(case.hidden, inner), random(inner, case.hidden)
+        ways = {"in sequence": _program(case, ranks, "off")} | ({"as chosen": _program(case, ranks, "auto")} if ranks > 1 else {})
         eager = _torch_mlp(case.parallel, ranks)
-        compiled = torch.compile(eager, dynamic=False)
-        steps = () if ranks == 1 else (ranks if case.parallel == "sp" else 2,)
-        programs: dict[str, tuple[int, str | None]] = {"in one piece": (1, None)} | {f"in {count} steps": (count, None) for count in steps}
-        if ranks > 1 and case.parallel == "sp":
-            programs |= {"by puts": (ranks, "put"), "by p2p": (ranks, "p2p")}
-        ways = {name: hw.compile(_fusion(case, ranks, *way), target="cuda") for name, way in programs.items()}
         calls: Calls = {name: partial(way, *arrays, group=group) for name, way in ways.items()}
-        calls |= {"torch eager": partial(eager, *arrays), "torch.compile": partial(compiled, *arrays)}
+        if rank == 0 and "as chosen" in ways:
+            print(*(f"  {choice}" for choice in ways["as chosen"].choices), sep="\n", flush=True)
+        if "as chosen" in ways:
+            calls["captured"] = ways["as chosen"].capture(*arrays, group=group)
+        peers = {"torch eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
+        if ranks > 1 and case.parallel == "sp":
+            peers["torch async TP"] = _async_tp()
         wanted = eager(*arrays)
-        if "by puts" in calls:
-            try:
-                calls["by puts"]()
-            except HostweaveError:  # this NCCL has none
-                del calls["by puts"]
-        for call in calls.values():
-            assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+        for name, peer in peers.items():  # a row each, as a peer may take a minute to compile
+            row = calls | {name: partial(peer, *arrays)}
+            for call in row.values():
+                assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
+            yield row
         del wanted
-        yield calls
         for way in ways.values():
             way.close()
+
+
+def _async_tp() -> Callable[..., Any]:
+    """The sequence-parallel form, whose collectives torch.compile decomposes beside the matmuls."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    group = dist.group.WORLD
+    assert group is not None
+    enable_symm_mem_for_group(group.group_name)
+
+    def mlp(x: Any, wg: Any, wu: Any, wd: Any) -> Any:
+        whole = all_gather_tensor(x, 0, group)
+        return reduce_scatter_tensor((torch.nn.functional.silu(whole @ wg) * (whole @ wu)) @ wd, "sum", 0, group)
+
+    return torch.compile(mlp, dynamic=False, options={"_micro_pipeline_tp": True})
 
 
 def _torch_mlp(parallel: str, ranks: int) -> Callable[..., Any]:
@@ -149,4 +153,4 @@ def _torch_mlp(parallel: str, ranks: int) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,8 +2,9 @@
 
 A row has, in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin: the matmul and the
 communication alone, torch in sequence and its fused operators, the best pipeline of puts or pulls by hand
-(`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), ours as chosen, in sequence, and by sends and recvs; then the ways
-that the cost model predicts, as measured and as predicted. Random bf16 data. torch runs one process a GPU, the others one thread a GPU.
+(`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), ours as chosen, in sequence, and by sends and recvs, and as chosen
+in a CUDA graph; then the ways that the cost model predicts, as measured and as predicted. Random bf16 data. torch and the graph run one
+process a GPU, the others one thread a GPU.
 Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
 """
 
@@ -14,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,11 +28,13 @@ from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
+from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import Choice
 
 ROUNDS, REPETITIONS = 3, 5  # all variants of a case take turns
 WAIT = 2_000_000  # cycles of the GPU before each call of torch: the time of its host does not count, as it does not in ours
+SMALL = 512  # rows, of which nothing is by hand
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 
 
@@ -150,24 +152,28 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Of a case and a variant milliseconds and microseconds of the host; nothing where it cannot be built here."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "put_pipelines"
-        found = find_cuda()
-        nccl = next(part.path for part in found.libraries if part.name.startswith("libnccl"))
-        includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
-        blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
-        libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
-        linked = [word for library in libraries for word in ("-Xlinker", library)]
-        places = {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
-        command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o", str(program)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-            sections = sorted({case.kind for case in cases})
-            ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
-        except (OSError, subprocess.SubprocessError) as why:
-            print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
-            return {}
+    """Of a case and a variant milliseconds and microseconds of the host; nothing where it cannot be built here, or has no such rows."""
+    if all(case.M <= SMALL for case in cases):
+        return {}
+    found = find_cuda()
+    nccl = next(part.path for part in found.libraries if part.name.startswith("libnccl"))
+    includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
+    blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
+    libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
+    linked = [word for library in libraries for word in ("-Xlinker", library)]
+    places = {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
+    command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o"]
+    sections = sorted({case.kind for case in cases if case.M > SMALL})
+
+    def make(folder: Path) -> None:
+        subprocess.run([*command, str(folder / BY_HAND.stem)], check=True, capture_output=True)
+
+    try:
+        program = get_or_make(name_of(BY_HAND.stem, BY_HAND.read_text(), *command), make) / BY_HAND.stem
+        ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
+    except (OSError, subprocess.SubprocessError) as why:
+        print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
+        return {}
     rows = (json.loads(line) for line in ran.stdout.splitlines())
     return {(row["case"], row["variant"]): (row["ms"], row["host_us"]) for row in rows if "ms" in row}
 
@@ -185,7 +191,9 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
         calls = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
-        yield _alone(case.kind, x, w, whole, y) | calls
+        program = _compiled(case, ranks, {})
+        yield _alone(case.kind, x, w, whole, y) | calls | {"ours captured": program.capture(x, w, group=hw.init())}
+        program.close()
 
 
 def _alone(kind: str, x: Any, w: Any, whole: Any, y: Any) -> dict[str, Callable[[], Any]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
@@ -18,14 +18,16 @@ from hostweave.base.signatures import checked
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
-from hostweave.fusion_ir.choice import Choice
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
+from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.transports.transport import find_transport, transport_of
+from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they 
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import LocalProgram
     from hostweave.runtime.session import Session, Timing
+
+T = TypeVar("T")
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
@@ -76,7 +80,7 @@ def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> P
 
 
 def _expect_ways(host: HostProgram, options: Options) -> None:
-    known = [f"@{choice.function} %{choice.value}" for choice in host.choices]
+    known = [choice.name for choice in host.choices]
     if unknown := [name for name in options.ways if name not in known]:
         why = f"there is nothing to choose for {unknown[0]}"
         raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
@@ -84,11 +88,11 @@ def _expect_ways(host: HostProgram, options: Options) -> None:
 
 def _searched(made: Program, program: Fusion | HostProgram, target: str, options: Options) -> Program:
     """The program with the ways that are the fastest here, as measured now or before."""
-    from hostweave.runtime.search import name_of, search
+    from hostweave.runtime.search import search
 
     machine, key = options.figures.name, (target, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
     choices = search(made._host, options.sizes, (machine, *key), lambda ways: _compiled(program, target, replace(options, ways=ways)))
-    found = _compiled(program, target, replace(options, ways={name_of(choice): choice.taken.name for choice in choices}))
+    found = _compiled(program, target, replace(options, ways={choice.name: choice.taken.name for choice in choices}))
     found._host = replace(found._host, choices=choices)
     return found
 
@@ -110,7 +114,8 @@ class Program:
         self._closed = False
         self._lock = threading.Lock()
         self._unbound: Program | None = None  # where this one has inputs bound
-        self._without_puts: Program | None = None  # for ranks on several hosts
+        self._without_puts: Program | None = None  # for ranks that cannot reach each other's memory
+        self._without_loops: Program | None = None  # for sizes that chosen loops do not divide
         self.target = target
 
     def __repr__(self) -> str:
@@ -188,7 +193,7 @@ class Program:
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
         lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
-        return explained(stages[-1], self._host.choices, self._options)
+        return explained(stages[-1], self._host, self._options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -206,7 +211,8 @@ class Program:
         Example: `program.check(M=8192, N=4096)`.
         """
         self._expect_sizes("check", sizes)
-        check(self._host, {**minimal_sizes(self._host), **sizes})
+        host = self._host if are_divided(self._host, sizes) else self._in_sequence._host
+        check(host, {**minimal_sizes(host), **sizes})
 
     def bind(self, **arrays: Any) -> Program:
         """The program with these inputs given, so that its calls take only the others, by position or name.
@@ -261,7 +267,7 @@ class Program:
         Example: `y = program(x, w)`.
         """
         given = self._in_order(arrays, named)
-        return self._local(group, given, stream)(self._bound, given, out, stream, sizes)
+        return self._or_in_sequence(lambda program: program._local(group, given, stream)(self._bound, given, out, stream, sizes))
 
     def capture(
         self,
@@ -287,7 +293,7 @@ class Program:
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
         given = self._in_order(arrays, named)
-        return self._local(group, given, stream).capture(self._bound, given, out, stream, sizes)
+        return self._or_in_sequence(lambda program: program._local(group, given, stream).capture(self._bound, given, out, stream, sizes))
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
         """Gets this process's or thread's rank ready for calls at each of these global sizes. All ranks call it together.
@@ -302,7 +308,12 @@ class Program:
         """
         for one in sizes:
             self._expect_sizes("prepare", one)
-        self._local(group, (), None).prepare(self._bound, sizes)
+        divided = [one for one in sizes if are_divided(self._host, one)]
+        rest = [one for one in sizes if one not in divided]
+        if divided:
+            self._or_in_sequence(lambda program: program._local(group, (), None).prepare(self._bound, divided))
+        if rest:
+            self._in_sequence._local(group, (), None).prepare(self._bound, rest)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
@@ -314,8 +325,7 @@ class Program:
 
         Example: `y = program.run(x, w=w)`.
         """
-        call = self._call(arrays, named)
-        self._ready().run([call], poison=False)
+        (call,) = self._run([(arrays, named)], poison=False)
         if ranks:
             call.hand_back()
         return call.local_results() if ranks else call.global_results()
@@ -326,8 +336,7 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
-        made = [self._call((), arrays) for arrays in calls]
-        self._ready().run(made, poison)
+        made = self._run([((), arrays) for arrays in calls], poison)
         for call in made:
             call.hand_back()
         return [call.local_results() for call in made]
@@ -339,7 +348,7 @@ class Program:
         """
         if warmups < 0 or repetitions < 1:
             raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
-        return self._ready().measure(self._call(arrays, named), warmups, repetitions)
+        return self._or_in_sequence(lambda program: program._ready().measure(program._call(arrays, named), warmups, repetitions))
 
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
@@ -377,8 +386,8 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
-        if self._without_puts:
-            self._without_puts.close()
+        for other in filter(None, (self._without_puts, self._without_loops)):
+            other.close()
 
     def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
         if unknown := sizes.keys() - set(self._host.symbols()):
@@ -413,27 +422,62 @@ class Program:
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         if group.hosts > 1 and self._reaches_memory:
-            return self._on_several_hosts._local(group, arrays, stream)
+            figures = self._options.figures.without_peers("the ranks are on several hosts")
+            return self._by_sends(figures)._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
+        if local.out_of_reach and self._reaches_memory:
+            return self._by_sends(self._options.figures.without_puts(local.out_of_reach))._local(group, arrays, stream)
         return local
 
     @property
     def _reaches_memory(self) -> bool:
-        """Whether loops were chosen whose ranks reach each other's memory."""
-        return any(find_transport(transport_of(choice.taken.algorithm)).has_windows for choice in self.choices if choice.taken.chunks)
+        """Whether loops or kernels were chosen whose ranks reach each other's memory."""
+        in_loops = (find_transport(transport_of(choice.taken.algorithm)) for choice in self.choices if choice.taken.chunks)
+        return any(transport.has_windows for transport in in_loops) or any(kernel.exchanges for kernel in self._host.kernels)
 
-    @property
-    def _on_several_hosts(self) -> Program:
-        """The same without such loops. All ranks know where all are, so that all make it."""
+    def _by_sends(self, figures: Machine) -> Program:
+        """The same by figures that say what ranks cannot reach. All of them know that, so that all make it."""
         with self._lock:
             if self._without_puts is None:
-                options = replace(self._options, ways={}, machine=self._options.figures.without_puts("the ranks are on several hosts"))
+                options = replace(self._options, ways={}, machine=figures)
                 self._without_puts = _compiled(self._given, self.target.name, options)
             return self._without_puts
+
+    def _or_in_sequence(self, call: Callable[[Program], T]) -> T:
+        """What a call gives, of the program without chosen loops where these do not divide its sizes, which all ranks know."""
+        try:
+            return call(self)
+        except LoopsDoNotDivide:
+            return call(self._in_sequence)
+
+    @property
+    def _in_sequence(self) -> Program:
+        """The same without chunk loops that were chosen."""
+        if self._unbound:
+            made = copy.copy(self._unbound._in_sequence)
+            made._unbound, made.__dict__["_bound"] = self._unbound._in_sequence, self._bound
+            return made
+        with self._lock:
+            made, ways = self._without_loops or self, dict[str, str]()
+            while loops := [choice.name for choice in made.choices if choice.taken.chunks]:
+                ways |= dict.fromkeys(loops, IN_SEQUENCE)  # which leaves matmuls to others that could be in loops
+                made = _compiled(self._given, self.target.name, replace(self._options, ways=ways))
+            self._without_loops = made
+            return made
+
+    def _run(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], poison: bool) -> list[Call]:
+        """Makes calls on all ranks in this process, of arrays of the same shapes."""
+
+        def run(program: Program) -> list[Call]:
+            made = [program._call(*arrays) for arrays in calls]
+            program._ready().run(made, poison)
+            return made
+
+        return self._or_in_sequence(run)
 
     def _ready(self) -> Session:
         """The program on every rank of a world that works."""

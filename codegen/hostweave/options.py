@@ -28,7 +28,7 @@ class Options:
       and where that is faster there by the cost model; and it runs other communication beside what does not need it, where that pays
       at the typical sizes. "search" runs the ways that the model ranks first on all ranks, in this process, and keeps the fastest, for
       later compiles, too: all sizes must be stated. "off" leaves it where it is needed. A `.stream(...)` that the user states holds
-      either way. A loop wants the sizes of a call to divide by its chunks. `Program.explain` says what was chosen.
+      either way. Calls of sizes that loops so chosen do not divide are made in sequence. `Program.explain` says what was chosen.
     - `ways`: what is done instead of what the cost model chooses, by the names that `Program.explain` has:
       `{"@ag_matmul %x_gathered": "put(8)"}`, or "none" for in sequence.
     - `machine`: the figures of the cost model; by default those that `hostweave calibrate` has measured on this machine, else an H200's.
@@ -40,7 +40,8 @@ class Options:
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
       (2.32 for moves between meshes). Ranks share all sizes evenly, and chunk loops that communicate are by shard, of gathers beside
       and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
-      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version.
+      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
+      of few bytes are done by the kernels that use them, of ranks of one host.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many

@@ -17,6 +17,7 @@ from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
+from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
@@ -33,6 +34,7 @@ from hostweave.passes.host.multiply_few_rows import multiply_few_rows
 from hostweave.passes.host.plan_memory import plan_memory
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
 from hostweave.passes.host.propagate_copies import propagate_copies
+from hostweave.passes.host.reduce_in_kernels import reduce_in_kernels
 from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_allocations import sink_allocations
@@ -54,6 +56,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     stream_by_cost,
     choose_overlap,
     overlap_communication,
+    order_stages,
     lower_to_host,
     split_reductions,
     fuse_kernels,
@@ -65,6 +68,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     multi_buffer,
     privatize_per_stream,
     sink_allocations,
+    reduce_in_kernels,
     reuse_in_place,
     copy_updated,
     sink_views,
@@ -75,7 +79,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 )
 
 # These see a program with its functions. Every other pass runs on each function as on a program of its own, then on what calls them.
-WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host,)
+WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host, reduce_in_kernels)
 
 Observer = Callable[[str, Fusion | HostProgram], None]
 

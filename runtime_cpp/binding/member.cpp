@@ -78,6 +78,10 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
   without_gil([&] { member.adopt(table(), given); });
 }
 
+std::string out_of_reach(hw::Member& member) {
+  return without_gil([&] { return member.out_of_reach(table()); });
+}
+
 hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
   std::vector<std::optional<void*>> pointers;
   for (const std::optional<uintptr_t>& address : bound)
@@ -121,6 +125,7 @@ void bind_member(py::module_& m) {
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
+  m.def("out_of_reach", out_of_reach, py::arg("member"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
 
   py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());

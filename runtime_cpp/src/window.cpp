@@ -1,5 +1,11 @@
 #include "hostweave/window.h"
 
+#if !defined(HOSTWEAVE_CPU_DEVICE) && NCCL_VERSION_CODE >= NCCL_VERSION(2, 29, 0) && __has_include(<nccl_device/host.h>)
+#include <nccl_device/host.h>
+#define HOSTWEAVE_ASKS_NCCL
+extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t*) __attribute__((weak));
+#endif
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -8,6 +14,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/term_exchange.h"
 
 namespace hw {
 namespace {
@@ -68,6 +75,10 @@ void WindowArena::reserve(MemoryPlan& plan) {
   const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
   if (total > memory_.bytes) {
     expect_one_sided_calls();
+    for (const Channel* channel : channels_) {
+      if (const std::string why = why_out_of_reach(*channel); !why.empty())
+        throw ExecutionError("transport one_sided: " + why + "; compile with transport=\"two_sided\"");
+    }
     Memory old = std::exchange(memory_, {});
     if (in_graphs) {
       of_graphs_.push_back(std::move(old));
@@ -105,6 +116,25 @@ void WindowArena::add(size_t number, size_t bytes) {
     }
     one.peers[peer] = static_cast<char*>(base);
   }
+}
+
+std::string why_out_of_reach(const Channel& channel) {
+#ifdef HOSTWEAVE_ASKS_NCCL
+  if (!channel.size() || !ncclCommQueryProperties) return "";
+  ncclCommProperties_t properties{};
+  properties.size = sizeof properties;
+  properties.magic = NCCL_API_MAGIC;
+  properties.version = NCCL_VERSION_CODE;
+  HW_CHECK(ncclCommQueryProperties(channel.comm(), &properties));
+  if (properties.nLsaTeams > 1) {
+    return "the ranks are on several hosts or have no peer access: NCCL finds " + std::to_string(properties.nLsaTeams) +
+           " sets of ranks that reach each other's memory";
+  }
+  if (!properties.hostRmaSupport) return "NCCL has no one-sided calls for this communicator (NCCL_DEBUG=INFO says why)";
+#else
+  (void)channel;
+#endif
+  return "";
 }
 
 bool WindowArena::is_aborted() const {
@@ -150,15 +180,16 @@ const WindowArena::Registered& WindowArena::registered(const Channel& channel) c
   return memory_.registered[found - channels_.begin()];
 }
 
-ncclResult_t abort_with_windows(ncclComm_t comm) {
-  {
+void abort_with_windows(const std::vector<ncclComm_t>& comms) {
+  for (const ncclComm_t comm : comms) {
+    abort_exchanges(comm);
     const std::lock_guard lock(users_mutex);
     if (const auto found = all_users().find(comm); found != all_users().end()) {
       if (const auto users = found->second.lock()) users->aborted = true;
       all_users().erase(found);
     }
   }
-  return ncclCommAbort(comm);
+  for (const ncclComm_t comm : comms) ncclCommAbort(comm);
 }
 
 }  // namespace hw

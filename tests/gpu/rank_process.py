@@ -4,6 +4,8 @@
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world
     python rank_process.py once:PROGRAM PROVIDER        calls it once, and says whether that is right, or why it failed
 
+PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not.
+
 PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distributed store alone).
 """
 
@@ -118,21 +120,35 @@ def run_once(rank: Rank, name: str) -> None:
         say(f"failed: {' '.join(str(error).split())}")
 
 
+def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
+    if name != "chosen":
+        fusion = fusion_of(name, ranks, 3, hw.bf16)
+        return fusion, hw.compile(fusion, target=target)
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
+    def chosen(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(hw.reshard(x, "M", "K").named("g"), w)
+
+    options = hw.Options(sizes={"M": 16 * ranks, "K": 16, "N": 16}, ways={"@chosen %g": f"put({2 * ranks})"})
+    return chosen, hw.compile(chosen, target=target, options=options)
+
+
 class Calls:
-    """The same call, again and again."""
+    """The same calls, again and again."""
 
     def __init__(self, rank: Rank, name: str):
-        self.rank = rank
-        self.fusion = fusion_of(name, rank.group.count, 3, hw.bf16)
-        self.program = hw.compile(self.fusion, target=rank.target)
-        self.arrays = integer_arrays(self.fusion, sizes_of(self.fusion, times=16), seed=0)
+        self.rank, ranks = rank, rank.group.count
+        self.fusion, self.program = program_of(name, ranks, rank.target)
+        sizes = [{"M": rows * ranks, "K": 16, "N": 16} for rows in (16, 3)] if name == "chosen" else [sizes_of(self.fusion, times=16)]
+        self.arrays = [integer_arrays(self.fusion, one, seed=0) for one in sizes]
 
     def make(self) -> None:
-        result = self.program(*self.rank.local(self.fusion, self.arrays))
-        if self.rank.target == "cuda":
-            torch.cuda.synchronize()
-        self.rank.group.check()  # first: a call that was aborted has no result
-        self.rank.check(self.fusion, self.arrays, result)
+        for arrays in self.arrays:
+            result = self.program(*self.rank.local(self.fusion, arrays))
+            if self.rank.target == "cuda":
+                torch.cuda.synchronize()
+            self.rank.group.check()  # first: a call that was aborted has no result
+            self.rank.check(self.fusion, arrays, result)
 
 
 def say(line: str) -> None:

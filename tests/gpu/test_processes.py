@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from rank_process import program_of
 from test_windows import nccl
-from whole_programs import compiled, fusion_of, programs_of
+from whole_programs import compiled, programs_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -26,7 +28,7 @@ from hostweave.runtime.launcher import launched
 GPUS = len(gpus())
 RANKS = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
 ALL = len(programs_of(RANKS))
-ENDLESS, SIGNALLED = "matmul_rs_flat", "mlp_put"  # programs: of collectives, and of puts and signals
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs: of collectives, of puts, and of puts where that can be
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parents[1])
 KILLED, TRIALS = max(2, min(4, GPUS)), 20  # ranks, and how often one of them is killed
@@ -56,9 +58,17 @@ def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
     """What the processes run comes from the cache."""
-    endless = [fusion_of(name, ranks, 3, hw.bf16) for name in (ENDLESS, SIGNALLED) for ranks in (KILLED, KILLED - 1)]
-    for fusion in (*programs_of(RANKS).values(), *endless):
-        compiled(fusion, target="cuda").build()
+    build(program_of(name, ranks, "cuda")[1] for name in (ENDLESS, SIGNALLED) for ranks in (KILLED, KILLED - 1))
+
+
+@pytest.fixture(scope="module")
+def all_built() -> None:
+    build(compiled(fusion, target="cuda") for fusion in programs_of(RANKS).values())
+
+
+def build(programs: Iterable[hw.Program]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(hw.Program.build, programs))
 
 
 # --- how they are started ---------------------------------------------------------------------------------------------
@@ -86,15 +96,18 @@ def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=500, check=False)
 
 
+@pytest.mark.usefixtures("all_built")
 def test_torchrun() -> None:
     check_output(run([*torchrun(), str(SCRIPT), "all", "environment"]))
 
 
+@pytest.mark.usefixtures("all_built")
 def test_torchrun_beside_torch_distributed() -> None:
     check_output(run([*torchrun(), str(SCRIPT), "all", "torch"]), times=2)
 
 
 @needs_mpi
+@pytest.mark.usefixtures("all_built")
 @pytest.mark.parametrize("provider", ["environment", "mpi"])
 def test_mpirun(provider: str) -> None:
     if provider == "mpi":
@@ -102,6 +115,7 @@ def test_mpirun(provider: str) -> None:
     check_output(run([*mpirun(), str(SCRIPT), "all", provider]))
 
 
+@pytest.mark.usefixtures("all_built")
 @pytest.mark.parametrize("provider", ["environment", "store"])
 def test_no_launcher(provider: str) -> None:
     """Processes that set the variables themselves; with a torch.distributed store alone, without its process group."""
@@ -210,19 +224,20 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(trial: int) -> None:
 
 
 @needs_windows
-@pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
-def test_ranks_that_take_each_other_for_other_hosts(program: str) -> None:
-    """Windows are within a host: elsewhere that is an error, and what does without them is right."""
-    port = free_port()
-    hosts = [as_rank(rank, 2, port) | {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
-    with Ranks(hosts, f"once:{program}", "environment") as ranks:
+@pytest.mark.parametrize("on", ["one host", "two hosts"])
+@pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
+def test_ranks_that_take_each_other_for_other_hosts(program: str, on: str) -> None:
+    """Windows are within a host: elsewhere a stated loop of puts is an error, a chosen one is done without, and all else is right."""
+    port, apart = free_port(), [{"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
+    places = [as_rank(rank, 2, port) | (apart[rank] if on == "two hosts" else {}) for rank in range(2)]
+    with Ranks(places, f"once:{program}", "environment") as ranks:
         for rank in range(2):
-            if program == ENDLESS:
-                assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
-            else:
+            if program == SIGNALLED and on == "two hosts":
                 message = ranks.line(rank, SECONDS, beginning="failed: ")
                 assert "one_sided" in message, message
                 assert 'compile with transport="two_sided"' in message, message
+            else:
+                assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
 
 
 def kill_a_rank(program: str, trial: int) -> None:

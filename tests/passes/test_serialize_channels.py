@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import host_text
 import pytest
 
+import hostweave as hw
 from hostweave.base.errors import ProgramError
+from hostweave.check import channel_order
 from hostweave.check.check import check
 from hostweave.check.happens_before import Task, order, run
 from hostweave.check.match_collectives import meetings
@@ -17,6 +21,7 @@ from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.software_pipeline import software_pipeline
+from hostweave.pipeline import lower
 
 HEADER = "(%x: f32[4@dp, N], %v: f32[4@tp, N]) -> (%y: f32[4@dp, N], %z: f32[4@tp, N]) mesh(dp=2, tp=2) streams(ring[2])"
 
@@ -387,3 +392,42 @@ def test_recvs_of_a_pipeline_go_ahead() -> None:
     check(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce) == ({False}, {False})
     assert "if %j > 0" in str(result)
+
+
+def test_calls_in_a_row_are_looked_at_once() -> None:
+    """What may run beside one of them may run beside all."""
+    types = {"h": hw.f32["M", "K"], "w": hw.f32["K", "K@tp"], "v": hw.f32["K@tp", "K"]}
+
+    @hw.block(**types)
+    def layer(h, w, v):  # type: ignore[no-untyped-def]
+        return hw.reshard(hw.matmul(hw.relu(hw.matmul(h, w)), v), "M", "K")
+
+    weights = {f"{name}_{i}": types[name] for i in range(6) for name in "wv"}
+
+    @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
+    def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
+        whole = hw.reshard(g, "K", "K")  # in flight to its use
+        h = hw.matmul(x, k)
+        for i in range(3):
+            h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])
+        h = h + hw.matmul(h, whole)
+        for i in range(3, 6):
+            h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])
+        return h
+
+    stages = {}
+    options = Options(sizes={"M": 8192, "K": 8192}, transport="two_sided")
+    lower(model, options, lambda name, stage: stages.setdefault(name, stage))
+    program = stages["sink_waits"]
+    (join,) = (i for i in program.body if isinstance(i, ir.Join))
+    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # beside all calls
+    shorter = replace(in_flight, body=tuple(channel_order._without_repeated_calls(in_flight.body)))
+    assert [sum(isinstance(i, ir.Call) for i in one.body) for one in (in_flight, shorter)] == [6, 1]
+
+    def found(one: HostProgram) -> set[tree.Instruction]:
+        pairs = channel_order.unordered(instantiate(one, minimal_sizes(program)))
+        return {operation.instruction for pair in pairs for operation in pair}.intersection(tree.walk(program.body))
+
+    assert found(program) == set()
+    assert {type(i) for i in found(in_flight)} == {ir.AllGather}
+    assert found(in_flight) == found(shorter)

@@ -15,10 +15,13 @@ from hostweave.build import cuda, figures
 from hostweave.cli import calibrate
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
+from hostweave.pipeline import lower
 from hostweave.runtime import search
 from hostweave.runtime.group import Group
+from hostweave.runtime.local import LocalProgram
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
+from hostweave.types.shards import shard
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
@@ -104,11 +107,100 @@ def test_explain_why_not() -> None:
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
 
 
-def test_sizes_that_do_not_divide() -> None:
-    program = hw.compile(layer(4), options=hw.Options(sizes=SIZES, machine=SLOW))
-    given = arrays()
-    with pytest.raises(ArgumentError, match="M"):
-        program.run(**{**given, "x": given["x"][:1535]})
+def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    h = np.maximum(given["x"], 0)
+    a = (h @ given["wg"]) * (h @ given["wu"])
+    return a @ given["wd"], np.abs(a) @ given["wd"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
+    """They are computed in sequence: a loop refuses no call that the program would take without it, in any way to make one."""
+    random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
+    program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    given, threads = arrays(), hw.Threads(ranks)
+    weights = {name: given[name] for name in ("wg", "wu", "wd")}
+    bound = program.bind(**weights)
+    some = [*random.integers(1, 200, 6).tolist(), 96, 16 * ranks + 1]
+    calls = [random.integers(-2, 3, (rows, SIZES["K"])).astype(np.float32) for rows in some]
+    for x in calls:
+        for results in (program.run(x=x, **weights), bound.run(x)):
+            for got, want in zip(results, expected({**given, "x": x}), strict=True):
+                np.testing.assert_array_equal(got, want)
+    assert len(program.measure(calls[-1], **weights, warmups=0, repetitions=1)) == ranks
+    assert len(program.run_in_flight([{"x": calls[-1], **weights}] * 2)) == 2
+    program.check(M=some[-1])
+    own = program._given.inputs  # type: ignore[union-attr]
+
+    def on_rank(rank: int) -> list[np.ndarray]:
+        hw.init(provider=threads)
+        blocks = {v.name: np.ascontiguousarray(shard(v.type, given[v.name], rank, program.mesh)) for v in own[1:]}
+        mine = program.bind(**blocks)
+        mine.prepare(*({"M": len(x)} for x in calls))
+        parts = [np.ascontiguousarray(shard(own[0].type, x, rank, program.mesh)) for x in calls]
+        results = [mine(part)[0] for part in parts]
+        captured = mine.capture(parts[-1])
+        captured()
+        return [*results, captured.outputs[0]]
+
+    for x, blocks in zip([*calls, calls[-1]], zip(*threads.run(on_rank), strict=True), strict=True):
+        np.testing.assert_array_equal(np.concatenate(blocks), expected({**given, "x": x})[0])
+    assert any(choice.taken.chunks for choice in program.choices)
+    assert not any(choice.taken.chunks for choice in program._in_sequence.choices)
+    with pytest.raises(
+        ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
+    ):  # as the program in sequence says it
+        program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
+    program.close()
+
+
+def weights_of(ranks: int) -> hw.Fusion:
+    """Layers whose weights are sharded, and gathered where they are used."""
+
+    @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.f32["M@dp", "K"], **{f"w_{i}": hw.f32["K@dp", "K"] for i in range(3)})
+    def layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+        for w in weights.values():
+            x = hw.relu(hw.matmul(x, hw.reshard(w, "K", "K")))
+        return x
+
+    return layers
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_gathers_beside_matmuls_are_read(ranks: int) -> None:
+    """Where that is stated, at sizes that are known and shared evenly; by the model kernels cost the matmuls less."""
+    fusion, random = weights_of(ranks), np.random.default_rng(ranks)
+    options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
+    chosen = hw.compile(fusion, options=options)
+    assert {tuple(way.name for way in choice.ways) for choice in chosen.choices} == {("none", "get(1)")}
+    assert "one_sided" not in chosen.host_ir
+    options = replace(options, ways={choice.name: "get(1)" for choice in chosen.choices})
+    program = hw.compile(fusion, options=options)
+    assert [choice.value for choice in program.choices] == ["w_1_resharded", "w_2_resharded"]  # the first is needed at once
+    assert "beside other ops on a stream of its own by get, one_sided, predicted" in program.explain()
+    for rows, inner in ((48, 48), (7, 48), (48, 49)):
+        x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
+        weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
+        want = x
+        for w in weights:
+            want = np.maximum(want @ w, 0)
+        np.testing.assert_array_equal(program.run(x, *weights), want)
+    for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without_puts("of an old NCCL")}, {"sizes": {}}):
+        with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
+            hw.compile(fusion, options=replace(options, **two_sided))
+    stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %w_2_resharded": "get(1)"})
+    assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)"]
+    with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of none, get\(1\)"):
+        hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
+    text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
+    assert "%w_1_resharded: f32[K, K] pinned async one_sided = all_gather" in text
+    program.close()
+
+
+def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:
+    stages: dict[str, str] = {}
+    lower(fusion, options, lambda name, stage: stages.setdefault(name, str(stage)))
+    return stages[wanted]
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +264,13 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         figures.measured(gpus)
 
 
-def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops of puts were chosen for one host: ranks that are on others run the program without them."""
-    monkeypatch.setattr(Group, "hosts", 2)
+@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks"])
+def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them."""
+    if "hosts" in why:
+        monkeypatch.setattr(Group, "hosts", 2)
+    else:
+        monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
     program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
     given = arrays()
 
@@ -188,6 +284,8 @@ def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert "one_sided" in program.host_ir
-    assert "one_sided" not in program._on_several_hosts.host_ir
-    assert "two-sided transport alone: the ranks are on several hosts" in program._on_several_hosts.explain()
+    made = program._without_puts
+    assert made is not None
+    assert "one_sided" not in made.host_ir
+    assert f"two-sided transport alone: {why}" in made.explain()
     program.close()

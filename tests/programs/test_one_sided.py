@@ -82,11 +82,14 @@ def test_options() -> None:
     assert "two_sided" not in hw.compile(flat, options=Options(transport="one_sided")).host_ir
     assert message_of(fusion_of("ag_matmul_put", 2, 3, hw.bf16), transport="two_sided").endswith(
         "stream of %y: algorithm='put' cannot be; what can: p2p (by_shard), broadcast (by_shard), ring (by_shard), "
-        "all_gather (across_shards) for the all_gather of %x_gathered"
+        "all_gather (across_shards) for the all_gather of %x_gathered; transport='two_sided' has no others, so use transport=\"auto\""
     )
     assert message_of(fusion_of("matmul_ar", 2, 3, hw.bf16), transport="one_sided").endswith(
-        "stream of %y: transport='one_sided' cannot be; what can: nothing for the all_reduce of %y"
+        "stream of %y: transport='one_sided' cannot be; what can: nothing for the all_reduce of %y; "
+        "transport='one_sided' has no others, so use transport=\"auto\""
     )
+    for name in ("ag_matmul_ring", "matmul_rs_ring", "ag_matmul_flat_across"):
+        assert message_of(fusion_of(name, 4, 3, hw.bf16), transport="one_sided").endswith('so use transport="auto"')
 
 
 def test_sums_alone_are_put() -> None:

@@ -97,6 +97,17 @@ def test_every_one_is_needed(name: str) -> None:
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
+@hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], w=hw.f32["K", "K"], v=hw.f32["K@dp", "K"])
+def weights(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+    return hw.matmul(hw.matmul(x, w), hw.reshard(v, "K", "K").named("whole"))
+
+
+def test_every_one_is_needed_of_a_gather_beside_a_matmul() -> None:
+    host = lower(weights, Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": "get(1)"}))
+    assert "one_sided" in str(host)
+    assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
+
+
 # --- by schedules of the CPU device -----------------------------------------------------------------------------------
 
 

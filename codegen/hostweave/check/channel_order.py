@@ -20,21 +20,24 @@ from hostweave.host_ir import ir, tree
 
 
 class Posted:
-    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others."""
+    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others.
+
+    A library puts its own of one channel in order, but not kernels that exchange something by themselves.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[int, dict[tuple[int, Channel], Task]] = defaultdict(dict)  # by rank
+        self._last: dict[int, dict[tuple[int, tuple[Channel, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
-        channels = {channel_of(part) for part in task.operation.communications if part.takes_turns}
+        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
         last = self._last[task.operation.rank]
         found = [
             earlier.operation
             for (stream_id, channel), earlier in last.items()
-            if clock[stream_id] < earlier.number and channels != {channel}
+            if clock[stream_id] < earlier.number and (channels != {channel} or channel[1])
         ]
         last.update({(task.stream_id, channel): task for channel in channels})
         return found
@@ -86,6 +89,20 @@ def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
     if sum(channel.takes_turns for channel in used) < 2 and not any(channel.transport.has_windows for channel in used):
         return set()
-    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(program, sizes)))
+    shorter = replace(program, body=tuple(_without_repeated_calls(program.body)))
+    pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(shorter, sizes)))
     found = {operation.instruction for pair in pairs for operation in pair}
     return found.intersection(tree.walk(program.body))  # a function that it calls orders those of its own
+
+
+def _without_repeated_calls(body: tree.Body) -> Iterator[tree.Instruction]:
+    """Of calls in a row of one function the first: a call has joined its streams when it ends, so that the next one, such as that of the
+    next layer, finds and leaves everything in the same order."""
+    called: set[str] = set()
+    for i in body:
+        names = tree.names(i, "call")
+        if not names and (i.orders or tree.bodies(i) or isinstance(i, ir.Communication)):
+            called.clear()
+        if not names or called.isdisjoint(names):
+            yield i
+        called.update(names)

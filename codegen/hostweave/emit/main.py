@@ -9,12 +9,12 @@ from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
-from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
 from hostweave.emit.templates import braced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
+from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 

@@ -1,17 +1,15 @@
-"""C++ for local sizes, and for the divisibility that a program requires."""
+"""C++ for local sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
 
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import rank_in_group
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Symbol, leaves
-from hostweave.host_ir.size_requirements import trip_counts, types_in
-from hostweave.types.size import CeilDiv, Factor, LocalSize, Share, Size
+from hostweave.host_ir.size_requirements import dims_and_trips
+from hostweave.types.size import CeilDiv, LocalSize, Share
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Local:
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
     """The sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
-    atoms = [atom for size in _extents(program) for atom in size.atoms]
+    atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
     atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.size.atoms]
@@ -44,18 +42,3 @@ def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) ->
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
     return Local(integers.sizes[part], f"hw::{'ceil_div' if isinstance(part, CeilDiv) else 'local_size'}({', '.join(arguments)})")
-
-
-def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """What must divide each symbolic size for every dim and trip count of the program to be whole."""
-    result: dict[Factor, int] = {}
-    for size in _extents(program):
-        if len(size.factors) == 1:
-            result[size.factors[0]] = lcm(result.get(size.factors[0], 1), size.divisor)
-    return result
-
-
-def _extents(program: ir.HostProgram) -> Iterator[Size]:
-    for type in types_in(program):
-        yield from type.shape
-    yield from trip_counts(program)

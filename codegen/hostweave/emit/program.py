@@ -17,11 +17,12 @@ from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layers import Layers, Words, rolled
 from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
+from hostweave.emit.parts import Local, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
+from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.size import Atom
 
 
@@ -99,6 +100,7 @@ class Program:
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
             ("matmul.h", "MatmulPlan" in plans),
             ("streams.h", context.streams or context.events),
+            ("term_exchange.h", context.exchanges),
             ("types.h", context.temporaries or context.functions),
         )
         arena = "window.h" if self.window_channels else "arena.h"
@@ -162,6 +164,11 @@ class Program:
         return [channel.member for channel in self.channels if channel.has_windows]
 
     @property
+    def prepares_together(self) -> bool:
+        """Whether ranks wait for one another when they prepare."""
+        return bool(self.window_channels or self.context.exchanges)
+
+    @property
     def arena(self) -> str:
         """The class of the memory of its temporaries."""
         return "WindowArena" if self.window_channels else "Arena"
@@ -177,7 +184,9 @@ class Program:
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
             *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
+            *(f"{member}(rank, {channel})" for channel, member in context.exchanges.items()),
             *([f"arena_({{{', '.join(f'&{channel}' for channel in self.window_channels)}}})"] if self.window_channels else []),
+            *(["arena_(hw::TermExchange::calls(rank))"] if context.exchanges else []),
         ]
 
 

@@ -35,6 +35,11 @@ class Choice:
     is_measured: bool = False  # else the cost model has predicted the times
 
     @property
+    def name(self) -> str:
+        """As `Options.ways` has it."""
+        return f"@{self.function} %{self.value}"
+
+    @property
     def taken(self) -> Way:
         return self.ways[0]
 

@@ -75,7 +75,7 @@ class Value:
     """A named tensor.
 
     `pinned` says that the user stated its sharding, so no pass may change it; `is_async` that the communication which makes it runs
-    on a stream of its own, beside what does not need it.
+    on a stream of its own, beside what does not need it, by a `transport` of its own where one is named.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Value:
     stream: Stream | None = None
     pinned: bool = False
     is_async: bool = False
+    transport: str = ""
 
 
 @dataclass(frozen=True)

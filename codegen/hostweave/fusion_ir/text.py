@@ -14,6 +14,7 @@ from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
+from hostweave.transports.transport import NAMES
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
@@ -72,6 +73,8 @@ def print_value(value: Value) -> str:
         words.append("pinned")
     if value.is_async:
         words.append("async")
+    if value.transport:
+        words.append(value.transport)
     if value.stream:
         words.append(_stream(value.stream, value.type))
     return " ".join(words)
@@ -194,7 +197,8 @@ def _parse_use(reader: Reader, known: set[str] | None) -> str:
 def parse_value(reader: Reader) -> Value:
     name, type = reader.typed_name()
     pinned, is_async = reader.accept("pinned"), reader.accept("async")
-    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, is_async)
+    transport = next((word for word in NAMES if is_async and reader.accept(word)), "")
+    return Value(name, type, _parse_stream(reader, type) if reader.accept("stream") else None, pinned, is_async, transport)
 
 
 def _parse_stream(reader: Reader, type: TensorType) -> Stream:

@@ -32,6 +32,7 @@ STAGES = (
     "stream_by_cost",
     "choose_overlap",
     "overlap_communication",
+    "order_stages",
 )
 ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
 

@@ -74,6 +74,13 @@ class Builder:
         self.mesh = outer
 
     @contextmanager
+    def by(self, transport: str) -> Iterator[None]:
+        """Channels of that transport for what is emitted, "" for the usual one."""
+        outer, self.transport = self.transport, find_transport(transport) if transport else self.transport
+        yield
+        self.transport = outer
+
+    @contextmanager
     def nested(self) -> Iterator[list[tree.Instruction]]:
         """Emits into a body of its own, which the caller puts where it belongs."""
         self._scopes[-1].move_to(self.mesh)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
-from hostweave.types.size import Share, Size, Sum
+from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType
 
 
@@ -21,6 +22,21 @@ def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
         defined = instruction.defined(types)
         types.update(defined)
         yield from defined.values()
+
+
+def multiples(program: ir.HostProgram) -> dict[Factor, int]:
+    """What must divide each symbolic size for every dim and trip count of the program to be whole."""
+    result: dict[Factor, int] = {}
+    for size in dims_and_trips(program):
+        if len(size.factors) == 1:
+            result[size.factors[0]] = lcm(result.get(size.factors[0], 1), size.divisor)
+    return result
+
+
+def dims_and_trips(program: ir.HostProgram) -> Iterator[Size]:
+    for type in types_in(program):
+        yield from type.shape
+    yield from trip_counts(program)
 
 
 def trip_counts(program: ir.HostProgram) -> Iterator[Size]:

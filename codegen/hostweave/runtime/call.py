@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.base.errors import ArgumentError
+from hostweave.host_ir.chosen_loops import expect_divided
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arguments import accept, expect_writable, in_order
 from hostweave.runtime.arrays import Array, Library, View, view
@@ -85,12 +86,13 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     """A call with these global arrays beside those that are bound, the first ones by position and others by name.
 
     Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,
-    number of dims, device or size than the program's types say.
+    number of dims, device or size than the program's types say, LoopsDoNotDivide where loops that were chosen cannot take its sizes.
     """
     expected = {p.name: p.type for p in program.inputs}
     arrays = in_order(program.name, bound.free, bound.arrays, given, named)
     taken = {p.name: accept(program.name, target, p.name, p.type, array) for p, array in zip(bound.free, arrays, strict=True)}
     shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
+    expect_divided(program, [shapes[name] for name in expected])
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
     _check_outputs(program, sizes)
     accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
+from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
@@ -116,6 +117,7 @@ class LocalProgram:
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
         self._native: Any = group.connected(self._member, self._module)
+        self.out_of_reach: str = self._module.out_of_reach(self._member)  # why its ranks cannot reach each other's memory; the same on all
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -142,6 +144,8 @@ class LocalProgram:
             bound_shapes = (self._tables.get(bound) or self._table(bound)).shapes
             global_shapes = [self._global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
+            for shapes in global_shapes:
+                expect_divided(self._host, shapes)
             with native_calls:
                 for shapes in global_shapes:
                     pairs = zip(self._host.inputs, shapes, strict=True)
@@ -213,7 +217,7 @@ class LocalProgram:
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(taken, self._global_shapes(taken))
-            except CaptureError:  # nothing was done
+            except (CaptureError, LoopsDoNotDivide):  # nothing was done
                 self._ready_for = before
                 raise
             self._ready_for = ready_for
@@ -346,10 +350,16 @@ class LocalProgram:
         return library, array
 
     def _prepare(self, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
+        shapes = taken.all_shapes
+        expect_divided(self._host, global_shapes or list(map(self._if_even, self._host.inputs, shapes)))
         with native_calls:
-            shapes = taken.all_shapes
             self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
         return True
+
+    def _if_even(self, parameter: Parameter, shape: Shape) -> Shape:
+        """The shape of the global array of which this rank holds a block of that shape, as all others do."""
+        mesh = parameter.type.mesh_in(self._host.mesh)
+        return tuple(size * mesh.size_of(dim.axes) for dim, size in zip(parameter.type.dims, shape, strict=bool(shape)))
 
     def _global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""

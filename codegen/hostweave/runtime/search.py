@@ -54,26 +54,21 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
         why = f"runs all ranks in one process, and this one is rank {group.rank} of {group.count}"
         raise ProgramError(f'{here} {why}; compile it once in a process of its own, which keeps what it finds, or use overlap="auto"')
     arrays = {p.name: random_array(p.type, sizes) for p in host.inputs}
-    taken: dict[str, str] = {name_of(choice): choice.taken.name for choice in host.choices}
+    taken: dict[str, str] = {choice.name: choice.taken.name for choice in host.choices}
     measured = []
     for choice in host.choices:
         ways = _run(choice, taken, make, arrays)
-        taken[name_of(choice)] = ways[0].name
+        taken[choice.name] = ways[0].name
         measured.append(replace(choice, ways=ways, is_measured=True))
     _write(file, measured)
     return tuple(measured)
-
-
-def name_of(choice: Choice) -> str:
-    """As `Options.ways` has it."""
-    return f"@{choice.function} %{choice.value}"
 
 
 def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
     """The ways of a choice with the microseconds of the whole program."""
     by_time = sorted(choice.ways, key=lambda way: way.micros)
     wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
-    programs = [make({**taken, name_of(choice): way.name}) for way in wanted]
+    programs = [make({**taken, choice.name: way.name}) for way in wanted]
     times: list[list[float]] = [[] for _ in wanted]
     try:
         for _ in range(ROUNDS):

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Way
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import Overlap, product_of, seconds
+from hostweave.tune.cost import Overlap, cost_beside, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 
+MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
+LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
 SUBCHUNKS = (1, 2, 4)  # of a shard
 SLICES = (2, 4)  # of all shards
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -142,6 +145,39 @@ def ways(
         if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):
             found.append(Way(algorithm, chunks, _micros(overlap.in_chunks(machine, algorithm, chunks))))
     return tuple(sorted(found, key=lambda way: way.micros))
+
+
+def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> bool:
+    """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
+    finder = _Finder(fusion, sizes)
+    return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
+
+
+def ways_beside(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine) -> tuple[Way, ...]:
+    """Of a gather that runs beside other ops how it can be done, and what it costs these: by kernels, which hold multiprocessors, or
+    read by copy engines. Nothing of another op, and where its size is not known."""
+    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
+    is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
+    if op.kind != "all_gather" or ranks < 2 or not is_known:
+        return ()
+    bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
+    by_kernels, by_copies = cost_beside(machine, op.kind, ranks, bytes_of)
+    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way("get", 1, _micros(by_copies))), key=lambda way: way.micros))
+
+
+def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:
+    """The way that is stated for a reshard, else the fastest where it gains enough over the sequence.
+
+    Raises ProgramError where what is stated cannot be.
+    """
+    choice = Choice(reshard.result.name, fusion.name, possible)
+    in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
+    is_worth = possible[0].micros <= min(MARGIN * in_sequence.micros, in_sequence.micros - LEAST)
+    wanted = stated.get(choice.name, (possible[0] if is_worth else in_sequence).name)
+    if wanted not in (names := [way.name for way in possible]):
+        raise ProgramError(f"Options: ways: {choice.name}: {wanted} cannot be; one of {', '.join(names)}", reshard.location)
+    taken = possible[names.index(wanted)]
+    return Choice(choice.value, choice.function, (taken, *(way for way in possible if way != taken)))
 
 
 def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:

@@ -31,7 +31,8 @@ Member::Member(std::string group, int device, int64_t index, int64_t size)
     : group_(std::move(group)), rank_(device, index, size) {}
 
 Member::~Member() {
-  for (const ncclComm_t comm : owned_) aborted_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
+  if (aborted_) abort_with_windows(std::exchange(owned_, {}));
+  for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
@@ -90,13 +91,24 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
   }
 }
 
+std::string Member::out_of_reach(const ProgramTable& program) {
+  expect_working();
+  const Use use(*this);
+  for (const ProcessGroup& one : process_groups_of(program, rank_.index())) {
+    if (one.transport != Transport::one_sided) continue;
+    const Channel& channel = rank_.channel(one.mesh.c_str(), one.axes.c_str(), one.size, one.transport);
+    if (std::string why = why_out_of_reach(channel); !why.empty()) return why;
+  }
+  return "";
+}
+
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
-  for (const ncclComm_t comm : std::exchange(owned_, {})) abort_with_windows(comm);
+  abort_with_windows(std::exchange(owned_, {}));
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }

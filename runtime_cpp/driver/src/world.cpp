@@ -118,7 +118,8 @@ void World::thread_main(int index) {
   }
   lock.unlock();
   member.rank.reset();
-  for (const ncclComm_t comm : member.owned) broken_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
+  if (broken_) abort_with_windows(std::exchange(member.owned, {}));
+  for (const ncclComm_t comm : member.owned) ncclCommDestroy(comm);
 }
 
 void World::perform(Member& member, int index) {
@@ -161,7 +162,7 @@ void World::stop(const std::string& reason) {
 void World::abort_channels(Member& member, std::unique_lock<std::mutex>& lock) {
   const std::vector<ncclComm_t> comms = std::exchange(member.owned, {});
   lock.unlock();
-  for (const ncclComm_t comm : comms) abort_with_windows(comm);
+  abort_with_windows(comms);
   lock.lock();
 }
 

@@ -50,7 +50,8 @@ class Rank {
   cublasLtHandle_t blas();  // made on first use
   // A handle of a library that only some programs use, null until one of them makes it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use. Programs that use the same name share them.
+  // The i-th stream of this name, made on first use. Programs that use the same name share them. Those on which the compiler has
+  // nothing but communication, "comm", "puts" and "arrivals", have the highest priority.
   Stream stream(const char* name, int i);
 
  private:

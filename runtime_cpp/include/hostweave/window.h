@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "hostweave/channel.h"
@@ -109,7 +110,11 @@ inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaS
   return ncclWaitSignal(1, &next, comm, stream);
 }
 
-// Aborts a communicator, whose windows nobody may touch afterwards.
-ncclResult_t abort_with_windows(ncclComm_t comm);
+// Why the ranks of a channel cannot write to each other's memory, by what NCCL knows of its communicator; "" where they can, or
+// where that shows when windows are registered.
+std::string why_out_of_reach(const Channel& channel);
+
+// Aborts communicators, whose windows nobody may touch afterwards, and for which no kernel waits any longer.
+void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

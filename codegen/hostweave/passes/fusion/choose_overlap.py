@@ -240,6 +240,8 @@ class _Choice:
         ]
         stated += f"transport={self.transport!r}" if self.transport != "auto" and not stated else ""
         remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
+        if can and self.transport != "auto":
+            remedy += f'; transport={self.transport!r} has no others, so use transport="auto"'
         raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
 
     # --- loops that communicate nothing ---

@@ -19,13 +19,16 @@ from dataclasses import replace
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.options import Options
+from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import seconds
+from hostweave.tune.overlaps import choice_of, reaches_memory, ways_beside
 
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """After it each communication stands as early as hides it, and is `async` where that pays at the typical sizes.
+    """After it each communication stands as early as hides it, and is `async` where that pays at the typical sizes. A gather is then
+    `one_sided` where that costs the ops beside it less, if its sizes are stated; a choice says so.
 
     It goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past another
     communication it does not go, so that all keep their order.
@@ -34,14 +37,20 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off" or not candidates:
         return fusion
     times, ops = seconds(fusion, options.sizes, options.figures, options.tf32), list(fusion.ops)
+    choices, chosen = list(fusion.choices), {choice.value for choice in fusion.choices}
+    reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
     for op in candidates:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
-            ops.insert(earlier, replace(op, result=replace(op.result, is_async=True)))
-    return replace(fusion, ops=tuple(ops))
+            possible = ways_beside(op, fusion, options.sizes, options.figures) if reaches and name not in chosen else ()
+            if possible:
+                choices.append(choice_of(op, fusion, possible, options.ways))
+            transport = transport_of(choices[-1].taken.algorithm) if possible and choices[-1].taken.chunks else ""
+            ops.insert(earlier, replace(op, result=replace(op.result, is_async=True, transport=transport)))
+    return replace(fusion, ops=tuple(ops), choices=tuple(choices))
 
 
 def _may_be_async(op: Op) -> bool:

@@ -16,15 +16,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hostweave.base.errors import ProgramError
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS
 from hostweave.options import Options
-from hostweave.tune.overlaps import Candidate, candidates, ways
-
-MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
-LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
+from hostweave.tune.overlaps import candidates, choice_of, ways
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
@@ -34,7 +30,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         return fusion
     streams: dict[str, Stream] = {}  # of what a user would stream
     in_loops: set[str] = set()
-    choices = []
+    choices: list[Choice] = []
     ordered = _views_of_inputs_first(fusion)
     found = [candidate for candidate in candidates(ordered, options.sizes) if not candidate.unknown]
     if not found:
@@ -45,8 +41,8 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         if not involved.isdisjoint(in_loops):
             continue
         possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
-        taken = _stated(fusion, candidate, possible, options) or _best(possible)
-        choices.append(Choice(candidate.reshard.result.name, fusion.name, (taken, *(way for way in possible if way != taken))))
+        choices.append(choice_of(candidate.reshard, fusion, possible, options.ways))
+        taken = choices[-1].taken
         if taken.algorithm != IN_SEQUENCE:
             in_loops |= involved
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
@@ -63,22 +59,3 @@ def _views_of_inputs_first(fusion: Fusion) -> Fusion:
         (first if is_first else rest).append(op)
         known |= {op.result.name} if is_first else set()
     return replace(fusion, ops=(*first, *rest))
-
-
-def _stated(fusion: Fusion, candidate: Candidate, possible: tuple[Way, ...], options: Options) -> Way | None:
-    """The way that the options name for a reshard. Raises ProgramError where that cannot be."""
-    reshard = f"@{fusion.name} %{candidate.reshard.result.name}"
-    if reshard not in options.ways:
-        return None
-    found = [way for way in possible if way.name == options.ways[reshard]]
-    if not found:
-        names = ", ".join(way.name for way in possible)
-        raise ProgramError(f"Options: ways: {reshard}: {options.ways[reshard]} cannot be; one of {names}", candidate.reshard.location)
-    return found[0]
-
-
-def _best(possible: tuple[Way, ...]) -> Way:
-    """The fastest, where it gains enough over the sequence."""
-    in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
-    is_worth = possible[0].micros <= min(MARGIN * in_sequence.micros, in_sequence.micros - LEAST)
-    return possible[0] if is_worth else in_sequence

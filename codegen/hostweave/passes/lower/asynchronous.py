@@ -32,7 +32,8 @@ class Asynchronous:
         """What `communicate` emits, after all that the caller's stream has by now."""
         name = op.result.name
         with self.b.nested() as body:
-            communicate()
+            with self.b.by(op.result.transport):
+                communicate()
             self.pending[name] = self._event(name) if self._is_read(name) else ""
             if self.pending[name]:
                 self.b.emit(ir.Record(self.pending[name], Const(0)))

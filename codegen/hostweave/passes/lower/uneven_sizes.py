@@ -35,9 +35,10 @@ def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
                     reason = f"{ranks} ranks cannot share dim {dim} evenly, as {why} needs"
                     raise ProgramError(f"{op.kind}: {reason}; pad it to {-(-int(dim.size) // ranks) * ranks}", op.location)
                 even.update(dim.size.symbols)
-    streams = (op.result.stream for body in (*fusion.functions, fusion) for op in body.ops)
-    algorithms = {stream.algorithm for stream in streams if stream and stream.algorithm}
-    has_windows = any(find_transport(name).has_windows for name in (transport, *map(transport_of, algorithms)))
+    results = [op.result for body in (*fusion.functions, fusion) for op in body.ops]
+    algorithms = {value.stream.algorithm for value in results if value.stream and value.stream.algorithm}
+    transports = {transport, *map(transport_of, algorithms), *(value.transport for value in results if value.transport)}
+    has_windows = any(find_transport(name).has_windows for name in transports)
     return () if has_windows else tuple(name for name in sharded if name not in even)
 
 

@@ -55,6 +55,10 @@ class Member {
   // missing, or where this rank has another number in it than in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
 
+  // Why some ranks of the program's one-sided channels cannot write to each other's memory; "" where they can, as far as that is
+  // known.
+  std::string out_of_reach(const ProgramTable& program);
+
   // From any thread: ends what waits for other ranks. The member is of no use any more.
   void abort(const std::string& reason);
   // Ends the runs of the group's ranks in this process, as far as the target can do that. The first reason counts.
