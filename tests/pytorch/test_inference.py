@@ -97,7 +97,10 @@ def test_styles_of_torch_make_it_sequence_parallel() -> None:
     assert "all_reduce" not in layer
 
 
-def test_parameters_are_read_where_they_lie() -> None:
+@pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
+def test_parameters_are_read_where_they_lie(plan: str) -> None:
+    """Blocks of columns are copies, which are made again where the parameter was written to."""
+
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,7 +111,7 @@ def test_parameters_are_read_where_they_lie() -> None:
 
     module = Scaled().eval()
     x = torch.randn(6, 8)
-    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x, 3.0))
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": plan}, (x, 3.0))
     with torch.no_grad():
         got = compiled(x, 3.0)
         torch.testing.assert_close(got["y"], module(x, 3.0)["y"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,13 +25,37 @@ from hostweave.torch.plan import Axes, Layouts
 from hostweave.types.tensor import Dim, TensorType
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a placeholder stands for: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value."""
+
+    kind: str
+    name: str = ""
+    value: Any = None
+
+
+@dataclass
+class Update:
+    """What a program does with gradients, which are the last values of a graph: results in the memory of inputs."""
+
+    types: dict[str, TensorType]  # of the inputs that it has beside those of the graph
+    donated: dict[str, int]  # for each input that is written the number of the result
+    gradients: int  # how many values it takes
+    compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # of all inputs and the gradients
+
+
 @dataclass
 class Graph:
-    """An exported program, read: which nodes are inputs, parameters and constants, and under which names."""
+    """A graph of ATen ops, read: which nodes are inputs, parameters and constants, and under which names."""
 
-    exported: ExportedProgram
+    fx: torch.fx.Graph
+    origins: dict[Node, Origin]  # of each placeholder
     layouts: Layouts
     mesh: hw.Mesh
+    placed: dict[Node, Axes] = field(default_factory=dict)  # the shardings that values are given where they are made
+    gathered: dict[Node, Axes] = field(default_factory=dict)  # the shardings in which parameters are used
+    results: list[Axes | None] | None = None  # those of outputs; None for what is inferred, or for all as the plan has it
+    update: Update | None = None
     names: dict[Node, str] = field(default_factory=dict)  # of inputs of the fusion
     constants: dict[Node, Any] = field(default_factory=dict)  # values that depend on no input and no parameter
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
@@ -38,34 +63,31 @@ class Graph:
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
 
     def __post_init__(self) -> None:
-        signature, taken = self.exported.graph_signature, dict[str, str]()
-        targets = {spec.arg.name: spec for spec in signature.input_specs}
-        for node in self.placeholders:
-            spec = targets[node.name]
-            if spec.kind is InputKind.USER_INPUT:
+        taken = dict[str, str]()
+        for node, origin in self.origins.items():
+            if origin.kind == "argument":
                 self.arguments.append(node)
                 if not isinstance(node.meta["val"], torch.Tensor):
                     self.constants[node] = node.meta["val"]
                     continue
-                self.names[node] = unique_name(node.name, taken)
-            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                self.names[node] = unique_name(name_of(spec.target), taken)
-                self.parameters[self.names[node]] = spec.target
-            elif spec.kind is InputKind.CONSTANT_TENSOR:
-                self.constants[node] = self.exported.constants[spec.target]
+                self.names[node] = unique_name(origin.name or node.name, taken)
+            elif origin.kind == "constant":
+                self.constants[node] = origin.value
             else:
-                raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
+                self.names[node] = unique_name(name_of(origin.name), taken)
+                self.parameters[self.names[node]] = origin.name
             taken[self.names.get(node, "")] = ""
         self._fold(taken)
-
-    @cached_property
-    def placeholders(self) -> list[Node]:
-        return [node for node in self.exported.graph.nodes if node.op == "placeholder"]
+        for node, name in self.names.items():
+            axes = self.layouts.parameters.get(self.parameters.get(name, ""), ())
+            used = tuple(tuple(axis for axis in of if axis not in self.layouts.data) for of in axes)
+            if used != axes:
+                self.gathered[node] = used
 
     @cached_property
     def nodes(self) -> list[Node]:
         """The nodes that are computed by the program, in order: they depend on an input or a parameter, and an output on them."""
-        calls = [node for node in self.exported.graph.nodes if node.op == "call_function" and node not in self.constants]
+        calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants]
         needed = set(self.outputs)
         for node in reversed(calls):
             if node in needed:
@@ -73,25 +95,30 @@ class Graph:
         return [node for node in calls if node in needed]
 
     @cached_property
+    def returned(self) -> list[Any]:
+        """What the graph returns: nodes, and what else the module does, such as None."""
+        (output,) = (node for node in self.fx.nodes if node.op == "output")
+        return list(output.args[0])
+
+    @property
     def outputs(self) -> list[Node]:
-        """The nodes of what the module returns."""
-        specs = self.exported.graph_signature.output_specs
-        if changed := [spec for spec in specs if spec.kind is not OutputKind.USER_OUTPUT]:
-            raise ProgramError(
-                f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()"
-            )
-        (output,) = (node for node in self.exported.graph.nodes if node.op == "output")
-        return [node for node in output.args[0] if isinstance(node, Node)]
+        """The nodes of what the graph returns."""
+        return [node for node in self.returned if isinstance(node, Node)]
+
+    def last_of(self, path: str) -> Node:
+        """The node that makes what a module returns."""
+        return next(node for node in reversed(self.nodes) if path in modules_of(node))
+
+    def wrong_dims(self, path: str, made: Any) -> ProgramError:
+        """Why what a module returns cannot have the sharding that the plan states."""
+        dims, stated = getattr(made, "ndim", "several results of"), len(self.layouts.outputs[path])
+        return ProgramError(f"plan: {path} returns {dims} dims, and {stated} are stated; write one of an axis and - for each dim")
 
     def _fold(self, taken: dict[str, str]) -> None:
         """Computes what depends on constants alone; buffers are constants where nothing else goes into it."""
-        buffers = {
-            node: self.exported.state_dict[spec.target] if spec.target in self.exported.state_dict else self.exported.constants[spec.target]
-            for node, spec in zip(self.placeholders, self.exported.graph_signature.input_specs, strict=True)
-            if spec.kind is InputKind.BUFFER
-        }
+        buffers = {node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}
         known: dict[Node, Any] = {**self.constants, **buffers}
-        for node in self.exported.graph.nodes:
+        for node in self.fx.nodes:
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
             if node.op == "call_function" and is_fixed and "rand" not in str(node.target):
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
@@ -141,6 +168,29 @@ class Graph:
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
 
 
+def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh) -> Graph:
+    """The graph of an exported program. Raises ProgramError for what it does not take."""
+    origins = {}
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    if changed := [spec for spec in exported.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]:
+        raise ProgramError(f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()")
+    for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind not in _KINDS:
+            raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
+        name = spec.target or ""
+        value = exported.state_dict.get(name, exported.constants.get(name))
+        origins[node] = Origin(_KINDS[spec.kind], name, value)
+    return Graph(exported.graph, origins, layouts, mesh)
+
+
+_KINDS = {
+    InputKind.USER_INPUT: "argument",
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+
+
 def is_known(node: Node) -> bool:
     return node.target is operator.getitem or op_of(node) in TABLE or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
 
@@ -162,6 +212,12 @@ def size_of(size: int | torch.SymInt) -> int | str:
         return size
     text = str(size.node.expr).replace("**", "^")
     return int(text) if text.isdigit() else text.replace("//", "/")
+
+
+def modules_of(node: Node) -> list[str]:
+    """The paths of the modules in which a node was made, the outermost first; of a derivative, in which what it is derived from was."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [path for path, _ in stack.values() if path]
 
 
 def location(node: Node) -> Location | None:

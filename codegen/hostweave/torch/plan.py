@@ -25,6 +25,7 @@ class Layouts:
     parameters: dict[str, Axes] = field(default_factory=dict)
     inputs: dict[str, Axes] = field(default_factory=dict)
     outputs: dict[str, Axes] = field(default_factory=dict)
+    data: set[str] = field(default_factory=set)  # the mesh axes that shard batches: what they shard of parameters is gathered for use
 
 
 def mesh_of(mesh: Any) -> Mesh:
@@ -61,6 +62,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
             kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
             _state(found, (kind, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
+    found.data = {axis for axes in found.inputs.values() for of in axes[:1] for axis in of if axis != "tp"}
     return found
 
 
@@ -96,17 +98,24 @@ def _state(
     if known.get(name, layout) != layout:
         other = stated.get(name)
         by = f'"{other}"' if other else "its DTensor"
-        raise ProgramError(f'plan: {name} is sharded as "{_text(known[name])}" by {by} and as "{_text(layout)}" by "{pattern}"; keep one')
+        raise ProgramError(
+            f'plan: {name} is sharded as "{text_of(known[name])}" by {by} and as "{text_of(layout)}" by "{pattern}"; keep one'
+        )
     known[name], stated[name] = layout, pattern
 
 
-def _text(layout: Axes) -> str:
+def text_of(layout: Axes) -> str:
+    """As a plan has it."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
-def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+def axes_of(text: str) -> Axes:
     """`tp, -` and `dp+tp, -`: for each dim its mesh axes, the outermost first, or "-"."""
-    layout = tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
+    return tuple(() if word.strip() in ("-", "") else tuple(axis.strip() for axis in word.split("+")) for word in text.split(","))
+
+
+def _of_text(text: str, pattern: str, mesh: Mesh) -> Axes:
+    layout = axes_of(text)
     used = [axis for axes in layout for axis in axes]
     known = [name for name, _ in mesh.axes]
     for axis in used:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.torch.aten import TABLE, Result
-from hostweave.torch.graph import Graph, location, name_of, shape_of, size_of
+from hostweave.torch.aten import TABLE, Result, resharded
+from hostweave.torch.graph import Graph, location, modules_of, name_of, shape_of, size_of
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.types.tensor import TensorType
 
@@ -39,8 +40,10 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
     return _fusion(graph, name, starts)
 
 
-def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function]], marked: Iterable[Node] = ()) -> Fusion:
+def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Function | _Layer]], marked: Iterable[Node] = ()) -> Fusion:
+    """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own."""
     marked = list(marked)
+    update = None if marked else graph.update
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = {node: inputs[of] for node, of in graph.names.items()}
@@ -49,7 +52,10 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
             if node in starts:
                 layer, function = starts[node]
                 with stated_location(location(node)):
-                    results = function(*(_value(graph, values, argument, node) for argument in layer.arguments))
+                    if isinstance(function, _Layer):
+                        results: Any = tuple(values[result] for result in function.results)
+                    else:
+                        results = function(*(values[argument] for argument in layer.arguments))
                 values.update(zip(layer.results, results if isinstance(results, tuple) else (results,), strict=True))
                 skipped.update(layer.nodes)
             elif node not in skipped:
@@ -57,22 +63,31 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
         for number, node in enumerate(marked):
             if values[node]._op is not None and values[node]._name is None:
                 values[node].named(f"between_{number}")
-        return tuple(_placed(graph, values[node], node) for node in graph.outputs if node not in graph.constants)
+        outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
+        made = [_placed(graph, values[node], node, number) for number, node in outputs]
+        if update:
+            made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
+        return tuple(made)
 
     program.__name__ = name
-    types: dict[str, Any] = {**graph.input_types}
-    return hw.fusion(mesh=graph.mesh, **types)(program)
+    types: dict[str, Any] = {**graph.input_types, **(update.types if update else {})}
+    return hw.fusion(mesh=graph.mesh, donate=update.donated if update else (), **types)(program)
 
 
-def _placed(graph: Graph, value: hw.Tensor, node: Node) -> hw.Tensor:
-    """An output of the program: replicated, unless the plan states the sharding of the module that made it."""
-    path = next((path for path in reversed(_modules(node)) if path in graph.layouts.outputs), None)
-    return value if path else hw.reshard(value, *value.shape)
+def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
+    """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
+    if graph.results is None:
+        path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
+        return value if path else resharded(value, ())
+    axes = graph.results[number]
+    return value if axes is None else resharded(value, axes)
 
 
 def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
     """What a node gives to another: a tensor of the fusion, or a number."""
     if node in values:
+        if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
+            values[node] = resharded(values[node], graph.gathered[node])
         return values[node]
     value = graph.constants.get(node, node.meta.get("val"))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -99,8 +114,7 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
     if found := rotated(node, graph.constants):
         x, cos, sin = (_value(graph, values, part, node) for part in found)
         with stated_location(location(node)):
-            half = [table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin)]
-            values[node] = hw.rotary_embedding(x, *half)
+            values[node] = TABLE["hostweave.rotary.default"](_result(node, values), x, cos, sin)
         return
     with stated_location(location(node)):
         args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
@@ -119,30 +133,20 @@ def _result(node: Node, values: Values) -> Result:
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
-    """The value, resharded as the plan says of the module whose result it is."""
-    for path in _modules(node):
+    """The value, resharded as the plan says of the module whose result it is, or the graph of this node."""
+    for path in modules_of(node) if graph.layouts.outputs else ():
         axes = graph.layouts.outputs.get(path)
-        if axes is not None and _last_of(graph, path) is node:
+        if axes is not None and graph.last_of(path) is node:
             if not isinstance(made, hw.Tensor) or made.ndim != len(axes):
-                dims = made.ndim if isinstance(made, hw.Tensor) else "several results of"
-                raise ProgramError(f"plan: {path} returns {dims} dims, and {len(axes)} are stated; write one of an axis and - for each dim")
-            made = hw.reshard(made, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(made.shape, axes, strict=True)))
-    return made
-
-
-def _last_of(graph: Graph, path: str) -> Node:
-    return next(node for node in reversed(graph.nodes) if path in _modules(node))
-
-
-def _modules(node: Node) -> list[str]:
-    """The paths of the modules in which a node was made, the outermost first."""
-    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+                raise graph.wrong_dims(path, made)
+            made = resharded(made, axes)
+    return resharded(made, graph.placed[node]) if node in graph.placed else made
 
 
 def _word(node: Node) -> str | None:
     """The name of the innermost module, for what it returns."""
-    paths = _modules(node)
-    if not paths or any(path == paths[-1] for user in node.users for path in _modules(user)):
+    paths = modules_of(node)
+    if not paths or any(path == paths[-1] for user in node.users for path in modules_of(user)):
         return None
     word = paths[-1].rpartition(".")[2]
     return word if word.isidentifier() and word.isascii() else None
@@ -161,19 +165,18 @@ class _Layer:
     arguments: list[Node]
     results: list[Node]
     like: _Layer | None = None  # the first of those that compute the same
+    chain: list[Node | None] = field(default_factory=list)  # of each argument, the result that takes its place in the next layer
 
 
 def _layers(graph: Graph) -> list[_Layer]:
     """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
+    paths = _paths_of_layers(graph)
+    graph.nodes = _together(graph.nodes, {node: path for node, (path, _) in paths.items()})
     grouped: dict[str, list[Node]] = {}
-    classes: dict[str, str] = {}
     for node in graph.nodes:
-        stack = [entry for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]
-        for path, kind in stack:
-            if path.rpartition(".")[2].isdigit():
-                grouped.setdefault(path, []).append(node)
-                classes[path] = kind if isinstance(kind, str) else kind.__name__
-                break
+        if node in paths:
+            grouped.setdefault(paths[node][0], []).append(node)
+    classes = dict(paths.values())
     position = {node: number for number, node in enumerate(graph.nodes)}
     layers, firsts = [], dict[object, _Layer]()
     for path, nodes in grouped.items():
@@ -184,11 +187,64 @@ def _layers(graph: Graph) -> list[_Layer]:
         layers.append(layer)
     repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
     taken: dict[str, None] = {}
+    made = {result: (layer.like, number) for layer in layers for number, result in enumerate(layer.results)}
     for layer in repeated:
+        assert layer.like is not None
+        origins = [made.get(argument, (None, 0)) for argument in layer.arguments]
+        chain = [layer.like.results[number] if like is layer.like else None for like, number in origins]
+        layer.like.chain = chain if any(chain) else layer.like.chain or chain
         if layer.like is layer:
             layer.name = unique_name(layer.name, taken)
             taken[layer.name] = None
     return repeated
+
+
+def _paths_of_layers(graph: Graph) -> dict[Node, tuple[str, str]]:
+    """The module of a list in which each node is, and its class. What sums up gradients is where the last of them is made."""
+    found: dict[Node, tuple[str, str]] = {}
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        for path, kind in stack.values():
+            if path.rpartition(".")[2].isdigit():
+                found[node] = path, kind if isinstance(kind, str) else kind.__name__
+                break
+        before = [argument for argument in node.all_input_nodes if argument in position]
+        if not stack and before and (last := max(before, key=position.__getitem__)) in found:
+            found[node] = found[last]
+    return found
+
+
+def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
+    """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
+    groups = dict(groups)
+    while True:
+        members: dict[Any, list[Node]] = {}
+        for node in nodes:
+            members.setdefault(groups.get(node, node), []).append(node)
+        order, first = list(members), {key: number for number, key in enumerate(members)}
+        before = {
+            key: {of for node in of_key for a in node.all_input_nodes if (of := groups.get(a, a)) in members and of != key}
+            for key, of_key in members.items()
+        }
+        after: dict[Any, list[Any]] = {key: [] for key in members}
+        for key, others in before.items():
+            for other in others:
+                after[other].append(key)
+        ready = [first[key] for key in members if not before[key]]
+        heapify(ready)
+        sorted_: list[Any] = []
+        while ready:
+            sorted_.append(key := order[heappop(ready)])
+            for other in after[key]:
+                before[other].discard(key)
+                if not before[other]:
+                    heappush(ready, first[other])
+        if len(sorted_) == len(members):
+            return [node for key in sorted_ for node in members[key]]
+        done = set(sorted_)
+        torn = next(key for key in order if key not in done and len(members[key]) > 1)
+        groups = {node: key for node, key in groups.items() if key != torn}
 
 
 def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
@@ -223,18 +279,26 @@ def _signature(graph: Graph, layer: _Layer) -> object:
     return (
         tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
         tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
-        tuple(number[node] for node in layer.results),
+        tuple((number[node], graph.placed.get(node)) for node in layer.results),
         tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
-        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) and shared not in graph.parameters),
+        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) in graph.bound),
     )
 
 
 def _types_between(graph: Graph, name: str, layers: list[_Layer], options: Options) -> dict[Node, TensorType]:
-    """The shardings of what layers pass to one another, as they are inferred for the program without functions."""
-    marked = list(dict.fromkeys(node for layer in layers for node in (*layer.arguments, *layer.results) if node not in graph.names))
+    """The shardings of what layers pass to one another, as they are inferred for the program without functions.
+
+    Of those that compute the same there are two in it; the results of the second stand for those of the others.
+    """
     if graph.mesh.size == 1:
         return {}
-    flat = _fusion(graph, name, {}, marked)
+    alike: dict[int, list[_Layer]] = {}
+    for layer in layers:
+        alike.setdefault(id(layer.like), []).append(layer)
+    starts = {layer.nodes[0]: (layer, same[1]) for same in alike.values() for layer in same[2:]}
+    written = [layer for same in alike.values() for layer in same[:2]]
+    marked = list(dict.fromkeys(node for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names))
+    flat = _fusion(graph, name, starts, marked)
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         flat = apply(flat, options)
     types = {value.name: value.type for value in flat.values().values()}
@@ -253,8 +317,8 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
         names.append(unique_name(own or graph.names.get(node, "x"), taken))
         taken[names[-1]] = None
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
-    chained = {argument: result for argument, result in _chained(layer) if result in types}
-    inputs |= {name: types[chained[node]] for name, node in zip(names, layer.arguments, strict=True) if node in chained}
+    chained = [(name, result) for name, result in zip(names, layer.chain, strict=True) if result in types]
+    inputs |= {name: types[result] for name, result in chained if result is not None}
 
     def function(**arguments: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))
@@ -264,14 +328,3 @@ def _function(graph: Graph, layer: _Layer | None, types: Mapping[Node, TensorTyp
 
     function.__name__ = layer.name
     return hw.block(**inputs)(function)
-
-
-def _chained(layer: _Layer) -> list[tuple[Node, Node]]:
-    """The argument that the layer before passed on as a result, and that result's counterpart in this layer."""
-    of_type = {str(result.meta["val"].shape): result for result in layer.results}
-    found = []
-    for argument in layer.arguments:
-        shape = str(argument.meta["val"].shape) if "val" in argument.meta else ""
-        if argument.op == "call_function" and len(layer.results) == 1 and shape in of_type:
-            found.append((argument, of_type[shape]))
-    return found[:1]

@@ -1,7 +1,9 @@
 """ATen ops as functions of a fusion: one entry an op, in `TABLE`."""
 
-from hostweave.torch.aten import indices, pointwise, products, reductions, shapes  # noqa: F401
+from hostweave.torch.aten import gradients, indices, pointwise, products, reductions, shapes  # noqa: F401
 from hostweave.torch.aten.table import DTYPES as DTYPES
 from hostweave.torch.aten.table import TABLE as TABLE
 from hostweave.torch.aten.table import Result as Result
+from hostweave.torch.aten.table import cast as cast
 from hostweave.torch.aten.table import dtype_of as dtype_of
+from hostweave.torch.aten.table import resharded as resharded

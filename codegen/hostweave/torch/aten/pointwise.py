@@ -156,13 +156,19 @@ def _to(result: Result, x: hw.Tensor, *_: Any, **__: Any) -> hw.Tensor | None:
     return cast(x, result.dtype) if result.dtypes else None
 
 
-@aten("clone.default", "alias.default", "detach.default", "contiguous.default", "lift_fresh_copy.default")
+@aten("clone.default", "alias.default", "detach.default", "hostweave.detach.default", "contiguous.default", "lift_fresh_copy.default")
 def _same(result: Result, x: hw.Tensor, **_: Any) -> hw.Tensor:
     return x
 
 
-@aten("dropout.default", "native_dropout.default")
+@aten("dropout.default")
 def _dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> hw.Tensor:
     if train and p:
-        raise refuse(f"dropout with p={p} in a module that trains is not supported in a forward program; call module.eval()")
+        why = f"dropout with p={p} in a module that trains is not supported in a forward program"
+        raise refuse(f"{why}; call module.eval(), or compile it with training=True")
     return x
+
+
+@aten("native_dropout.default")
+def _native_dropout(result: Result, x: hw.Tensor, p: float, train: bool | None = True) -> tuple[hw.Tensor]:
+    return (_dropout(result, x, p, train),)

@@ -46,17 +46,15 @@ def _attention(
 
 
 @aten("convolution.default", "conv2d.default")
-def _convolution(
-    result: Result,
-    x: hw.Tensor,
-    weight: hw.Tensor,
-    bias: hw.Tensor | None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    *rest: Any,
-) -> hw.Tensor:
+def _convolution(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, *rest: Any) -> hw.Tensor:
     """Of patches: a kernel as large as its stride is a matmul of the patches."""
+    y = hw.matmul(patches(x, weight, *rest), hw.reshape(weight, int(weight.shape[0]), -1).T)
+    y = y if bias is None else y + bias
+    return hw.reshape(hw.permute_dims(y, (0, 2, 1)), *result.shape)
+
+
+def patches(x: hw.Tensor, weight: hw.Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any) -> hw.Tensor:
+    """What a convolution multiplies with its weight: [batch, patches, channels * elements of the kernel]."""
     kernel, count = [int(size) for size in weight.shape[2:]], weight.ndim - 2
     stride, padding, dilation = ([v] * count if isinstance(v, int) else (list(v) * count)[:count] for v in (stride, padding, dilation))
     transposed, groups = (bool(rest[0]), rest[2]) if len(rest) > 2 else (False, rest[0] if rest else 1)
@@ -70,8 +68,5 @@ def _convolution(
     batch, channels = x.shape[:2]
     across = [int(size) // k for size, k in zip(sizes, kernel, strict=True)]
     split = hw.reshape(x, batch, channels, *(part for pair in zip(across, kernel, strict=True) for part in pair))
-    patches = hw.permute_dims(split, (0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)))
-    rows = hw.reshape(patches, batch, math.prod(across), int(channels) * math.prod(kernel))
-    y = hw.matmul(rows, hw.reshape(weight, int(weight.shape[0]), -1).T)
-    y = y if bias is None else y + bias
-    return hw.reshape(hw.permute_dims(y, (0, 2, 1)), *result.shape)
+    apart = hw.permute_dims(split, (0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)))
+    return hw.reshape(apart, batch, math.prod(across), int(channels) * math.prod(kernel))

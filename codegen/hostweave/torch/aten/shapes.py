@@ -128,7 +128,7 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
 
 @aten("constant_pad_nd.default")
 def _pad(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
-    return hw.pad(x, list(pad), value=value)
+    return hw.pad(x, list(pad), value=value if result.dtype.is_floating_point else int(value))
 
 
 @aten("tril.default")

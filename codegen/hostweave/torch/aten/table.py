@@ -16,6 +16,7 @@ import torch
 import hostweave as hw
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.frontend.recording import record
+from hostweave.torch.plan import Axes
 from hostweave.types.tensor import DTYPES as BY_NAME
 from hostweave.types.tensor import Dim, DType, TensorType
 
@@ -81,6 +82,12 @@ def common_dtype(a: Any, b: Any) -> torch.dtype:
         return torch.promote_types(torch_dtype(a), torch_dtype(b))
     tensor, number = (a, b) if isinstance(a, hw.Tensor) else (b, a)
     return torch.result_type(torch.empty(1, dtype=torch_dtype(tensor)), number)
+
+
+def resharded(x: hw.Tensor, axes: Axes) -> hw.Tensor:
+    """x, with these mesh axes for each dim; () is replicated."""
+    axes = axes or ((),) * x.ndim
+    return hw.reshard(x, *(f"{size}@{','.join(of)}" if of else size for size, of in zip(x.shape, axes, strict=True)))
 
 
 def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:

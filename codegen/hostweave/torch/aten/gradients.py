@@ -1,0 +1,267 @@
+"""Ops of derivatives, and those that training graphs have in place of ATen's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import hostweave as hw
+from hostweave.torch.aten.products import patches
+from hostweave.torch.aten.table import Number, Result, aten, cast, full, refuse, resharded
+from hostweave.torch.plan import axes_of
+
+
+def _wide(x: hw.Tensor, result: Result) -> hw.Tensor:
+    """In the dtype in which torch computes norms and derivatives of 16-bit floats."""
+    return _cast(x, torch.promote_types(result.dtype, torch.float32))
+
+
+def _cast(x: hw.Tensor, dtype: torch.dtype) -> hw.Tensor:
+    made: hw.Tensor = cast(x, dtype)
+    return made
+
+
+# --- pointwise --------------------------------------------------------------------------------------------------------
+
+
+@aten("tanh_backward.default")
+def _tanh(result: Result, dy: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+    return dy * (1 - y * y)
+
+
+@aten("sigmoid_backward.default")
+def _sigmoid(result: Result, dy: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+    return dy * y * (1 - y)
+
+
+@aten("threshold_backward.default")
+def _threshold(result: Result, dy: hw.Tensor, x: hw.Tensor, threshold: Number) -> hw.Tensor:
+    return hw.where(x > threshold, dy, 0)
+
+
+@aten("silu_backward.default")
+def _silu(result: Result, dy: hw.Tensor, x: hw.Tensor) -> hw.Tensor:
+    dy, x = _wide(dy, result), _wide(x, result)
+    s = hw.sigmoid(x)
+    return _cast(dy * s * (1 + x * (1 - s)), result.dtype)
+
+
+@aten("gelu_backward.default")
+def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
+    dy, x = _wide(dy, result), _wide(x, result)
+    if approximate == "tanh":
+        k = math.sqrt(2 / math.pi)
+        t = hw.tanh(k * (x + 0.044715 * x * x * x))
+        slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
+    else:
+        slope = 0.5 * (1 + hw.erf(x * math.sqrt(0.5))) + x * hw.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return _cast(dy * slope, result.dtype)
+
+
+@aten("hostweave.dropout.default")
+def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tensor:
+    if p >= 1:
+        return full(result, 0)
+    flat = hw.reshape(x, *x.shape[: x.ndim - 4], -1) if x.ndim > 4 else x
+    return hw.dropout(flat, p, seed)
+
+
+# --- softmax, norms ---------------------------------------------------------------------------------------------------
+
+
+@aten("_softmax_backward_data.default")
+def _softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
+    dy, y = _wide(dy, result), _wide(y, result)
+    return _cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
+
+
+@aten("_log_softmax_backward_data.default")
+def _log_softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
+    dy, y = _wide(dy, result), _wide(y, result)
+    return _cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
+
+
+def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(shape), x.ndim))
+
+
+@aten("native_layer_norm.default")
+def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[hw.Tensor, ...]:
+    dims, wide = _last_dims(x, shape), _wide(x, result)
+    mean = hw.mean(wide, dims, keepdims=True)
+    rstd = hw.rsqrt(hw.var(wide, dims, 0, True) + eps)
+    y = (wide - mean) * rstd
+    y = y if weight is None else y * _wide(weight, result)
+    y = y if bias is None else y + _wide(bias, result)
+    return _cast(y, result.dtype), cast(mean, result.dtypes[1]), cast(rstd, result.dtypes[2])
+
+
+@aten("native_layer_norm_backward.default")
+def _layer_norm_backward(
+    result: Result, dy: hw.Tensor, x: hw.Tensor, shape: Any, mean: hw.Tensor, rstd: hw.Tensor, weight: Any, bias: Any, mask: Sequence[bool]
+) -> tuple[hw.Tensor | None, ...]:
+    dims, others = _last_dims(x, shape), tuple(range(x.ndim - len(shape)))
+    dtype = x.dtype
+    dy, x, mean, rstd = (_wide(one, result) for one in (dy, x, mean, rstd))
+    normed = (x - mean) * rstd
+    slope = dy if weight is None else dy * _wide(weight, result)
+    dx = (slope - hw.mean(slope, dims, keepdims=True) - normed * hw.mean(slope * normed, dims, keepdims=True)) * rstd
+    return (
+        hw.astype(dx, dtype) if mask[0] else None,
+        hw.astype(hw.sum(dy * normed, others), weight.dtype) if mask[1] else None,
+        hw.astype(hw.sum(dy, others), bias.dtype) if mask[2] else None,
+    )
+
+
+# --- indices, losses --------------------------------------------------------------------------------------------------
+
+
+@aten("embedding_dense_backward.default")
+def _embedding(result: Result, dy: hw.Tensor, indices: hw.Tensor, rows: int, padding: int = -1, by_count: bool = False) -> hw.Tensor:
+    if by_count:
+        raise refuse("an embedding with scale_grad_by_freq=True is not supported; leave it False")
+    if padding >= 0:
+        dy = hw.where(hw.expand_dims(indices == padding, -1), 0, dy)
+    width = dy.shape[-1]
+    flat = hw.reshape(indices, -1) if indices.ndim != 1 else indices
+    return hw.scatter_add(full(result, 0), 0, hw.expand_dims(flat, -1), hw.reshape(dy, -1, width) if dy.ndim != 2 else dy)
+
+
+@aten("index_put.default", "_unsafe_index_put.default")
+def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None], values: hw.Tensor, accumulate: bool = False) -> hw.Tensor:
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype == hw.bool_ or given[0][1].ndim != 1 or values.ndim != x.ndim:
+        raise refuse("aten.index_put by a mask, or by several indices, is not supported; use torch.scatter or where")
+    dim, index = given[0]
+    index = hw.expand_dims(index, tuple(i for i in range(x.ndim) if i != dim)) if x.ndim > 1 else index
+    return (hw.scatter_add if accumulate else hw.scatter)(x, dim, index, cast(values, result.dtype))
+
+
+@aten("scatter_add.default")
+def _scatter_add(result: Result, x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
+    return hw.scatter_add(x, dim % x.ndim, index, source)
+
+
+@aten("nll_loss_forward.default")
+def _nll(result: Result, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduction: int, ignore: int) -> tuple[hw.Tensor, hw.Tensor]:
+    counted = _counted(logp, target, weight, ignore)
+    at_target = hw.squeeze(hw.take_along_axis(logp, hw.expand_dims(hw.where(counted, target, 0), -1), -1), -1)
+    losses = hw.where(counted, -_wide(at_target, result), 0.0)
+    count = hw.sum(hw.astype(counted, losses.dtype))
+    loss = losses if reduction == 0 else hw.sum(losses) / count if reduction == 1 else hw.sum(losses)
+    return _cast(loss, result.dtype), cast(count, result.dtypes[1])
+
+
+@aten("nll_loss_backward.default")
+def _nll_backward(
+    result: Result, dy: hw.Tensor, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduction: int, ignore: int, count: hw.Tensor
+) -> hw.Tensor:
+    counted = _counted(logp, target, weight, ignore)
+    each = -dy / count if reduction == 1 else -dy
+    of_row = hw.where(counted, each if reduction == 0 else hw.broadcast_to(each, *target.shape), 0.0)
+    is_target = hw.expand_dims(target, -1) == hw.iota(logp, -1, target.dtype)
+    return _cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
+
+
+def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
+    if weight is not None or logp.ndim != 2:
+        raise refuse("cross_entropy with weights or more than 2 dims is not supported; flatten the logits")
+    return target != ignore
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@aten("hostweave.linear.default")
+def _linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None = None) -> hw.Tensor:
+    return hw.linear(x, weight, bias)
+
+
+@aten("hostweave.matmul.default")
+def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor, turned_a: bool, turned_b: bool) -> hw.Tensor:
+    def turned(x: hw.Tensor) -> hw.Tensor:
+        return hw.permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
+
+    return hw.matmul(turned(a) if turned_a else a, turned(b) if turned_b else b)
+
+
+@aten("hostweave.matmul_of_rows.default")
+def _matmul_of_rows(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
+    rows = tuple(range(a.ndim - 1))
+    return hw.tensordot(a, b, (rows, rows))
+
+
+@aten("hostweave.attention.default")
+def _attention(
+    result: Result, q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, causal: bool, scale: float | None, gqa: bool
+) -> tuple[hw.Tensor, hw.Tensor]:
+    return hw.attention(q, k, v, "top_left" if causal else None, None, scale, gqa)
+
+
+@aten("hostweave.attention_backward.default")
+def _attention_backward(
+    result: Result, dy: hw.Tensor, q: Any, k: Any, v: Any, y: Any, lse: Any, causal: bool, scale: float | None, gqa: bool
+) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
+    return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa)
+
+
+@aten("convolution_backward.default")
+def _convolution_backward(
+    result: Result, dy: hw.Tensor, x: hw.Tensor, weight: hw.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> tuple[hw.Tensor | None, ...]:
+    *_, mask = rest
+    rows = patches(x, weight, stride, padding, dilation, *rest[:3])
+    given = hw.permute_dims(hw.reshape(dy, *dy.shape[:2], -1), (0, 2, 1))  # [batch, patches, channels]
+    dx = None
+    if mask[0]:
+        raise refuse("the gradient of the input of a convolution is not supported; detach() it")
+    dw = hw.reshape(hw.tensordot(given, rows, ((0, 1), (0, 1))), *weight.shape) if mask[1] else None
+    return dx, dw, hw.sum(given, (0, 1)) if mask[2] else None
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+@aten("hostweave.rotary.default")
+def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor) -> hw.Tensor:
+    """By tables whose halves are equal."""
+    first, second = (table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin))
+    return hw.rotary_embedding(x, first, second)
+
+
+@aten("hostweave.reshard.default")
+def _reshard(result: Result, x: hw.Tensor, layout: str) -> hw.Tensor:
+    return resharded(x, axes_of(layout))
+
+
+@aten("slice_scatter.default")
+def _slice_scatter(
+    result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> hw.Tensor:
+    """As the derivative of a slice has it: elements around the source are those of x."""
+    dim, size = dim % x.ndim, x.shape[dim]
+    if step != 1 or not isinstance(size, int):
+        raise refuse(f"a write to a slice with step {step} of a dim of {size} is not supported; use steps of 1")
+    begin = min(max(0, start or 0), size)
+    return _between(x, source, dim, begin, int(source.shape[dim]))
+
+
+@aten("select_scatter.default")
+def _select_scatter(result: Result, x: hw.Tensor, source: hw.Tensor, dim: int, index: int) -> hw.Tensor:
+    dim, size = dim % x.ndim, x.shape[dim]
+    if not isinstance(size, int):
+        raise refuse(f"a write to an element of a dim of {size} is not supported; use a fixed size")
+    return _between(x, hw.expand_dims(source, dim), dim, index % size, 1)
+
+
+def _between(x: hw.Tensor, source: hw.Tensor, dim: int, begin: int, length: int) -> hw.Tensor:
+    def part(of: slice) -> hw.Tensor:
+        return x[(*(slice(None) for _ in range(dim)), of)]
+
+    size = int(x.shape[dim])
+    before = [part(slice(0, begin))] if begin else []
+    after = [part(slice(begin + length, size))] if begin + length < size else []
+    return hw.concat([*before, source, *after], dim) if before or after else source

@@ -1,0 +1,169 @@
+"""A compiled module: it is called as the module is, with the module's tensors read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from hostweave.api import Program
+from hostweave.base.errors import ArgumentError
+from hostweave.runtime.group import Group
+from hostweave.runtime.group import current as current_group
+from hostweave.torch.graph import Graph
+from hostweave.types.shards import shard
+
+
+class Copied(NamedTuple):
+    """A block of a tensor that is no part of its memory as a program takes it."""
+
+    name: str
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    version: list[int]  # of the tensor, when it was copied
+
+
+class Part:
+    """A program and the tensors of the module that it reads. It is called with the others, by name."""
+
+    def __init__(self, program: Program, graph: Graph, module: nn.Module):
+        self.program, self.graph = program, graph
+        donated = graph.update.donated if graph.update else ()
+        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
+        self._bound: dict[int | None, tuple[Program, list[Copied]]] = {}  # by rank of the group, None for all ranks in this process
+
+    def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> tuple[torch.Tensor, ...]:
+        """The results for this rank's blocks, or for global tensors where all ranks are in this process."""
+        rank = group.rank if group else None
+        program, copies = self._bound.get(rank) or self._bind(rank)
+        for one in copies:
+            if one.version != (now := [_version(one.tensor)]) or now == [-1]:
+                one.copy.copy_(self._block(one.name, one.tensor, rank))
+                one.version[:] = now
+        given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
+        made = program(**given, group=group) if group else program.run(**given)
+        return made if isinstance(made, tuple) else (made,)
+
+    def _bind(self, rank: int | None) -> tuple[Program, list[Copied]]:
+        """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""
+        given: dict[str, torch.Tensor] = {}
+        copies = []
+        for name, held in {**self.tensors, **self.graph.bound}.items():
+            block = self._block(name, held, rank)
+            if self._lies_ready(name, held, block, rank):
+                given[name] = block
+            else:
+                copies.append(Copied(name, held, block.contiguous().clone(), [_version(held)]))
+                if rank is not None:
+                    given[name] = copies[-1].copy
+        self._bound[rank] = self.program.bind(**given), copies
+        return self._bound[rank]
+
+    def _block(self, name: str, held: torch.Tensor, rank: int | None) -> torch.Tensor:
+        tensor: Any = held.detach()
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor() if rank is None else tensor.to_local()
+        block: Any = tensor if rank is None else shard(self.graph.input_types[name], tensor, rank, self.graph.mesh)
+        return block  # type: ignore[no-any-return]
+
+    def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
+        """Whether a program reads the tensor's own memory, so that it sees what is written there."""
+        if not block.is_contiguous() or (rank is None and isinstance(held, DTensor)):
+            return False
+        ranks = range(self.graph.mesh.size) if rank is None else ()
+        return all(self._block(name, block, other).is_contiguous() for other in ranks)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts what was written to a tensor; -1 where torch does not."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class CompiledModule:
+    """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
+
+    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks, as the plan shards
+    inputs, and replicated ones by default. Without a group all ranks run in this process, on global tensors. Parameters are read where they
+    lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
+    """
+
+    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, program: Program):
+        self.program, self._module, self._graph, self._specs = program, module, graph, exported.call_spec
+        self._places = [(*owner_of(module, of), tensor_of(module, of)) for of in graph.parameters.values()]
+        self._training = module.training
+        self._part = Part(program, graph, module)
+
+    def __repr__(self) -> str:
+        return f"<hostweave.torch.{type(self).__name__} of {type(self._module).__name__}: {self.program!r}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
+            raise ArgumentError(
+                f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
+                "or compile it with training=True"
+            )
+        self._expect_unchanged()
+        arrays = {name: leaf.detach() for name, leaf in self._arrays(args, kwargs).items()}
+        results = iter(self._part(arrays, current_group()))
+        return self._returned({node: next(results) for node in self._graph.outputs if node not in self._graph.constants})
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+    def _returned(self, made: Mapping[Node, Any]) -> Any:
+        """What the module returns, of the values of the graph's nodes."""
+        known = {**self._graph.constants, **made}
+        leaves = [known[node] if isinstance(node, Node) else node for node in self._graph.returned]
+        return pytree.tree_unflatten(leaves, self._specs.out_spec)
+
+    def _expect_unchanged(self) -> None:
+        for owner, key, tensor in self._places:
+            if getattr(owner, key) is not tensor:
+                raise ArgumentError(
+                    f"{self._name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
+                )
+        if self._module.training != self._training:
+            was = "train" if self._training else "eval"
+            raise ArgumentError(f"{self._name}: was compiled for {was}() and is changed; compile it again")
+
+    def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        spec, name = self._specs.in_spec, self._name
+        wanted = list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
+        if sorted(wanted) != sorted(kwargs):
+            raise ArgumentError(
+                f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; call it likewise"
+            )
+        leaves, given = pytree.tree_flatten((args, {key: kwargs[key] for key in wanted}))
+        if given != spec:
+            raise ArgumentError(f"{name}: the arguments have another structure than example_inputs; pass as many, nested likewise")
+        arrays = {}
+        for node, leaf in zip(self._graph.arguments, leaves, strict=True):
+            if node in self._graph.names:
+                if not isinstance(leaf, torch.Tensor):
+                    raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
+                arrays[self._graph.names[node]] = leaf
+            elif leaf != self._graph.constants.get(node):
+                raise ArgumentError(
+                    f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
+                )
+        return arrays
+
+
+def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module that has a tensor, and the tensor's name there."""
+    parent, _, key = path.rpartition(".")
+    return module.get_submodule(parent), key
+
+
+def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
+    owner, key = owner_of(module, path)
+    tensor: torch.Tensor = getattr(owner, key)
+    return tensor

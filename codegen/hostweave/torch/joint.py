@@ -1,0 +1,304 @@
+"""A module's forward and backward pass as two graphs, by AOTAutograd's joint graph and torch's min-cut partitioner."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule, Node
+from torch.fx.traceback import preserve_node_meta, set_current_meta
+from torch.utils import _pytree as pytree
+
+from hostweave.base.errors import ProgramError
+from hostweave.torch.aten import TABLE
+from hostweave.torch.graph import Graph, Origin, modules_of, name_of
+from hostweave.torch.ops import composed_attention, matmul, ops
+from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
+from hostweave.torch.plan import Axes, Layouts, text_of
+from hostweave.types.tensor import TensorType
+
+SEEDS = "dropout_seeds"  # the argument of the programs that has a number for each dropout
+_SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.default", "_assert_tensor_metadata.default")
+
+
+@dataclass
+class Joint:
+    """The two graphs of a module, and how they hang together. Values are numbered as the joint graph takes and returns them."""
+
+    outer: Graph  # as exported
+    sources: list[Node]  # the nodes of `outer` that the joint graph takes
+    origins: list[Origin]  # what they stand for, and then the seeds
+    results: list[Node]  # the nodes of `outer` that are computed
+    differentiable: list[bool]  # which results have gradients
+    whole: GraphModule  # results, then the gradients of all sources
+    dropouts: int
+    needs_gradient: dict[str, bool]  # by name of an argument
+
+    @cached_property
+    def _parts(self) -> tuple[GraphModule, GraphModule]:
+        return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
+
+    @property
+    def forward(self) -> GraphModule:
+        """What computes the results, and what the backward pass needs."""
+        return self._parts[0]
+
+    @property
+    def backward(self) -> GraphModule:
+        """What computes gradients."""
+        return self._parts[1]
+
+    def forward_graph(self) -> Graph:
+        """What is computed of the arguments: the results, then what is saved for the backward pass, sharded as is inferred."""
+        graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
+        graph.returned = [*graph.returned[: len(self.results)], *self.saved]
+        graph.results = [*self._of_results, *(None for _ in self.saved)]
+        return graph
+
+    def step_graph(self) -> Graph:
+        """What is computed of the arguments: the results, then the gradients of parameters, of which the one scalar result is the loss."""
+        origins = self._origins(self.whole)
+        for node in origins:
+            if node.name.startswith("tangents_"):
+                origins[node] = Origin("constant", node.name, torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype))
+        graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
+        given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
+        graph.results = [*self._of_results, *(self.axes_of(origin) for _, origin in given)]
+        graph.placed = {node: self.axes_of(origin) for node, origin in given}
+        return graph
+
+    @property
+    def _of_results(self) -> list[Axes | None]:
+        """The shardings of results: replicated, but for those of modules that the plan states."""
+        stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
+        return [None if as_stated else () for as_stated in stated]
+
+    def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
+        """What is computed of saved values and of gradients of results: the gradients of parameters and arguments.
+
+        `types` are those of the forward program's results, in its order.
+        """
+        made = iter(types)
+        axes = [None if node in forward.constants else tuple(dim.axes for dim in next(made).dims) for node in forward.outputs]
+        origins, stated = self._origins(self.backward), dict[str, Axes | None]()
+        tangents = [one for one, has in zip(axes, self.differentiable, strict=False) if has]
+        stated.update({f"tangents_{number + 1}": one for number, one in enumerate(tangents)})
+        of_name = {node.name: node for node in origins}
+        for saved, name, one in zip(self.saved, _names_of(self.saved), axes[len(self.results) :], strict=True):
+            node, stated[name] = of_name[saved.name], one
+            origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
+        layouts = self._layouts()
+        inputs = {**layouts.inputs, **{name: one for name, one in stated.items() if one is not None}}
+        graph = Graph(self.backward.graph, origins, replace(layouts, inputs=inputs), self.outer.mesh)
+        given = list(zip(graph.returned, self.origins, strict=True))
+        graph.results = [self.axes_of(origin) for node, origin in given if isinstance(node, Node)]
+        graph.placed = {node: self.axes_of(origin) for node, origin in given if isinstance(node, Node)}
+        return graph
+
+    @property
+    def saved(self) -> list[Node]:
+        """The nodes of the forward graph that the backward graph takes."""
+        (output,) = (node for node in self.forward.graph.nodes if node.op == "output")
+        return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
+
+    def source_of(self, node: Node) -> int | None:
+        """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
+        return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
+
+    def axes_of(self, origin: Origin) -> Axes:
+        """The sharding of what an origin is, and of its gradient."""
+        stated = self.outer.layouts.parameters if origin.kind == "parameter" else self.outer.layouts.inputs
+        return stated.get(origin.name, ())
+
+    def _layouts(self) -> Layouts:
+        return replace(self.outer.layouts, outputs={})
+
+    def _origins(self, part: GraphModule) -> dict[Node, Origin]:
+        origins = {}
+        for node in part.graph.nodes:
+            if node.op == "placeholder":
+                source = self.source_of(node)
+                origins[node] = Origin("argument", node.name) if source is None else self.origins[source]
+            elif node.op == "get_attr":
+                origins[node] = Origin("constant", node.target, getattr(part, node.target))
+        return origins
+
+
+def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
+    """The forward and backward graph of an exported module. `wanted` says of which of its arguments gradients are.
+
+    With `of_loss` gradients are those of the one result that is a scalar.
+    """
+    needs_gradient = {node.name: one for node, one in zip(outer.arguments, wanted, strict=True)}
+    results = [node for node in dict.fromkeys(outer.outputs) if node not in outer.constants and node not in outer.names]
+    sources = list(outer.names)
+    for node in outer.nodes:
+        for argument in node.all_input_nodes:
+            value = outer.constants.get(argument)
+            if isinstance(value, torch.Tensor) and argument not in sources and not word_of_mask(node, argument, value):
+                sources.append(argument)
+    origins = [_origin_of(outer, node) for node in sources]
+    fakes = [_fake(outer, node, origin, needs_gradient) for node, origin in zip(sources, origins, strict=True)]
+    dropouts = [node for node in outer.nodes if _dropped(node)]
+    if dropouts:
+        origins.append(Origin("argument", SEEDS))
+        fakes.append(fakes[0].new_empty(len(dropouts), dtype=torch.uint32, requires_grad=False))
+    differentiable: list[bool] = []
+    losses = _losses(results) if of_loss else results
+    patterns = _patterns(outer)
+
+    def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        env: dict[Node, Any] = dict(zip(sources, flat, strict=False))
+        seeds = dict(zip(dropouts, flat[-1].unbind() if dropouts else (), strict=True))
+        with preserve_node_meta():
+            for node in outer.nodes:
+                with set_current_meta(node):
+                    env[node] = _computed(outer, env, node, seeds.get(node), patterns.get(node))
+        made = tuple(env[node].clone() if node in losses else env[node].detach().clone() for node in results)
+        differentiable[:] = [value.requires_grad for value in made]
+        return made
+
+    known = {name.partition(".")[0] for name in TABLE}
+    decompositions = {op: rule for op, rule in _core().items() if str(op).split(".")[1] not in known}
+    made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+    if not any(differentiable):
+        why = "no result depends on what requires grad"
+        raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
+    _simplify(made)
+    return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
+
+
+def _losses(results: list[Node]) -> list[Node]:
+    found = [node for node in results if node.meta["val"].is_floating_point() and node.meta["val"].ndim == 0]
+    if len(found) != 1:
+        why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
+        raise ProgramError(f"optimizer: {why}; return one, or leave optimizer= out and call backward() and step()")
+    return found
+
+
+def _core() -> dict[Any, Any]:
+    return core_aten_decompositions()
+
+
+def _origin_of(outer: Graph, node: Node) -> Origin:
+    if node in outer.origins:
+        return replace(outer.origins[node], name=outer.origins[node].name or node.name)
+    return Origin("constant", node.name, outer.constants[node])
+
+
+def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bool]) -> torch.Tensor:
+    value = node.meta.get("val", origin.value)
+    wanted = origin.value.requires_grad if origin.kind == "parameter" else needs_gradient.get(origin.name, False)
+    made: torch.Tensor = torch.empty_like(value, requires_grad=wanted)
+    return made
+
+
+def _dropped(node: Node) -> bool:
+    """Whether an op draws random numbers."""
+    op, args = op_of(node), node.args
+    if op == ATTENTION:
+        return bool((args[4] if len(args) > 4 else 0.0) or node.kwargs.get("dropout_p"))
+    return op in ("dropout.default", "native_dropout.default") and bool(args[1]) and args[2] is not False
+
+
+def _patterns(outer: Graph) -> dict[Node, Any]:
+    """What nodes are that constants decide: the word of attention's mask, and the operands of rotary embeddings."""
+    found: dict[Node, Any] = {}
+    for node in outer.nodes:
+        mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
+        if mask is not None and isinstance(value := outer.constants.get(mask), torch.Tensor):
+            found[node] = word_of_mask(node, mask, value)
+        else:
+            found[node] = rotated(node, outer.constants)
+    return {node: what for node, what in found.items() if what}
+
+
+def _computed(outer: Graph, env: dict[Node, Any], node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
+    """What a node of the exported graph computes, by the ops that have derivatives of their own where there are some."""
+
+    def value(of: Node) -> Any:
+        return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
+
+    if node.target is operator.getitem:
+        return value(node.args[0])[node.args[1]]
+    args, kwargs = pytree.tree_map_only(Node, value, (node.args, node.kwargs))
+    made: Any
+    op = op_of(node)
+    if op == ATTENTION:
+        made = _attention(node, value, args, kwargs, seed, pattern)
+    elif op == "linear.default" and args[0].ndim > 1:
+        made = ops.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+    elif op in ("matmul.default", "mm.default", "bmm.default") and min(args[0].ndim, args[1].ndim) > 1:
+        made = matmul(*args)
+    elif op == "addmm.default" and not kwargs:
+        made = args[0] + matmul(*args[1:])
+    elif seed is not None:
+        made = ops.dropout(args[0], seed, args[1])
+        made = (made, None) if op == "native_dropout.default" else made
+    elif pattern:
+        made = ops.rotary(*map(value, pattern))
+    elif op == "view.default":  # strides are those of kernels of one device, and mean nothing here
+        made = args[0].reshape(args[1])
+    elif op == "hostweave.detach.default":
+        made = args[0].detach()
+    else:
+        made = node.target(*args, **kwargs)
+    for path in modules_of(node):
+        if (axes := outer.layouts.outputs.get(path)) is not None and outer.last_of(path) is node:
+            if not isinstance(made, torch.Tensor) or made.ndim != len(axes):
+                raise outer.wrong_dims(path, made)
+            made = ops.reshard(made, text_of(axes))
+    return made
+
+
+def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor | None, word: str | None) -> Any:
+    defaults: list[Any] = [None, 0.0, False]
+    q, k, v, mask, p, causal = list(args) + defaults[len(args) - 3 :]
+    p, causal, scale = kwargs.get("dropout_p", p), kwargs.get("is_causal", causal), kwargs.get("scale")
+    mask, gqa = kwargs.get("attn_mask", mask), bool(kwargs.get("enable_gqa"))
+    if word:
+        mask, causal = None, causal or word == "causal"
+    if all(pair := [repeated(argument) for argument in node.args[1:3]]):
+        (k, v), gqa = map(value, pair), True
+    if mask is not None or p:
+        return composed_attention(q, k, v, mask, p, causal, scale, gqa, seed)
+    return ops.attention(q, k, v, causal, scale, gqa)[0]
+
+
+def _simplify(made: GraphModule) -> None:
+    """Takes out what does not compute, and gives nodes of the backward pass the user's lines of those that they are derived from."""
+    lines: dict[int, str] = {}
+    for node in list(made.graph.nodes):
+        if node.op == "call_function" and op_of(node) in _SAME:
+            if node.users:
+                node.replace_all_uses_with(node.args[0])
+            made.graph.erase_node(node)
+        elif trace := node.meta.get("stack_trace"):
+            lines.setdefault(node.meta.get("seq_nr", -1), trace)
+    for node in made.graph.nodes:
+        if not node.meta.get("stack_trace") and (trace := lines.get(node.meta.get("seq_nr", -1))):
+            node.meta["stack_trace"] = trace
+    made.graph.eliminate_dead_code()
+    made.recompile()
+
+
+def _names_of(saved: list[Node]) -> list[str]:
+    """Names for saved values: those of layers that repeat have the layer's number last, as arrays of structs have them."""
+    counts: Counter[str] = Counter()
+    names = []
+    for node in saved:
+        path = next(reversed(modules_of(node)), "")
+        made: Any = node.args[0] if node.target is operator.getitem else node
+        base = name_of(".".join(filter(None, ("saved", path, op_of(made).removeprefix("hostweave.").partition(".")[0].lstrip("_")))))
+        counts[base] += 1
+        words = base.split("_")
+        at = next((i for i in range(len(words), 0, -1) if not words[i - 1].isdigit()), len(words))
+        names.append("_".join([*words[:at], *([f"v{counts[base]}"] if counts[base] > 1 else []), *words[at:]]))
+    return names

@@ -1,0 +1,151 @@
+"""Ops of torch that training graphs have in place of ATen's: each is one op here, forward and backward, under every sharding.
+
+ATen's own derivatives flatten leading dims, which cannot be sharded then, and choose among kernels of one device. These have no kernels:
+they are traced by AOTAutograd, and compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Gradients = tuple[torch.Tensor | None, ...]
+_LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+ops = torch.ops.hostweave
+
+
+def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradients], saved: Callable[..., tuple[Any, ...]]) -> None:
+    """Defines an op: what it makes of fake tensors, its gradients, and which of inputs and output these need."""
+    name = f"hostweave::{schema.partition('(')[0]}"
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kept = saved(inputs, output)
+        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in kept]
+        ctx.save_for_backward(*(value for value in kept if isinstance(value, torch.Tensor)))
+        ctx.others = [value for value in kept if not isinstance(value, torch.Tensor)]
+
+    def gradients(ctx: Any, *given: torch.Tensor) -> Gradients:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        return backward(ctx.needs_input_grad, given[0], *(next(tensors) if one else next(others) for one in ctx.is_tensor))
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, shapes, "Meta")
+    torch.library.register_autograd(name, gradients, setup_context=keep, lib=_LIBRARY)
+
+
+def _inputs(inputs: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
+    return inputs
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def _linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> Gradients:
+    return (
+        matmul(dy, weight) if needed[0] else None,
+        ops.matmul_of_rows(dy, x) if needed[1] else None,
+        dy.sum(tuple(range(dy.ndim - 1))) if needed[2] else None,
+    )
+
+
+def _matmul_backward(needed: Any, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *_: bool) -> Gradients:
+    if b.ndim == 2:
+        of_b = ops.matmul_of_rows(a, dy) if needed[1] else None
+    else:
+        of_b = ops.matmul(a, dy, True, False).sum_to_size(b.shape) if needed[1] else None
+    return ops.matmul(dy, b, False, True).sum_to_size(a.shape) if needed[0] else None, of_b, None, None
+
+
+def _matmul_shape(a: torch.Tensor, b: torch.Tensor, turned_a: bool, turned_b: bool) -> torch.Tensor:
+    rows, columns = a.shape[-1 if turned_a else -2], b.shape[-2 if turned_b else -1]
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    return a.new_empty((*leading, rows, columns))
+
+
+def _no_second(*_: Any) -> Gradients:
+    raise NotImplementedError("derivatives of gradients are not compiled")
+
+
+def _nothing(*_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product, as in torch. Derivatives have transposed operands."""
+    made: torch.Tensor = ops.matmul(a, b, False, False)
+    return made
+
+
+_op(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    lambda x, w, _: x.new_empty((*x.shape[:-1], w.shape[0])),
+    _linear_backward,
+    _inputs,
+)
+_op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmul_shape, _matmul_backward, _inputs)
+_op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])), _no_second, _nothing)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention_backward(needed: Any, dy: torch.Tensor, q: Any, k: Any, v: Any, *rest: Any) -> Gradients:
+    causal, scale, gqa, y, lse = rest
+    found = ops.attention_backward(dy, q, k, v, y, lse, causal, scale, gqa)
+    return (*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=False)), None, None, None)
+
+
+_op(
+    "attention(Tensor q, Tensor k, Tensor v, bool causal, float? scale, bool gqa) -> (Tensor, Tensor)",
+    lambda q, k, v, *_: (q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=torch.float32)),
+    _attention_backward,
+    lambda inputs, output: (*inputs, *output),
+)
+_op(
+    "attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, bool causal, float? scale, bool gqa) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda dy, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    _no_second,
+    _nothing,
+)
+
+
+def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
+    """Attention with the matrix of its scores in memory, as a mask or dropout of weights need it."""
+    if gqa and q.shape[-3] != k.shape[-3]:
+        k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = matmul(q, k.transpose(-2, -1)).to(wide) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = torch.where(mask, scores, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = torch.softmax(scores, -1).to(q.dtype)
+    return matmul(ops.dropout(weights, seed, p) if p else weights, v)
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+def _rotary_backward(needed: Any, dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Gradients:
+    return ops.rotary(dy, cos, -sin), None, None
+
+
+_op("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: x.new_empty(x.shape), _rotary_backward, lambda i, _: i[1:])
+_op(
+    "dropout(Tensor x, Tensor seed, float p) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    lambda needed, dy, seed, p: (ops.dropout(dy, seed, p), None, None),
+    lambda i, _: i[1:],
+)
+_op(
+    "reshard(Tensor x, str layout) -> Tensor",
+    lambda x, _: x.new_empty(x.shape),
+    lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value is sharded as the value
+    lambda i, _: i[1:],
+)
+_LIBRARY.define("detach(Tensor x) -> Tensor")
+_LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time

@@ -1,0 +1,153 @@
+"""A whole step of training as one program: forward and backward pass, and AdamW in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.export import ExportedProgram
+
+import hostweave as hw
+from hostweave.api import compile as compile_program
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.options import Options
+from hostweave.runtime.group import current as current_group
+from hostweave.torch.aten import cast
+from hostweave.torch.compiled import Part, tensor_of
+from hostweave.torch.graph import Graph, Update
+from hostweave.torch.joint import Joint
+from hostweave.torch.trace import traced
+from hostweave.torch.training import Differentiated
+from hostweave.types.tensor import TensorType
+
+_UNUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+_RATES = ("rate", "scale", "decay")  # numbers of a parameter group that change from step to step
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Updated(NamedTuple):
+    """A parameter that the step updates: its input of the program, and its parameter group."""
+
+    name: str
+    parameter: torch.Tensor
+    group: int
+
+
+class TrainingStep(Differentiated):
+    """A step of training, made by `hostweave.torch.compile` with `optimizer`: a call returns what the module does, and updates parameters.
+
+    Parameters, and the moments in `optimizer.state`, are updated in place, in the same program, `program`. Learning rates and weight decay
+    are read from the optimizer at each call. Otherwise it is a CompiledModule.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        exported: ExportedProgram,
+        joint: Joint,
+        name: str,
+        target: str,
+        options: Options,
+        optimizer: torch.optim.Optimizer,
+    ):
+        self._joint, self._optimizer, graph = joint, optimizer, joint.step_graph()
+        self._updated = _updated(module, joint, graph, optimizer)
+        graph.update = self._update(graph)
+        program = compile_program(traced(graph, f"{name}_step", options), target=target, options=options)
+        super().__init__(module, exported, joint.outer, program)
+        self._part = Part(program, graph, module)
+        _ = self._wants  # as they are now
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments, before the update. Raises ArgumentError for others than it was compiled for."""
+        passed, given = self._leaves(args, kwargs)
+        group = current_group()
+        written = {} if group is None else {one.name: one.parameter for one in self._updated}
+        for name, parameter in written.items():
+            if not isinstance(parameter, DTensor) and any(dim.axes for dim in self._part.graph.input_types[name].dims):
+                raise ArgumentError(
+                    f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
+                )
+        part = self._part
+        made = iter(part({**self._arguments(part, given), **self._written(), **self._rates()}, group))
+        nodes = part.graph.outputs[: len(self._joint.results)]
+        results = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in nodes]
+        for one in self._updated:  # which torch does not see written
+            increment_version(one.parameter)
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
+        return self._returned({**passed, **dict(zip(self._joint.results, results, strict=True))})
+
+    def _written(self) -> dict[str, torch.Tensor]:
+        """The parameters and moments, as this rank has them."""
+        found: dict[str, torch.Tensor] = {}
+        for one in self._updated:
+            state = self._optimizer.state[one.parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state.update({key: torch.zeros_like(one.parameter) for key in _MOMENTS})
+            state["step"] += 1
+            for name, tensor in ((one.name, one.parameter), *((f"{one.name}_{key}", state[key]) for key in _MOMENTS)):
+                own: Any = tensor.detach()
+                found[name] = own.to_local() if isinstance(own, DTensor) else own
+        return found
+
+    def _rates(self) -> dict[str, torch.Tensor]:
+        """What depends on the number of the step, and on the learning rates of now."""
+        rates: dict[str, torch.Tensor] = {}
+        for number in {one.group for one in self._updated}:
+            options = self._optimizer.param_groups[number]
+            one = next(one for one in self._updated if one.group == number)
+            step, lr, (first, second) = float(self._optimizer.state[one.parameter]["step"]), float(options["lr"]), options["betas"]
+            numbers = lr / (1 - first**step), (1 - second**step) ** -0.5, 1 - lr * options["weight_decay"]
+            given = torch.tensor(numbers, dtype=torch.float32).to(self._device)
+            rates.update({f"{key}_{number}": given[place] for place, key in enumerate(_RATES)})
+        return rates
+
+    def _update(self, graph: Graph) -> Update:
+        """The inputs and results of AdamW (Loshchilov and Hutter, 2019) for the gradients of the graph."""
+        types: dict[str, TensorType] = {f"{key}_{number}": hw.f32[()] for number in {one.group for one in self._updated} for key in _RATES}
+        results = sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
+        donated: dict[str, int] = {}
+        for place, one in enumerate(self._updated):
+            for key, name in enumerate((one.name, *(f"{one.name}_{moment}" for moment in _MOMENTS))):
+                types[name] = graph.input_types[one.name]
+                donated[name] = results + 3 * place + key
+        return Update({name: of for name, of in types.items() if name not in graph.input_types}, donated, len(self._updated), self._compute)
+
+    def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
+        made: list[hw.Tensor] = []
+        for one, gradient in zip(self._updated, gradients, strict=True):
+            options = self._optimizer.param_groups[one.group]
+            (first, second), dtype = options["betas"], one.parameter.dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            w, m, v, g = (cast(x, wide) for x in (inputs[one.name], *(inputs[f"{one.name}_{key}"] for key in _MOMENTS), gradient))
+            rate, scale, decay = (cast(inputs[f"{key}_{one.group}"], wide) for key in _RATES)
+            m, v = first * m + (1 - first) * g, second * v + (1 - second) * (g * g)
+            w = w * decay - rate * m / (hw.sqrt(v) * scale + options["eps"])
+            made += [cast(x, dtype) for x in (w, m, v)]
+        return made
+
+
+def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.optim.Optimizer) -> list[_Updated]:
+    """The parameters with gradients, in the order of these. Raises ProgramError for an optimizer that does not fit."""
+    if type(optimizer) is not torch.optim.AdamW:
+        why = f"a step is compiled with torch.optim.AdamW, not {type(optimizer).__name__}"
+        raise ProgramError(f"optimizer: {why}; pass one, or leave optimizer= out and call backward() and step()")
+    for number, group in enumerate(optimizer.param_groups):
+        if used := [key for key in _UNUSED if group.get(key)]:
+            raise ProgramError(f"optimizer: parameter group {number} has {used[0]}=True, which a step does not compute; leave it False")
+    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    names = {of: name for name, of in graph.parameters.items()}
+    found = []
+    for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
+        if node is None:
+            continue
+        tensor = tensor_of(module, origin.name) if origin.kind == "parameter" else None
+        if tensor is None or id(tensor) not in group_of:
+            raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
+        found.append(_Updated(names[origin.name], tensor, group_of[id(tensor)]))
+    return found

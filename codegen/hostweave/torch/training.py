@@ -1,0 +1,207 @@
+"""A compiled module that trains: its outputs have a grad_fn, which calls the compiled backward program."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+import hostweave as hw
+from hostweave.api import Program
+from hostweave.api import compile as compile_program
+from hostweave.base.errors import ArgumentError
+from hostweave.options import Options
+from hostweave.runtime.group import Group
+from hostweave.runtime.group import current as current_group
+from hostweave.torch.compiled import CompiledModule, Part, tensor_of
+from hostweave.torch.joint import SEEDS, Joint
+from hostweave.torch.trace import traced
+
+
+class Differentiated(CompiledModule):
+    """A module whose gradients are compiled, with what the joint graph says of its arguments."""
+
+    _joint: Joint
+
+    def _expect_unchanged(self) -> None:
+        super()._expect_unchanged()
+        for origin, wanted in zip(self._joint.origins, self._wants, strict=True):
+            if origin.kind == "parameter" and (now := tensor_of(self._module, origin.name).requires_grad) != wanted:
+                raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, and had {wanted} at compile; compile it again")
+
+    def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
+        """The tensor that the joint graph takes at this place; None for a constant."""
+        origin = self._joint.origins[number]
+        if origin.kind == "parameter":
+            return tensor_of(self._module, origin.name)
+        if origin.kind != "argument":
+            return None
+        if origin.name == SEEDS:  # drawn from torch's generator, so that torch.manual_seed repeats them
+            return torch.randint(2**31, (self._joint.dropouts,)).to(torch.uint32).to(self._device)
+        tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
+        if tensor.requires_grad and torch.is_grad_enabled() and not self._joint.needs_gradient.get(origin.name):
+            raise ArgumentError(
+                f"{self._name}: {origin.name} requires grad, and did not at compile; compile with example_inputs that require it, "
+                "or detach() it"
+            )
+        return tensor
+
+    @cached_property
+    def _wants(self) -> list[bool]:
+        """Which tensors that the joint graph takes are parameters with gradients."""
+        return [origin.kind == "parameter" and origin.value.requires_grad for origin in self._joint.origins]
+
+    @property
+    def _device(self) -> torch.device:
+        return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
+
+    def _arguments(self, part: Part, given: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        """Of what the joint graph takes, the arguments of one of the programs, by its names."""
+        numbers = {node: number for node in part.graph.arguments if (number := self._joint.source_of(node)) is not None}
+        names = part.graph.names
+        return {names[node]: given[number].detach() for node, number in numbers.items() if node in names}
+
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
+        """The arguments of a call by their nodes, and what the joint graph takes. Raises ArgumentError for others than at compile."""
+        self._expect_unchanged()
+        arrays = self._arrays(args, kwargs)
+        passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
+        return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
+
+
+class TrainingModule(Differentiated):
+    """A module that was compiled with `training=True`: calling it gives outputs of which `backward()` fills the parameters' `.grad`.
+
+    `program` computes the outputs and what is saved for the backward pass, `backward` the gradients, which are sharded as the
+    parameters. Otherwise it is a CompiledModule.
+    """
+
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, name: str, target: str, options: Options):
+        forward_graph = joint.forward_graph()
+        program = compile_program(traced(forward_graph, name, options), target=target, options=options)
+        super().__init__(module, exported, joint.outer, program)
+        self._joint, self._part = joint, Part(program, forward_graph, module)
+        _ = self._wants  # as they are now
+        backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
+        self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
+        self._backward = Part(self.backward, backward_graph, module)
+        self._options, self._lock = options, threading.Lock()
+        self._gather: Program | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
+        passed, given = self._leaves(args, kwargs)
+        made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
+        return self._returned({**passed, **dict(zip(self._joint.results, made, strict=True))})
+
+    def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The results, and what is saved for the backward pass."""
+        part = self._part
+        made = iter(part(self._arguments(part, given), group))
+        values = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in part.graph.outputs]
+        return values[: len(self._joint.results)], values[len(self._joint.results) :]
+
+    def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradient of each tensor that the joint graph takes; None where there is none."""
+        part, joint = self._backward, self._joint
+        named = dict(zip((node.name for node in joint.saved), saved, strict=True))
+        named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
+        arrays = self._arguments(part, given)
+        arrays |= {
+            part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names
+        }
+        made = iter(part(arrays, group))
+        found: list[torch.Tensor | None] = []
+        for node in part.graph.returned:
+            if not isinstance(node, Node):
+                found.append(None)
+                continue
+            gradient = part.graph.constants[node].clone() if node in part.graph.constants else next(made)
+            found.append(gradient)
+        return self._whole(found, group) if group else found
+
+    def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
+        """The gradients of this rank as its parameters are: DTensors of DTensors, and whole ones of whole tensors, which ranks gather."""
+        made: list[Any] = list(found)
+        if self._sharded:
+            whole = self._gathers(*(found[number] for number in self._sharded), group=group)
+            for number, gathered in zip(self._sharded, whole if isinstance(whole, tuple) else (whole,), strict=True):
+                made[number] = gathered
+        for number, origin in enumerate(self._joint.origins):
+            parameter: Any = tensor_of(self._module, origin.name) if origin.kind == "parameter" else None
+            if isinstance(parameter, DTensor) and made[number] is not None:
+                of_mesh = parameter.device_mesh, parameter.placements
+                made[number] = DTensor.from_local(made[number], *of_mesh, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return made
+
+    @cached_property
+    def _sharded(self) -> list[int]:
+        """The places of parameters of which each rank has all, though the plan shards them."""
+        wanted = [(number, origin) for number, origin in enumerate(self._joint.origins) if self._wants[number]]
+        plain = [(number, origin) for number, origin in wanted if not isinstance(tensor_of(self._module, origin.name), DTensor)]
+        return [number for number, origin in plain if any(self._joint.axes_of(origin))]
+
+    @property
+    def _gathers(self) -> Program:
+        """A program that gathers the gradients of whole parameters that the plan shards."""
+        with self._lock:  # ranks may be threads
+            if self._gather is None:
+                self._gather = self._gathering()
+            return self._gather
+
+    def _gathering(self) -> Program:
+        outer = self._joint.outer
+        types = {
+            f"gradient_{number}": outer.type_of(self._joint.sources[number], self._joint.axes_of(self._joint.origins[number]))
+            for number in self._sharded
+        }
+
+        def gather(**gradients: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return tuple(hw.reshard(gradient, *gradient.shape) for gradient in gradients.values())
+
+        gather.__name__ = f"{self.program.name}_gather"
+        given: dict[str, Any] = {**types}
+        fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
+        return compile_program(fusion, target=self.program.target.name, options=self._options)
+
+
+class _Step(torch.autograd.Function):
+    """One call: the forward program, and later the backward program."""
+
+    @staticmethod
+    def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
+        results, saved = model._compute(group, given)
+        ctx.model, ctx.group, ctx.kept = model, group, len(saved)
+        ctx.is_tensor = [isinstance(one, torch.Tensor) for one in given]
+        ctx.save_for_backward(*saved, *(one for one in given if isinstance(one, torch.Tensor)))
+        ctx.mark_non_differentiable(*(one for one, has in zip(results, model._joint.differentiable, strict=True) if not has))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        model: TrainingModule = ctx.model
+        name = model._name
+        if torch.is_grad_enabled():
+            raise ArgumentError(f"{name}: a derivative of the backward program is not compiled; call backward without create_graph=True")
+        try:
+            tensors = ctx.saved_tensors
+        except RuntimeError as error:
+            if "second time" in str(error):
+                raise ArgumentError(
+                    f"{name}: backward is called a second time, and what it needs is freed; call the module again, or the first backward "
+                    "with retain_graph=True"
+                ) from error
+            raise ArgumentError(
+                f"{name}: a parameter or an argument was written to after the call, and backward needs it as it was; call backward before, "
+                "or the module again"
+            ) from error
+        saved, rest = tensors[: ctx.kept], iter(tensors[ctx.kept :])
+        given = tuple(next(rest) if one else None for one in ctx.is_tensor)
+        wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
+        return None, None, *model._gradients(ctx.group, given, saved, wanted)

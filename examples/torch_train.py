@@ -1,0 +1,52 @@
+"""A GPT-2 of transformers, trained with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints its losses.
+
+It is a small one with random weights, which learns to count. Forward and backward pass are a program each, which `--source` prints.
+"""
+
+import argparse
+
+import torch
+import transformers
+
+import hostweave as hw
+import hostweave.torch
+
+PLAN = {
+    "input_ids": "dp, -",  # each replica has some of the batch
+    "labels": "dp, -",
+    "mlp.c_fc.weight": "-, tp",  # columns of the MLP; what follows is inferred
+    "mlp.c_fc.bias": "tp",
+    "mlp.c_proj.weight": "tp, -",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dp", type=int, default=2, help="replicas")
+    parser.add_argument("--tp", type=int, default=2, help="ranks of a replica")
+    parser.add_argument("--steps", type=int, default=20, help="how many steps to train")
+    parser.add_argument("--source", action="store_true", help="print the generated C++")
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+    config.use_cache = False
+    module = transformers.GPT2LMHeadModel(config).to(device).train()
+    starts = torch.randint(0, 32, (8, 1), device=device)
+    ids = starts + torch.arange(32, device=device)
+    inputs = {"input_ids": ids, "labels": ids}
+    model = hostweave.torch.compile(module, hw.Mesh(dp=options.dp, tp=options.tp), PLAN, inputs, training=True)
+    if options.source:
+        print(model.program.source, model.backward.source)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        print(f"step {step:2d}: loss {loss.item():.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

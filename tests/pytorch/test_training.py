@@ -1,0 +1,320 @@
+"""Models of transformers, compiled with `training=True`: losses, gradients and steps of AdamW against torch on one device."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from small_models import MODELS, PLANS  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from train_process import Loss  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.build.cuda import gpus  # noqa: E402
+
+STEPS = 20
+MESHES = {1: hw.Mesh(tp=1), 2: hw.Mesh(tp=2), 4: hw.Mesh(dp=2, tp=2)}
+BATCHES = {"input_ids": "dp, -", "attention_mask": "dp, -", "pixel_values": "dp, -, -, -"}
+
+
+def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """A model, arguments with labels, and a plan for so many ranks."""
+    torch.manual_seed(ranks)
+    module, inputs = MODELS[name]()
+    if name == "vit":
+        inputs["labels"] = torch.tensor([0, 1])
+    else:
+        inputs["labels"] = inputs["input_ids"].clone()
+        inputs["labels"][0, 3] = -100  # which no loss counts
+    plan = dict(PLANS[name]) if ranks > 1 else {}
+    if ranks == 4:
+        plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}
+    return module, inputs, plan
+
+
+def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> None:
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None and parameter.grad is not None:
+            largest = float(max(other.grad.abs().max(), 1e-4))  # some, as those of biases of keys, are zeros but for roundoff
+            torch.testing.assert_close(
+                parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
+            )
+
+
+def expect_training(name: str, ranks: int, device: str = "cpu", dtype: Any = torch.float32) -> Any:
+    module, inputs, plan = training_model(name, ranks)
+    module = module.to(device, dtype)
+    inputs = {key: value.to(device, dtype if value.is_floating_point() else None) for key, value in inputs.items()}
+    want, keys = copy.deepcopy(module), list(module.state_dict())
+    compiled = hostweave.torch.compile(module, MESHES[ranks], plan, inputs, training=True)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.1
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]
+    for step in range(STEPS):
+        losses = []
+        for call, optimizer in zip((compiled, want), optimizers, strict=True):
+            optimizer.zero_grad()
+            losses.append(call(**inputs).loss)
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4 if dtype == torch.float32 else 0.03, atol=0)
+        if step == 0:
+            expect_gradients(module, want, tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert list(module.state_dict()) == keys
+    return compiled
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 4), ("gpt2", 2), ("bert", 4), ("vit", 1)])
+def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
+    compiled = expect_training(name, ranks)
+    if name == "gpt2":  # the layers are one function, forward and backward
+        for program, function in ((compiled.program, "gpt2_block"), (compiled.backward, "gpt2_block")):
+            assert program.fusion_ir.count(f"function @{function}") == 1
+            assert program.fusion_ir.count(f"call @{function}") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [ranks for ranks in (1, 2, 4) if ranks <= len(gpus())])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_on_gpus(name: str, dtype: str, ranks: int) -> None:
+    expect_training(name, ranks, "cuda", getattr(torch, dtype))
+
+
+class Layers(nn.Module):
+    """What models have beside those of transformers: dropout, a frozen part, values without gradients, two results."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16, bias=False), nn.LayerNorm(16)
+        self.table, self.dropout = nn.Embedding(10, 16), nn.Dropout(p)
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, x: Any, ids: Any, heads: Any = None) -> Any:
+        with torch.no_grad():
+            scale = self.up.weight.abs().mean()
+        x = self.norm(x + self.table(ids)) * scale
+        y = self.down(self.dropout(torch.nn.functional.gelu(self.up(x), approximate="tanh")))
+        q = y.reshape(2, 2, -1, 8)
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout.p if self.training else 0.0)
+        sliced = torch.cat([y[1:, :4], x[:-1, 4:].tanh()], 1).softmax(-1)
+        return mixed.pow(2).mean() + sliced.square().sum() + (y[3] * x.detach()[3]).sum(), torch.relu(y).sigmoid()
+
+
+class LossOf(nn.Module):
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Any, ids: Any) -> Any:
+        loss, other = self.layers(x, ids)
+        return loss + other.sum()
+
+
+X, IDS = torch.randn(8, 16), torch.arange(8) % 5
+FSDP = {"up.weight": "dp, -", "up.bias": "dp", "down.weight": "-, dp", "x": "dp, -", "ids": "dp"}
+
+
+@pytest.fixture(scope="module")
+def layers() -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    module = Layers().train()
+    return hostweave.torch.compile(module, hw.Mesh(dp=2), FSDP, (X.clone().requires_grad_(), IDS), training=True), module
+
+
+def gradients(call: Any, module: nn.Module, factor: float = 1.0) -> list[Any]:
+    module.zero_grad()
+    x = X.clone().requires_grad_()
+    loss, other = call(x, IDS)
+    ((loss + other.sum()) * factor).backward()
+    return [x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def test_a_step_is_one_program() -> None:
+    """Forward, backward and AdamW in place, by rates of two groups that a schedule changes."""
+    torch.manual_seed(2)
+    module = LossOf(Layers().train())
+    want, steps = copy.deepcopy(module), []
+    for one in (module, want):
+        last = [one.layers.down.weight]
+        others = [parameter for parameter in one.parameters() if parameter.requires_grad and parameter is not last[0]]
+        optimizer = torch.optim.AdamW([{"params": others}, {"params": last, "lr": 1e-2, "weight_decay": 0.1}], lr=1e-3)
+        steps.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)))
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), FSDP, (X, IDS), optimizer=steps[0][0])
+    for _ in range(STEPS):
+        got = compiled(X, IDS)
+        steps[1][0].zero_grad()
+        loss = want(X, IDS)
+        loss.backward()
+        steps[1][0].step()
+        torch.testing.assert_close(got, loss.detach(), rtol=1e-4, atol=1e-5)
+        for _, schedule in steps:
+            schedule.step()
+    for one, other in zip(module.state_dict().values(), want.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch takes over where it ended
+    assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
+    assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
+
+
+def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
+    compiled, module = layers
+    for factor in (1.0, 1024.0):  # as grad scaling has it
+        for got, want in zip(gradients(compiled, module, factor), gradients(module, module, factor), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5 * factor)
+    host = compiled.backward.host_ir
+    assert "all_gather %down_weight" in host.replace("_packed", "")
+    assert host.count("reduce_scatter sum") == 3
+
+
+def test_gradients_accumulate_and_calls_are_checkpointed(layers: Any) -> None:
+    compiled, module = layers
+    want = gradients(module, module)
+    module.zero_grad()
+    x = X.clone().requires_grad_()
+    first, second = compiled(x, IDS), checkpoint(compiled, x, IDS, use_reentrant=False)
+    for loss, other in (first, second):
+        (loss + other.sum()).backward()
+    for got, once in zip([x.grad, *(parameter.grad for parameter in module.parameters())], want, strict=True):
+        assert (got is None) == (once is None)
+        if once is not None and got is not None:
+            torch.testing.assert_close(got, 2 * once, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        assert not compiled(X, IDS)[0].requires_grad
+
+
+def test_ranks_of_a_group_train(layers: Any) -> None:
+    """Ranks call it with their part of a batch; a parameter of which each has all gets its whole gradient."""
+    compiled, module = layers
+    want = gradients(module, module)[1:]
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        loss, other = compiled(X[4 * rank : 4 * rank + 4], IDS[4 * rank : 4 * rank + 4])
+        return torch.autograd.grad(loss + other.sum(), wanted)
+
+    for got in threads.run(rank_main):
+        for one, other in zip(got, [gradient for gradient in want if gradient is not None], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+class Tied(nn.Module):
+    """A parameter that is used twice, and a part that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Any) -> Any:
+        return checkpoint(lambda words: self.head(words).square(), self.table(ids), use_reentrant=False).sum()
+
+
+def test_tied_parameters_and_checkpoints_inside() -> None:
+    module, ids = Tied(), torch.arange(6).reshape(2, 3)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"table.weight": "tp, -"}, (ids,), training=True)
+    (got,), (want,) = (torch.autograd.grad(call(ids), list(module.parameters())) for call in (compiled, module))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
+    torch.manual_seed(1)
+    module = Layers(0.25).train().double()
+    x = X.double()
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"up.weight": "tp, -"}, (x, IDS), training=True)
+    wanted = [module.up.bias, module.down.weight]  # others also lead to the loss where it has no gradient
+
+    def loss(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return compiled(x, IDS)[0]
+
+    assert loss(5).item() == loss(5).item() != loss(6).item()
+    step = 1e-6
+    for parameter, gradient in zip(wanted, torch.autograd.grad(loss(5), wanted), strict=True):
+        direction, ends = torch.randn_like(parameter), []
+        for sign in (step, -2 * step, step):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign)
+                ends.append(loss(5).item())
+        torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), float((direction * gradient).sum()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["backward", "step"])
+def test_dtensors_state_their_shardings_and_get_dtensors(whole: bool) -> None:
+    """A rank's module of DTensors, each with a thread for a rank: what a process of torch.distributed would have."""
+    torch.manual_seed(4)
+    want = Loss()
+    placements = [Shard(0), Shard(0), Shard(1), Replicate(), Replicate(), Replicate()]
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ranks = [distributed(want, rank, mesh, placements) for rank in range(2)]
+        optimizers = [adamw(module) for module in (*ranks, want)]
+        given: list[dict[str, Any]] = [{"optimizer": one} if whole else {"training": True} for one in optimizers]
+        calls = [hostweave.torch.compile(module, mesh, {}, (X,), **options) for module, options in zip(ranks, given, strict=False)]
+        threads = hw.Threads(2)
+
+        def rank_main(rank: int) -> Any:
+            hw.init(threads)
+            for _ in range(3):
+                train(calls[rank], None if whole else optimizers[rank])
+            return [parameter.detach().to_local() for parameter in ranks[rank].parameters()]
+
+        found = threads.run(rank_main)
+    finally:
+        torch.distributed.destroy_process_group()
+    for _ in range(3):
+        train(want, optimizers[2])
+    for blocks, placement, parameter in zip(zip(*found, strict=True), placements, want.parameters(), strict=True):
+        got = torch.cat(blocks, placement.dim) if isinstance(placement, Shard) else blocks[0]
+        torch.testing.assert_close(got, parameter.detach(), rtol=1e-3, atol=1e-4)
+    assert list(ranks[0].state_dict()) == list(want.state_dict())
+
+
+def distributed(want: nn.Module, rank: int, mesh: Any, placements: list[Any]) -> nn.Module:
+    """A copy, with what a rank has of each parameter as a DTensor."""
+    module = copy.deepcopy(want)
+    for (path, whole), placement in zip(list(want.named_parameters()), placements, strict=True):
+        owner, _, name = path.rpartition(".")
+        block = whole.detach().chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else whole.detach()
+        local = DTensor.from_local(block.clone(), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        setattr(module.get_submodule(owner), name, nn.Parameter(local))
+    return module
+
+
+def adamw(module: nn.Module) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, foreach=False)
+
+
+def train(call: Any, optimizer: Any) -> None:
+    loss = call(X)
+    if optimizer:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs 2 GPUs")
+def test_processes_train_dtensors() -> None:
+    script = Path(__file__).with_name("train_process.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "trained" in done.stdout

@@ -1,0 +1,238 @@
+"""What users of `hostweave.torch.compile(training=True)` get wrong, and what they are told: a place, a reason, a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+X = torch.ones(4, 8)
+MESH = hw.Mesh(dp=2)
+
+
+class Layer(nn.Module):
+    def __init__(self, written: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.written = written
+
+    def forward(self, x: Any, scale: Any = None) -> Any:
+        if self.written:
+            return self.written(self, x)
+        return self.down(torch.relu(self.up(x))) * (1.0 if scale is None else scale), x.detach() * 2
+
+
+def compiled(written: Any = None, plan: Any = None, inputs: Any = (X,), **options: Any) -> Any:
+    return hostweave.torch.compile(Layer(written), MESH, plan, inputs, training=True, **options)
+
+
+def in_place_on_a_parameter(self: Any, x: Any) -> Any:
+    self.up.weight.mul_(2)
+    return self.up(x)
+
+
+def in_place_on_a_view_of_a_parameter(self: Any, x: Any) -> Any:
+    self.up.weight[0].add_(1)
+    return self.up(x)
+
+
+def random_numbers(self: Any, x: Any) -> Any:
+    return self.up(x) + torch.rand(4, 16)
+
+
+def unsupported_derivative(self: Any, x: Any) -> Any:
+    return torch.cumprod(self.up(x), 1)
+
+
+def without_parameters(self: Any, x: Any) -> Any:
+    return x * 2
+
+
+def branch_on_data(self: Any, x: Any) -> Any:
+    return self.up(x) if self.up.weight.sum() > 0 else self.up(x) * 2
+
+
+def wide_convolution(self: Any, x: Any) -> Any:
+    image = self.up(x).reshape(1, 1, 8, 8)
+    return nn.functional.conv2d(image, self.down.weight[:2, :2].reshape(1, 1, 2, 2), stride=2)
+
+
+def custom_function(self: Any, x: Any) -> Any:
+    return nn.functional.embedding(torch.arange(4), self.up.weight, scale_grad_by_freq=True)
+
+
+MODULES: dict[str, tuple[Callable[..., Any], str]] = {
+    "in-place on a parameter": (in_place_on_a_parameter, "(?s)Layer: torch.export: .*a leaf Variable that requires grad"),
+    "in-place on a view": (in_place_on_a_view_of_a_parameter, "(?s)Layer: torch.export: .*a view of a leaf Variable that requires grad"),
+    "random": (random_numbers, r"ops that are not supported: aten.rand.default, 1 times, first at test_training_mistakes.py:\d+"),
+    "derivative": (
+        unsupported_derivative,
+        r"ops that are not supported: aten.cumprod.default, 1 times, first at test_training_mistakes.py:\d+",
+    ),
+    "no parameters": (without_parameters, "no result depends on what requires grad; .* or compile without training=True"),
+    "branch": (branch_on_data, "(?s)Layer: torch.export: .*write what depends on data as tensor ops"),
+    "convolution": (
+        wide_convolution,
+        r"test_training_mistakes.py:\d+: the gradient of the input of a convolution is not supported; detach",
+    ),
+    "by frequency": (custom_function, r"test_training_mistakes.py:\d+: an embedding with scale_grad_by_freq=True is not supported"),
+}
+
+
+@pytest.mark.parametrize(("written", "message"), MODULES.values(), ids=MODULES)
+def test_module(written: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        compiled(written)
+
+
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "fight": ({"up.weight": "dp, -", "*.weight": "-, dp"}, 'plan: up.weight is sharded as "dp, -" by "up.weight" and as "-, dp" by '),
+    "nothing": ({"upp.weight": "dp, -"}, 'plan: "upp.weight" matches none of the parameters, inputs or modules; did you mean up.weight'),
+    "result": ({"up": "dp, -, -"}, "plan: up returns 2 dims, and 3 are stated; write one of an axis and - for each dim"),
+}
+
+
+@pytest.mark.parametrize(("plan", "message"), PLANS.values(), ids=PLANS)
+def test_plan(plan: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        compiled(plan=plan)
+
+
+def test_batch_norm_and_dynamic_sizes() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train()
+    with pytest.raises(ProgramError, match=r"1.running_mean: the module changes its buffers in forward, .*; call module.eval\(\)"):
+        hostweave.torch.compile(module, MESH, {}, (X,), training=True)
+    with pytest.raises(ProgramError, match="dynamic_shapes is for inference; with training=True compile once for each size"):
+        compiled(dynamic_shapes=({0: torch.export.Dim("batch")}, None))
+
+
+def optimized(make: Callable[[list[nn.Parameter]], Any]) -> Any:
+    module = Layer(lambda self, x: self.down(self.up(x)).sum())
+    return hostweave.torch.compile(module, MESH, {}, (X,), optimizer=make(list(module.parameters())))
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
+    "another": (
+        lambda of: torch.optim.SGD(of, lr=0.1),
+        "optimizer: a step is compiled with torch.optim.AdamW, not SGD; pass one, or leave",
+    ),
+    "amsgrad": (lambda of: torch.optim.AdamW(of, amsgrad=True), "optimizer: parameter group 0 has amsgrad=True, which .*; leave it False"),
+    "too few": (
+        lambda of: torch.optim.AdamW(of[:1]),
+        "optimizer: up.bias requires grad, and the optimizer does not have it; add it, or freeze",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizer(make: Callable[[list[nn.Parameter]], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        optimized(make)
+
+
+def test_a_step_wants_one_loss() -> None:
+    module = Layer()
+    with pytest.raises(
+        ProgramError, match="optimizer: a step has one result that is a scalar, the loss, and the module returns 0; return one"
+    ):
+        hostweave.torch.compile(module, MESH, {}, (X,), optimizer=torch.optim.AdamW(module.parameters()))
+
+
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    return compiled(plan={"x": "dp, -"})
+
+
+def second_backward(call: Any) -> None:
+    loss = call(X)[0].sum()
+    loss.backward()
+    loss.backward()
+
+
+def derivative_of_a_gradient(call: Any) -> None:
+    module = call._module
+    torch.autograd.grad(call(X)[0].sum(), [module.up.weight], create_graph=True)
+
+
+def written_before_backward(call: Any) -> None:
+    loss = call(X)[0].sum()
+    with torch.no_grad():
+        call._module.down.weight.add_(0)
+    loss.backward()
+
+
+def gradient_of_an_argument(call: Any) -> None:
+    call(X.clone().requires_grad_())
+
+
+def frozen(call: Any) -> None:
+    call._module.down.weight.requires_grad_(False)
+    try:
+        call(X)
+    finally:
+        call._module.down.weight.requires_grad_(True)
+
+
+def replaced(call: Any) -> None:
+    module, was = call._module, call._module.down.weight
+    module.down.weight = nn.Parameter(torch.zeros(8, 16))
+    try:
+        call(X)
+    finally:
+        module.down.weight = was
+
+
+def evaluated(call: Any) -> None:
+    call._module.eval()
+    try:
+        call(X)
+    finally:
+        call._module.train()
+
+
+CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "twice": (
+        second_backward,
+        "Layer: backward is called a second time, and what it needs is freed; call the module again, or .*retain_graph",
+    ),
+    "twice derived": (
+        derivative_of_a_gradient,
+        "Layer: a derivative of the backward program is not compiled; .* without create_graph=True",
+    ),
+    "written": (written_before_backward, "Layer: a parameter or an argument was written to after the call, and .*; call backward before"),
+    "argument": (
+        gradient_of_an_argument,
+        r"Layer: x requires grad, and did not at compile; compile with example_inputs that .*, or detach",
+    ),
+    "frozen": (frozen, "Layer: down.weight has requires_grad=False, and had True at compile; compile it again"),
+    "replaced": (replaced, "Layer: weight is another tensor than at compile; compile again, or copy_ into the tensor that was there"),
+    "evaluated": (evaluated, r"Layer: was compiled for train\(\) and is changed; compile it again"),
+    "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
+    "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted"),
+    "structure": (lambda call: call(X, 2.0), "Layer: the arguments have another structure than example_inputs; pass as many"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
+def test_call(layer: Any, call: Callable[[Any], None], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(layer)
+
+
+def test_a_gradient_of_another_dtype_or_shape(layer: Any) -> None:
+    """As torch has it: a dtype is cast to that of the result, and a shape is refused."""
+    module = layer._module
+    want = torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8))
+    torch.testing.assert_close(torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 8, dtype=torch.float64)), want)
+    with pytest.raises(RuntimeError, match="Mismatch in shape"):
+        torch.autograd.grad(layer(X)[0], module.down.weight, torch.ones(4, 1))
+    assert not layer(X)[1].requires_grad

@@ -1,0 +1,66 @@
+"""A rank of a module of DTensors, trained as a process of torchrun on GPUs: prints "trained" where it is as torch on one device.
+
+torchrun --nproc-per-node 2 tests/pytorch/train_process.py
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hostweave as hw
+import hostweave.torch
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Any) -> Any:
+        return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
+
+
+def main() -> None:
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+    group = hw.init(hw.TorchStore())
+    device = torch.device("cuda", group.local_rank)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    want = Loss().to(device)
+    x = torch.randn(8, 16, device=device)
+    mesh = init_device_mesh("cuda", (group.count,), mesh_dim_names=("tp",))
+    for whole in (False, True):
+        alone, module = copy.deepcopy(want), copy.deepcopy(want)
+        parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (module, alone)]
+        options: dict[str, Any] = {"optimizer": optimizers[0]} if whole else {"training": True}
+        compiled = hostweave.torch.compile(module, mesh, {}, (x,), **options)
+        for _ in range(5):
+            loss = alone(x)
+            optimizers[1].zero_grad()
+            loss.backward()
+            optimizers[1].step()
+            got = compiled(x)
+            torch.testing.assert_close(got.detach(), loss.detach(), rtol=1e-4, atol=1e-5)
+            if not whole:
+                optimizers[0].zero_grad()
+                got.backward()
+                optimizers[0].step()
+        for parameter, other in zip(module.parameters(), alone.parameters(), strict=True):
+            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            torch.testing.assert_close(full.detach(), other.detach(), rtol=1e-3, atol=1e-4)
+    torch.cuda.synchronize()
+    if group.rank == 0:
+        print("trained", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
