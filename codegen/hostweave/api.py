@@ -403,11 +403,10 @@ class Program:
 
     def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any) -> LocalProgram:
         """The program on this process's or thread's rank of a group, where the first call has these arrays."""
-        from hostweave.runtime.group import current
-        from hostweave.runtime.local import LocalProgram, stream_of_call
-
         if self._unbound:
             return self._unbound._local(group, arrays, stream)
+        from hostweave.runtime.group import current
+
         self._expect_open()
         group = group or current()
         if group is None:
@@ -416,6 +415,8 @@ class Program:
             return self._on_several_hosts._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
+            from hostweave.runtime.local import LocalProgram, stream_of_call
+
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)

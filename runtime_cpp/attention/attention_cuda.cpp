@@ -319,22 +319,24 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
-  if (!current_) return cudaSuccess;
+  const auto& plan = plan_for(stream);
+  if (!plan) return cudaSuccess;
   std::vector<const void*> values{q, k, v, o};
   if (beside.lse) values.push_back(beside.lse);
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (beside.lengths) values.push_back(beside.lengths);
-  return current_->run(std::move(values), stream);
+  return plan->run(std::move(values), stream);
 }
 
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
-  if (!current_) return clear(k_gradient, v_gradient, stream);
+  const auto& plan = plan_for(stream);
+  if (!plan) return clear(k_gradient, v_gradient, stream);
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (lengths) values.push_back(lengths);
-  return current_->run(std::move(values), stream);
+  return plan->run(std::move(values), stream);
 }
 
 // What columns have that no row sees.

@@ -48,12 +48,12 @@ def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_world")
+SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_world", "test_plans")
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:
     if suite != "test_world":
-        return device.build_command(suite, [f"{suite}.cpp"])
+        return device.build_command(suite, [f"{suite}.cpp"], [f"-I{RUNTIME / 'include'}"])
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "connect")]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
     apart = f"{RUNTIME}/driver/src/device_lease.cpp"  # has names of its own that world.cpp has, too

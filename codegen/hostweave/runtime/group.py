@@ -91,8 +91,10 @@ def init(
 
 def current(group: str = "default") -> Group | None:
     """The group of that name that this thread, or else this process, has joined; None if there is none."""
-    joined = (_thread.groups.get(group), _process_groups.get(group))
-    return next((one for one in joined if one and not one.closed), None)
+    for joined in (_thread.groups, _process_groups):
+        if (one := joined.get(group)) and not one.closed:
+            return one
+    return None
 
 
 class Group:

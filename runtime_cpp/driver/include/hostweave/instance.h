@@ -62,12 +62,15 @@ class Progress {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A call whose end an event marks. Two are enough: when the older is done, the newest becomes the older.
+  // A call whose end an event marks. Two are enough: when the older is done, the newest becomes the older. Of more calls in
+  // flight, those between the two are not known to be done before the newest is.
   struct Mark {
     int event;
     int64_t call = 0;
     Clock::time_point at{};
   };
+
+  void advance();
 
   std::mutex mutex_;
   Events events_{2};
@@ -99,7 +102,6 @@ class Table {
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
 
   // Throws ArgumentError unless `inputs` are as many as are not bound.
-  // Throws ArgumentError unless `inputs` are as many as are not bound.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
 
  private:
@@ -116,6 +118,8 @@ class Instance {
   struct Input {
     Shape shape;         // of this rank's block
     Shape global_shape;  // of the global array, or of no dims where all ranks hold blocks of one shape
+
+    bool operator==(const Input&) const = default;
   };
   // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
   // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.
@@ -138,7 +142,8 @@ class Instance {
  private:
   // The arrays of a call, and from the second such call on its graph.
   struct Seen {
-    std::vector<Tensor> inputs, outputs;
+    std::vector<void*> data;
+    std::shared_ptr<const std::vector<Input>> shapes;
     std::unique_ptr<Graph> graph;
   };
 
@@ -153,6 +158,7 @@ class Instance {
   const ProgramTable& program_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
+  std::shared_ptr<const std::vector<Input>> shapes_;  // of the inputs; one object for all calls that are seen to have them
   std::optional<Progress> progress_;
   std::list<Seen> seen_;  // the last one first
 };
