@@ -446,5 +446,5 @@ class Program:
             self._expect_open()
             if self._session is None or self._session.broken:
                 self._session = None
-                self._session = Session(self.module, self.target.name, self.mesh.size)
+                self._session = Session(self.module, self.target, self.mesh.size, self._options.tune)
             return self._session

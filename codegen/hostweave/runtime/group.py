@@ -249,7 +249,7 @@ class Group:
             raise ExecutionError(f"{signature.program}: {difference}")
         return signatures
 
-    def connected(self, member: Any, module: ModuleType) -> Any:
+    def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
         try:
             with native_calls:
@@ -260,7 +260,7 @@ class Group:
                         key: self._share_id(f"process_group/{key}", module.new_id() if rank == 0 else None) for key, rank in process_groups
                     }
                     module.connect(member, ids, self.timeout)
-                return module.Instance(member)
+                return module.Instance(member, tune)
         except BaseException as error:
             self.fail(f"rank {self.rank}: {error}")
             raise

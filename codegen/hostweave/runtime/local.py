@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import ModuleType
@@ -18,6 +19,7 @@ from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
+from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import accept, expect_writable
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of, states_of
 from hostweave.runtime.bound import Bound
@@ -97,6 +99,9 @@ class LocalProgram:
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+        if options.tune and group.count > 1 and not (group.in_process or group.can_meet):
+            where = f"{host.name}: tune: the ranks of group {group.name!r} have nowhere to agree on algorithms"
+            raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), program.target.name))
@@ -117,7 +122,8 @@ class LocalProgram:
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
-        self._native: Any = group.connected(self._member, self._module)
+        self._native: Any = group.connected(self._member, self._module, options.tune)
+        self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -144,7 +150,7 @@ class LocalProgram:
             bound_shapes = (self._tables.get(bound) or self._table(bound)).shapes
             global_shapes = [self._global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
-            with native_calls:
+            with native_calls, self._measuring():
                 for shapes in global_shapes:
                     pairs = zip(self._host.inputs, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self._holds(p) else () for p, shape in pairs]
@@ -375,10 +381,26 @@ class LocalProgram:
         return library, array
 
     def _prepare(self, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
-        with native_calls:
+        with native_calls, self._measuring():
             shapes = taken.all_shapes
             self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
         return True
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before."""
+        alone = self._group.count == 1 or self._group.in_process
+        if self._measured and not alone:
+            self._measured.agree(self._gathered)
+        yield
+        if self._measured:
+            if not alone:
+                self._measured.agree(self._gathered)
+            self._measured.keep()
+
+    def _gathered(self, record: str) -> list[str]:
+        signature = CallSignature(f"{self._host.name}: tune", str(self._host.mesh), "", bound=record)
+        return [one.bound for one in self._group.agree(signature, "", self._group.timeout)]
 
     def _global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""

@@ -163,7 +163,8 @@ Progress::State Instance::progress() {
   return progress_->look();
 }
 
-Instance::Instance(Member& member, const ProgramTable& program) : member_(member), program_(program) {
+Instance::Instance(Member& member, const ProgramTable& program, bool measures)
+    : member_(member), program_(program), measures_(measures) {
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
@@ -197,6 +198,7 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
     inputs_[i].global_shape = inputs[i].global_shape;
   }
   program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
+  member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data());
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].shape = outputs[i];
   const auto known = std::ranges::find_if(seen_, [&](const Seen& seen) { return *seen.shapes == inputs; });

@@ -77,7 +77,7 @@ struct ProgramTable {
   Calls calls;
 };
 
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

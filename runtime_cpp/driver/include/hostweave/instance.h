@@ -110,8 +110,8 @@ class Table {
 
 class Instance {
  public:
-  // The member outlives it, and has the channels of the program.
-  Instance(Member& member, const ProgramTable& program);
+  // The member outlives it, and has the channels of the program. With `measures` it takes the fastest algorithms of products.
+  Instance(Member& member, const ProgramTable& program, bool measures = false);
   ~Instance();
   Instance(Instance&&) = delete;
 
@@ -156,6 +156,7 @@ class Instance {
 
   Member& member_;
   const ProgramTable& program_;
+  bool measures_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
   std::shared_ptr<const std::vector<Input>> shapes_;  // of the inputs; one object for all calls that are seen to have them
