@@ -24,6 +24,7 @@ constexpr uint32_t kAlignment = 16;              // of operands, that the fast k
 constexpr size_t kMostPlans = 4096;              // of one product in a program, some 2 KiB each
 constexpr int kMeasured = 16;                    // algorithms of a product, of those that are recommended the first
 constexpr int kTimings = 7;                      // of each
+constexpr float kClearly = 0.98f;                // what differs by less may be as fast
 constexpr size_t kColdBytes = size_t{64} << 20;  // more than caches hold
 
 struct Matrix {
@@ -339,7 +340,7 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
       HW_CHECK(cudaEventElapsedTime(&times[std::max(i, 0)], begin, end));
     }
     std::ranges::nth_element(times, times.begin() + kTimings / 2);
-    if (status != CUBLAS_STATUS_SUCCESS || (least != 0 && times[kTimings / 2] >= least)) continue;
+    if (status != CUBLAS_STATUS_SUCCESS || (least != 0 && times[kTimings / 2] > kClearly * least)) continue;
     least = times[kTimings / 2];
     plan.recommended = algorithm;
   }
@@ -347,8 +348,9 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
-// what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs.
+// The first launch of a kernel loads it, which takes milliseconds, and to load one beside an NCCL kernel that waits for another
+// rank can hang. So what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs: also what
+// cuBLASLt launches where something is added to the product, as that may be another kernel.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
@@ -361,7 +363,9 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
   DeviceMemory memory;
   auto* const scratch = static_cast<char*>(memory.reserve((plan.span() + 1) * size));
   const auto run_at = [&](char* memory) {
-    return one_batch(plan, memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
+    const void* const bias = has_bias() ? memory : nullptr;
+    const cublasStatus_t status = one_batch(plan, memory, memory, memory, stream, {.bias = bias});
+    return status ? status : one_batch(plan, memory, memory, memory, stream, {.accumulate = memory, .bias = bias});
   };
   cublasStatus_t status = run_at(scratch);
   if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));

@@ -103,6 +103,7 @@ class LocalProgram:
             where = f"{host.name}: tune: the ranks of group {group.name!r} have nowhere to agree on algorithms"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
+        self._makes = [self._holds(output) and not output.memory for output in host.outputs]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
@@ -447,8 +448,7 @@ class LocalProgram:
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
         """New outputs, for use on the stream of the call; None for those that take over an input."""
-        held = [self._holds(parameter) and not parameter.memory for parameter in self._host.outputs]
-        library = taken.library
+        held, library = self._makes, taken.library
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
