@@ -228,7 +228,7 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   const Graph* const graph = graphs ? graph_of_taken() : nullptr;
   make_call(caller, [&] {
     if (graph) {
-      HW_CHECK(cudaGraphLaunch(graph->exec(), caller));
+      launch(*graph, caller);
     } else {
       program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
     }
@@ -240,7 +240,13 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
-  make_call(caller, [&] { HW_CHECK(cudaGraphLaunch(graph.exec(), caller)); });
+  make_call(caller, [&] { launch(graph, caller); });
+}
+
+void Instance::launch(const Graph& graph, cudaStream_t caller) const {
+  HW_CHECK(program_.calls.begin_call(instance_, caller));
+  HW_CHECK(cudaGraphLaunch(graph.exec(), caller));
+  HW_CHECK(program_.calls.end_call(instance_, caller));
 }
 
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
@@ -277,6 +283,7 @@ void Instance::enqueue_captured(cudaStream_t caller) {
 std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
     const CapturedStream stream;
+    const CallOrder::OfKernels order;
     auto graph = stream.capture([&] { program_.calls.run(instance_, inputs_.data(), outputs_.data(), stream); });
     HW_CHECK(cudaGraphUpload(graph->exec(), stream));
     HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
