@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +204,24 @@ def test_arrays_that_are_no_call(given: tuple[Any, ...], named: dict[str, Any], 
 def test_an_array_of_complex_numbers() -> None:
     with pytest.raises(HostweaveError, match="programs have no complex64: pass real and imaginary part as two arrays"):
         PRODUCT.run(X.astype(np.complex64), W)
+
+
+WRONG = (None, 0, -7, 2.5, "Q", (), (1,), [0, 1], [[0]], {}, hw.f32, object())
+FITTING = {"subscripts": "ij,jk->ik", "axis": 0, "dtype": hw.f32, "k": 2, "sections": 2, "p": 0.5, "starts": [0, 0], "pad": [0, 0]}
+OF_TENSORS = [name for name in dir(hw) if "Tensor" in str(getattr(getattr(hw, name), "__annotations__", {}).get("return"))]
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_any_value_for_any_parameter_is_taken_or_refused(name: str) -> None:
+    function = getattr(hw, name)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind != p.KEYWORD_ONLY]
+
+    def program(x, ids, wrong, value):  # type: ignore[no-untyped-def]
+        fitting = {**FITTING, "indices": ids, "lengths": ids, "tensors": [x, x], "sizes": [2, 2]}
+        given = [value if parameter == wrong else fitting.get(parameter, x) for parameter in needed]
+        return function(*given, **({} if wrong in needed else {wrong: value}))
+
+    for parameter, value in itertools.product(parameters, WRONG):
+        with contextlib.suppress(HostweaveError):
+            hw.fusion(x=hw.f32[4, 6], ids=hw.i32[4])(partial(program, wrong=parameter.name, value=value))

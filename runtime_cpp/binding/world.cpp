@@ -22,23 +22,19 @@ hw::Array array_of(const py::handle& view) {
   return {reinterpret_cast<void*>(address), shape_of(sizes), bytes, device, shape_of(global_shape)};
 }
 
-std::vector<std::vector<hw::Array>> arrays_of(const py::handle& per_rank, int ranks, size_t count) {
+std::vector<std::vector<hw::Array>> arrays_of(const py::handle& per_rank) {
   std::vector<std::vector<hw::Array>> result;
   for (const py::handle views : per_rank) {
     result.emplace_back();
     for (const py::handle view : views) result.back().push_back(array_of(view));
-    if (result.back().size() != count) throw hw::ArgumentError("a wrong number of arrays");
   }
-  if (static_cast<int>(result.size()) != ranks) throw hw::ArgumentError("arrays for a wrong number of ranks");
   return result;
 }
 
 // (inputs, outputs), each [rank][parameter].
 hw::Call call_of(const py::handle& pair) {
   const auto both = pair.cast<std::pair<py::object, py::object>>();
-  const hw::ProgramTable& program = table();
-  return {arrays_of(both.first, program.world, program.inputs.size()),
-          arrays_of(both.second, program.world, program.outputs.size())};
+  return {arrays_of(both.first), arrays_of(both.second)};
 }
 
 // Runs Python's signal handlers. True: one has raised, as Ctrl-C does, or the interpreter ends.

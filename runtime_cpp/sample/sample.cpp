@@ -98,7 +98,7 @@ int sample_digit(uint64_t seed, uint64_t index) {  // by SplitMix64 (Steele, Lea
   return int(bits >> 61);
 }
 
-void expect_close(const char* name, const Block& block, const std::function<double(int64_t)>& element,
+void expect_close(const Name& name, const Block& block, const std::function<double(int64_t)>& element,
                   const std::function<double(int64_t)>& reference, const Tolerance& tolerance) {
   double greatest = 0;
   block.each([&](int64_t, int64_t global) {
@@ -110,7 +110,8 @@ void expect_close(const char* name, const Block& block, const std::function<doub
     if (computed == expected || (std::isnan(computed) && std::isnan(expected)) || std::abs(computed - expected) <= allowed)
       return;
     std::ostringstream what;
-    what << name << ": element " << i << " of this rank's block is " << computed << ", and " << expected << " in the reference";
+    what << name.str() << ": element " << i << " of this rank's block is " << computed << ", and " << expected
+         << " in the reference";
     if (tolerance.roundoffs) {
       what << ": they differ by " << std::abs(computed - expected) / (tolerance.unit * greatest)
            << " roundoffs of the greatest value, and " << tolerance.roundoffs << " are allowed; roundoffs=NUMBER allows more";

@@ -27,8 +27,6 @@ std::string type_name(const std::string& dtype, const Shape& shape) {
   return dtype + "[" + dims + "]";
 }
 
-std::string text_of(const Name& name) { return name.text + (name.number < 0 ? "" : std::to_string(name.number)); }
-
 bool fits(const Shape& shape, const Shape& expected) {
   if (shape.ndim != expected.ndim) return false;
   for (int i = 0; i < shape.ndim; ++i) {
@@ -49,10 +47,10 @@ void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_
     const std::string declared = type;
     const std::string wanted = type_name(declared.substr(0, declared.find('[')), expected_shape);
     const std::string here = declared == wanted ? "" : ", here " + wanted;
-    throw ArgumentError(text_of(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
+    throw ArgumentError(name.str() + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
   }
   if (device != expected_device) {
-    throw ArgumentError(text_of(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
+    throw ArgumentError(name.str() + ": expected on device " + std::to_string(expected_device) + ", got device " +
                         std::to_string(device));
   }
 }

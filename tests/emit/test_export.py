@@ -80,8 +80,8 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
     kernels.unlink()
 
-    build(FUSIONS["three_layers"], folder)  # calls
-    result = run(folder, "build/three_layers", "M=16", "E=8", "F=13", "repetitions=1")
+    build(recurrent, folder)  # calls that take and give structs of their own
+    result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
 
@@ -89,6 +89,29 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     result = run(folder, "build/attention", "S=37", "T=70", "repetitions=1")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.endswith("every rank has what it should\n")
+
+
+@hw.block(donate={"state": 1}, x=hw.f32["M@x", "K"], w=hw.f32["K", "K@x"], state=hw.f32["M@x", "K"])
+def step(x, w, state):  # type: ignore[no-untyped-def]
+    state = state / 2 + hw.reshard(hw.matmul(hw.reshard(x, "M", "K"), w), "M@x", "K")
+    return x + state, state
+
+
+weights_and_states = {"w": hw.f32["K", "K@x"], "state": hw.f32["M@x", "K"]}
+
+
+@hw.fusion(
+    mesh=hw.Mesh(x=2),
+    donate={f"state_{i}": i for i in (1, 2, 3)},
+    x=hw.f32["M@x", "K"],
+    **{f"{name}_{i}": type for i in (1, 2, 3) for name, type in weights_and_states.items()},
+)
+def recurrent(x, **given):  # type: ignore[no-untyped-def]
+    states = []
+    for i in (1, 2, 3):
+        x, state = step(x, given[f"w_{i}"], given[f"state_{i}"])
+        states.append(state)
+    return x, *states
 
 
 @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["4@x", "S", 16], k=hw.bf16["2@x", "T", 16])
@@ -132,7 +155,7 @@ def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
 """
         in main
     )
-    assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y: differs between ranks");' in main
+    assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y", "differs between ranks");' in main
 
 
 def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:

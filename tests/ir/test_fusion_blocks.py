@@ -226,7 +226,10 @@ REFUSED = {
         "@hw.block(x=T['x'])\ndef layer(x, w):\n    pass",
         "mlp.py:3: function @layer: w has no type; pass w=hw.f32[...] to hw.block",
     ),
-    "no name": ("hw.block(**T)(lambda x, w: x)", "mlp.py:3: function <lambda>: this function has no name; write it with def"),
+    "no name": (
+        "hw.block(**T)(lambda x, w: x)",
+        "mlp.py:3: function <lambda>: it has no name of ASCII letters, digits and _; write it with def",
+    ),
     "no parameter": (
         "@hw.block(**T, v=T['w'])\ndef layer(x, w):\n    pass",
         "mlp.py:3: function @layer: v is not a parameter of the function; add it or leave it out",

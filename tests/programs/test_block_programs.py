@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from scaled_tolerance import tolerance_at_scale
 from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import EXAMPLES
 from hostweave.cli.programs import load_file
 from hostweave.emit import render
@@ -157,14 +160,12 @@ def test_32_layers_of_llama() -> None:
     assert communications == {"AllGather": 2, "ReduceScatter": 2}  # of rows that may be uneven, too
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
-    assert source.count("  layer(") == 32  # a line each: the caches are results of the program, which are no array
-    assert "in.layers[31], " in source
+    assert source.count("  layer(") == 2  # the first, and a loop over the others
+    assert "layer(x_2_[call - 1], in.layers[call], cos_angles_, sin_angles_, x_2_[call], out.layers[call], caller);" in source
 
 
-def deep(ranks: int, names: str = "w_{}, b_{}") -> Fusion:
+def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
     """Five calls with weights of their own, then two that share theirs, on rows that need not be even."""
-    w, b = names.split(", ")
-    numbers = range(1, 6)
 
     @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
     def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -189,9 +190,9 @@ def deep(ranks: int, names: str = "w_{}, b_{}") -> Fusion:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> None:
-    fusion = deep(ranks)
+    fusion = deep(ranks, w="w2_{}_t")
     program = compiled(fusion)
-    assert "LayerWeights layers[5];  // w_1 to b_5" in program.sources["program.h"]
+    assert re.search(r"LayerInputs layers\[5\]; +// w2_1_t to b_5", program.sources["program.h"])
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t call = 1; call < 5; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert lines[loop - 1] == "layer(x, in.layers[0], scale, x_2_[0], caller);"
@@ -203,8 +204,44 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
             expect(fusion, arrays, program.run(**arrays, ranks=True))
 
 
-def test_weights_that_are_not_numbered_are_inputs_as_others_are() -> None:
-    fusion = deep(2, "w_{}x, b_{}")
-    assert "Weights" not in compiled(fusion).sources["program.h"]
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
+    """Beside those in memory of inputs others; what comes before them and after, and one that is used once more."""
+
+    @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
+    def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        kept = kept / 2 + x * w
+        return hw.clip(x + kept, -1, 1), kept, hw.sum(kept, axis="E")
+
+    types = {"w": hw.f32["E"], "kept": hw.f32["M@x", "E"]}
+    inputs = {f"{name}_{i}": type for i in range(4) for name, type in types.items()}
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), donate={f"kept_{i}": 1 + i for i in range(4)}, x=hw.f32["M@x", "E"], **inputs)
+    def stateful(x: hw.Tensor, **given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        kept, sums = [], []
+        for i in range(4):
+            x, state, total = layer(x, given[f"w_{i}"], given[f"kept_{i}"])
+            kept.append(state)
+            sums.append(total)
+        return x, *kept, sums[3] + kept[2][:, 0]
+
+    program = compiled(stateful)
+    lines = [line.strip() for line in program.source.splitlines()]
+    loop = lines.index("for (int64_t call = 1; call < 3; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
+    assert re.fullmatch(r"layer\(x_2_\[call - 1\], in.layers\[call\], x_2_\[call\], out.layers\[call\], .*\);", lines[loop + 1])
+    assert "HW_CHECK(hw::take_over(in.layers[call].kept, out.layers[call].kept_updated, sizeof(float), caller));" in lines
+    assert "LayerOutputs layers[4];" in program.sources["program.h"]
+    for rows in (7, 6, 1):
+        arrays = random_arrays(stateful, {"M": rows, "E": 5}, seed=rows)
+        with parallel(check_dependencies=True):
+            expect(stateful, arrays, program.run(**{name: array.copy() for name, array in arrays.items()}, ranks=True))
+    wrong = {**random_arrays(stateful, {"M": 6, "E": 5}, seed=1), "kept_2": np.zeros((6, 4), np.float32)}
+    with pytest.raises(ArgumentError, match="kept_2"):
+        program.run(**wrong)
+
+
+def test_weights_that_are_not_numbered_in_turn_are_inputs_as_others_are() -> None:
+    fusion = deep(2, numbers=(1, 2, 3, 4, 6))
+    assert "LayerInputs" not in compiled(fusion).sources["program.h"]
     arrays = random_arrays(fusion, {"M": 4, "E": 6}, seed=1)
     expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))

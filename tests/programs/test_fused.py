@@ -24,13 +24,25 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def norms(ranks: int, t: DType) -> Fusion:
-    """Rows are shared by the ranks; dropout and residual stand before the norms of it."""
+    """Rows are shared by the ranks; dropout and residual stand before norms of them, and a norm before the norm of a sum with it."""
 
-    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"], r=t["M@x", "N"], w=t["N"], b=t["N"], seed=hw.u32[()])
-    def norms(x, r, w, b, seed):  # type: ignore[no-untyped-def]
+    rows = {"p": t["M@x", 32], "q": t["M@x", 32], "v": t[32], "u": t[32]}
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M@x", "N"], r=t["M@x", "N"], w=t["N"], b=t["N"], seed=hw.u32[()], **rows)
+    def norms(x, r, w, b, seed, p, q, v, u):  # type: ignore[no-untyped-def]
         h = (hw.dropout(x + b, 0.25, seed) + r).named("h")
         statistics = hw.var(x, axis="N"), hw.argmax(hw.abs(x), axis="N"), hw.clip(x, -0.5, 0.5)
-        return h, hw.softmax(h), hw.log_softmax(x, "N"), hw.layer_norm(h, w, b), hw.rms_norm(x, w), *statistics
+        added = q + hw.rms_norm(p, v)
+        return (
+            h,
+            hw.softmax(h),
+            hw.log_softmax(x, "N"),
+            hw.layer_norm(h, w, b),
+            hw.rms_norm(x, w),
+            *statistics,
+            added,
+            hw.rms_norm(added, u),
+        )
 
     return norms
 

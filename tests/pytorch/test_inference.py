@@ -151,7 +151,7 @@ class Pooled(nn.Module):
 
 
 class Residuals(nn.Module):
-    """Blocks whose parts have no names, and results of several dtypes."""
+    """Blocks whose parts have no names, results of several dtypes, and a part without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,6 +164,7 @@ class Residuals(nn.Module):
             x = x + block(x)
         norms = x.norm(), x.norm(1, dim=-1), x.norm(float("inf"))
         chosen = torch.where(x > y, x, y).std(-1), torch.topk(x, 2)[1], x.argmax(-1), (x / 2).int() % 3
+        x = torch.cat((x, x[:, 16:]), -1)
         return norms, chosen, x[:, 1:3].flatten(), torch.einsum("ij,kj->ik", x, y), x.masked_fill(y > 0, -1.0).cumsum(0), self.last(x)
 
 

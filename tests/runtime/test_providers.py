@@ -495,7 +495,7 @@ def test_a_thread_that_raises_ends_the_waiting_of_the_others() -> None:
     with pytest.raises(ValueError, match="no data"):
         provider.run(rank)
     assert waited == ["rank 1: ValueError: no data"] * 2
-    assert provider.run(lambda rank: len(meet(provider.store("default", 60), "default", rank, 3, 60).hellos)) == [3] * 3
+    assert provider.run(lambda rank: len(meet(provider.store("default", 60), "default", rank, 3, 60).entries)) == [3] * 3
 
 
 def test_processes_meet_over_tcp() -> None:
@@ -640,7 +640,7 @@ def test_a_world_is_made_again_and_again(store: Store) -> None:
     for group in ("default", "default", "other", "a/b", "a"):
         worlds: list[World] = meet_all(store, 3, group)
         assert worlds == [worlds[0]] * 3
-        assert [hello.rank for hello in worlds[0].hellos] == [0, 1, 2]
+        assert [entry.rank for entry in worlds[0].entries] == [0, 1, 2]
         assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
         prefixes.add(worlds[0].prefix)
     assert len(prefixes) == 5

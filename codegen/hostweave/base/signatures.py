@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hostweave.base.errors import Location, ProgramError, did_you_mean
+from hostweave.base.errors import HostweaveError, Location, ProgramError, did_you_mean
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -17,17 +18,22 @@ _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x",
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function; a call that does not fit its parameters is a ProgramError."""
+    """The function; a call that does not fit its parameters, by number, name or type, is a ProgramError."""
 
     @wraps(function)
     def called(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
             return function(*args, **options)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # from inside the function
-                raise
-            problem = error
-        raise ProgramError(_misfit(function, problem, options), Location.of_caller())
+        except HostweaveError:
+            raise
+        except (TypeError, AttributeError, ValueError) as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # from inside the function
+                problem = _mistyped(function, args, options)
+                if problem is None:
+                    raise
+            else:
+                problem = _misfit(function, error, options)
+        raise ProgramError(problem, Location.of_caller())
 
     return called
 
@@ -50,11 +56,9 @@ def checked_arguments(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def _misfit(function: Callable[..., object], error: TypeError, options: dict[str, object]) -> str:
+def _misfit(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
     """What is wrong with a call, and how the function is called."""
-    parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
-    name = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else function.__name__
-    usage = f"{name}({', '.join(_usage(p) for p in parameters.values())})"
+    parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)
     if unknown is None:
@@ -64,6 +68,36 @@ def _misfit(function: Callable[..., object], error: TypeError, options: dict[str
     return f"{name}: {usage} has no parameter {unknown!r}; {remedy}"
 
 
-def _usage(parameter: inspect.Parameter) -> str:
-    """The parameter as a call has it, without its type."""
-    return str(parameter.replace(annotation=parameter.empty))
+def _mistyped(function: Callable[..., object], args: Sequence[object], options: Mapping[str, object]) -> str | None:
+    """Which argument of a call is not of the type that its parameter states; None where all are, or types are not stated."""
+    parameters, name, usage = _usage_of(function)
+    hints = get_type_hints(function)
+    for parameter, given in inspect.signature(function).bind(*args, **options).arguments.items():
+        several = parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL if parameter in parameters else False
+        for value in given if several else (given,):
+            if parameter in hints and not _fits(value, hints[parameter]):
+                return f"{name}: {parameter}={value!r} is no {_worded(hints[parameter])}; write {usage}"
+    return None
+
+
+def _fits(value: object, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind in (tuple, list, Sequence):
+        return isinstance(value, tuple | list) and all(any(_fits(each, part) for part in parts if part is not ...) for each in value)
+    return not isinstance(hint, type) or isinstance(value, (int, float) if hint is float else hint)
+
+
+def _worded(*hints: Any) -> str:
+    """Types in a message: `int, str or Sequence of int`."""
+    parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
+    words = [f"{get_origin(p).__name__} of {_worded(*get_args(p))}" if get_args(p) else p.__name__ for p in parts]
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:
+    """The parameters of a function, its name, and how it is called, without types."""
+    parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
+    name = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else function.__name__
+    return parameters, name, f"{name}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters.values())})"

@@ -1,19 +1,19 @@
 """Finds communications that must be ordered on a rank and are not: on different channels, or signals that are counted in turn.
 
 A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
-device while it waits for the others.
+device while it waits for the others. A signal is a count that the sender raises, so that one which overtook another would be taken for it,
+and counts that are on their way lie in memory that all streams of a rank share.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from hostweave.check.happens_before import Clock, Task, order, run
 from hostweave.check.match_collectives import Channel, channel_of
 from hostweave.check.operations import Instances, Operation
-from hostweave.check.signals import turns_of
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
@@ -40,6 +40,32 @@ class Posted:
         return found
 
 
+def turns_of(part: Operation) -> tuple[object, ...] | None:
+    """What a communication takes turns in, if it does: a rank's signals on a channel, or its waits for those of one peer and number."""
+    if not isinstance(part.instruction, ir.Signalled):
+        return None
+    waits_for = () if part.instruction.posts == "signal" else (part.peer, part.instruction.signal)
+    return (part.rank, channel_of(part), *waits_for)
+
+
+class InTurn:
+    """What each rank has posted last of those that take turns."""
+
+    def __init__(self) -> None:
+        self._last: dict[object, tuple[Task, Operation]] = {}
+
+    def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
+        """Notes what a task posts that starts when `clock` is known. Gives what may still run, with the earlier one."""
+        for part in task.operation.communications:
+            if (turns := turns_of(part)) is None:
+                continue
+            if turns in self._last:
+                last, earlier = self._last[turns]
+                if clock[last.stream_id] < last.number:
+                    yield part, earlier
+            self._last[turns] = task, part
+
+
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs of communications that neither streams nor events of their rank order, and have to: the earlier one, the later one."""
     for operations in instances.ranks:  # each alone: a clock has as many parts as there are streams on the ranks together
@@ -49,20 +75,9 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
                 started[task.operation] = task, clock.copy()
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation
-        yield from _signals_unordered(operations, started)
-
-
-def _signals_unordered(
-    operations: Sequence[Operation], started: Mapping[Operation, tuple[Task, Clock]]
-) -> Iterator[tuple[Operation, Operation]]:
-    """Neighbours, in the order of issue, of those that take turns."""
-    last: dict[tuple[object, ...], Operation] = {}
-    for part in (operation for operation in operations if turns_of(operation)):
-        turns, (_, clock) = turns_of(part), started[part]
-        assert turns is not None
-        if turns in last and clock[(earlier := started[last[turns]][0]).stream_id] < earlier.number:
-            yield last[turns], part
-        last[turns] = part
+        in_turn = InTurn()
+        for task, clock in (started[operation] for operation in operations if operation in started):  # in the order of issue
+            yield from ((earlier, part) for part, earlier in in_turn.unordered(task, clock))
 
 
 @ir.analysis

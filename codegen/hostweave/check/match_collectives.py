@@ -52,29 +52,17 @@ def meetings(instances: Instances) -> list[Meeting]:
     them, and for ranks of a process group whose collectives differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
-    sends: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
-    recvs: dict[tuple[Channel, int, int], list[Operation]] = defaultdict(list)
-    signals: dict[tuple[Channel, int, int, int], list[Operation]] = defaultdict(list)  # by channel, sender, receiver and number
-    waits: dict[tuple[Channel, int, int, int], list[Operation]] = defaultdict(list)
+    pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # of a channel, sender, receiver, number
     collectives: dict[Channel, dict[int, list[Operation]]] = defaultdict(lambda: defaultdict(list))
-    for operations in instances.ranks:
-        for operation in operations:
-            for part in operation.communications:
-                if part.instruction.posts == "send":
-                    sends[channel_of(part), part.rank, _peer(part)].append(part)
-                elif part.instruction.posts == "recv":
-                    recvs[channel_of(part), _peer(part), part.rank].append(part)
-                elif isinstance(part.instruction, ir.Signalled):
-                    pair, number = (part.rank, _peer(part)), part.instruction.signal
-                    if part.instruction.posts == "signal":
-                        signals[channel_of(part), *pair, number].append(part)
-                    else:
-                        waits[channel_of(part), *pair[::-1], number].append(part)
-                elif part.instruction.posts == "collective":
-                    collectives[channel_of(part)][part.rank].append(part)
-    met = [_pair(program, send, recv) for key in {**sends, **recvs} for send, recv in zip_longest(sends.get(key, ()), recvs.get(key, ()))]
-    for key in {**signals, **waits}:
-        met += [_signalled(program, *pair) for pair in zip_longest(signals.get(key, ()), waits.get(key, ()))]
+    for part in (part for operations in instances.ranks for operation in operations for part in operation.communications):
+        posts = part.instruction.posts
+        if posts == "collective":
+            collectives[channel_of(part)][part.rank].append(part)
+        elif posts in _ALONE:
+            gives = posts in ("send", "signal")
+            sender, receiver = (part.rank, part.peer) if gives else (part.peer, part.rank)
+            pairs[channel_of(part), sender, receiver, getattr(part.instruction, "signal", None)][not gives].append(part)
+    met = [_pair(program, *pair) for both in pairs.values() for pair in zip_longest(*both)]
     for (_, ranks), by_rank in collectives.items():
         columns = zip_longest(*(by_rank[rank] for rank in ranks))
         met.extend(_collective(program, ranks, number, parts) for number, parts in enumerate(columns, 1))
@@ -86,31 +74,26 @@ def channel_of(part: Operation) -> Channel:
     return part.channel.name, part.process_group
 
 
-def _peer(part: Operation) -> int:
-    assert part.peer is not None
-    return part.peer
+_ALONE = {  # what is wrong where one stands alone, and the remedy
+    "send": ("posts no recv for it", "add the recv, or drop this send"),
+    "recv": ("posts no send for it", "add the send, or drop this recv"),
+    "signal": ("does not wait for it, and would take it for the next one", "add the wait"),
+    "wait_signal": ("gives no such signal", "add the signal, or drop this wait"),
+}
 
 
-def _pair(program: ir.HostProgram, send: Operation | None, recv: Operation | None) -> Meeting:
-    if recv is None:
-        assert send is not None
-        raise _fault(program, send, f"rank {send.peer} posts no recv for it", "add the recv, or drop this send")
-    if send is None:
-        raise _fault(program, recv, f"rank {recv.peer} posts no send for it", "add the send, or drop this recv")
-    sent, taken = send.accesses[0].region.layout, recv.accesses[0].region.layout
-    if (sent.count, sent.dtype) != (taken.count, taken.dtype):
-        differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
-        raise _fault(program, send, differ, "make them equal", recv)
-    return Meeting((send, recv))
-
-
-def _signalled(program: ir.HostProgram, signal: Operation | None, wait: Operation | None) -> Meeting:
-    if wait is None:
-        assert signal is not None
-        raise _fault(program, signal, f"rank {signal.peer} does not wait for it, and would take it for the next one", "add the wait")
-    if signal is None:
-        raise _fault(program, wait, f"rank {wait.peer} gives no such signal", "add the signal, or drop this wait")
-    return Meeting((signal, wait))
+def _pair(program: ir.HostProgram, one: Operation | None, other: Operation | None) -> Meeting:
+    if one is None or other is None:
+        alone = one or other
+        assert alone is not None
+        reason, remedy = _ALONE[alone.instruction.posts]
+        raise _fault(program, alone, f"rank {alone.peer} {reason}", remedy)
+    if one.instruction.posts == "send":
+        sent, taken = one.accesses[0].region.layout, other.accesses[0].region.layout
+        if (sent.count, sent.dtype) != (taken.count, taken.dtype):
+            differ = f"sends {sent.count} {sent.dtype}, and it meets a recv of {taken.count} {taken.dtype}"
+            raise _fault(program, one, differ, "make them equal", other)
+    return Meeting((one, other))
 
 
 def _collective(program: ir.HostProgram, ranks: tuple[int, ...], number: int, parts: tuple[Operation | None, ...]) -> Meeting:

@@ -8,13 +8,13 @@ for %i in 0..2 {                     rank 1, ring[0], %i = 0: copy %x -> %y_i   
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 from hostweave.check.bindings import Environment, compiled, size_of
-from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, Stream, failure, layout
+from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, layout
+from hostweave.check.run import Run, coordinates
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
@@ -46,7 +46,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
             binder = _Binder(program, local_sizes[-1])
             bound[key] = binder, binder.body(program.body)
         binder, body = bound[key]
-        run = _Run(program, rank)
+        run = Run(program, rank)
         for call in range(calls):
             if call:
                 run.issue(_between_calls(binder, run))
@@ -57,7 +57,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
     return Instances(program, tuple(local_sizes), tuple(roots), tuple(ranks))
 
 
-def _between_calls(binder: _Binder, run: _Run) -> Operation:
+def _between_calls(binder: _Binder, run: Run) -> Operation:
     """What the caller does before the next call: it writes the inputs and reads the outputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
     held = [(Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place[0] == name and root.role != "allocation"]
@@ -65,60 +65,7 @@ def _between_calls(binder: _Binder, run: _Run) -> Operation:
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
 
-# --- running the control flow -----------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Run:
-    """Where one rank stands."""
-
-    program: ir.HostProgram
-    rank: int
-    environment: Environment = field(init=False)
-    places: dict[str, tuple[str, int, int]] = field(init=False)  # of each buffer: root, offset in bytes, generation
-    operations: list[Operation] = field(default_factory=list)
-    last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
-    recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(default_factory=dict)  # of each allocation: how often it was allocated before
-    freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
-    kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
-    stream: Stream | None = None
-    steps: tuple[tuple[str, int], ...] = ()
-    steps_taken: int = 0
-
-    def __post_init__(self) -> None:
-        mesh = self.program.mesh
-        self.environment = {"rank": self.rank, **_coordinates(mesh, self.rank)}
-        parameters = (*self.program.inputs, *self.program.outputs)
-        # What is returned in donated memory is a later execution of it: reads of the input do not mean that.
-        places = {p.name: (p.memory, 0, 1) if p.memory else (p.name, 0, 0) for p in parameters}
-        self.places = {p.name: places[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
-
-    def place(self, name: str, instruction: tree.Instruction) -> tuple[str, int, int]:
-        """Root, offset in bytes and generation of a buffer."""
-        if name not in self.places:
-            self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
-        return self.places[name]
-
-    def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
-        """The bytes that lie so in a buffer, so many bytes after its beginning."""
-        root, offset, generation = self.place(name, instruction)
-        return Region(root, offset + further, layout, generation)
-
-    def issue(self, operation: Operation) -> Operation:
-        self.operations.append(operation)
-        self.last[operation.stream] = operation
-        return operation
-
-    def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
-        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
-
-
-def _coordinates(mesh: Mesh, rank: int) -> Environment:
-    return {f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes}
-
-
-Step = Callable[[_Run], None]
+Step = Callable[[Run], None]
 
 
 class _Binder:
@@ -179,7 +126,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     joining = [loop.out for loop in b.loops if any(pool in tree.names(j, "join") for j in tree.walk(loop.body))]
     loops = [loop.out for loop in b.loops], joining  # in which what other streams, and this one's neighbours, freed may come again
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
         run.places[i.out] = (root, 0, generation)
@@ -199,7 +146,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
 def _deallocate(b: _Binder, i: ir.Deallocate) -> Step:
     build, own = _operation(b, i), b.own[i.src]
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         operation = run.issue(build(run))
         if own and run.stream:
             run.kept[run.stream] = operation
@@ -219,7 +166,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
     dim, _, indices = i.span if i.span and not chunk else (0, None, None)
     spread = b.size(indices, i) if indices is not None and result.shape[dim] else 0  # where there is nothing it may begin anywhere
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         value = where(run.environment)
         if chunk and not 0 <= value < count:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
@@ -235,7 +182,7 @@ def _post(b: _Binder, i: tree.Instruction) -> Step:
     """Whatever reads and writes memory: compute, collectives, send and recv. What a rank computes by has its values in the operation."""
     build, given = _operation(b, i), {expr: b.expr(expr) for expr in tree.expressions(i)} if i.work == "compute" else {}
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         operation = build(run)
         if given:
             operation.instruction = tree.with_expressions(i, lambda expr: Const(given[expr](run.environment)))
@@ -262,7 +209,7 @@ def _process_groups(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, tuple[int, .
     return {rank: mesh.process_group(rank, axes) for rank in mesh.all_ranks}
 
 
-def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
+def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
     at_root: list[tuple[str, Layout, bool, bool, bool]] = []  # what the root touches, and any rank where there is none
     elsewhere: list[tuple[str, Layout, bool, bool, bool]] = []  # what a rank touches that is not the root
     for field_name, role in tree.roles(type(i)).items():
@@ -277,7 +224,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
     other: Expr | None = getattr(i, "peer", None) or getattr(i, "root", None)
     peer = b.expr(other) if other else None
 
-    def build(run: _Run) -> Operation:
+    def build(run: Run) -> Operation:
         operation = Operation(i, run.rank, run.stream, run.steps, channel=channel, process_group=groups.get(run.rank, ()))
         if other and peer:
             value = peer(run.environment)
@@ -298,7 +245,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[_Run], Operation]:
     return build
 
 
-def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]:
+def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
     """A send or recv for every route of a rank."""
     sends, (name,) = i.posts == "send", tree.names(i, "read", "write")
     whole = b.layouts[name]
@@ -310,7 +257,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[_Run], tuple[Operation, ...]]
         part = (ir.Send if sends else ir.Recv)(name, Const(peer), i.channel, location=i.location)
         parts.setdefault(rank, []).append((part, number, peer))
 
-    def build(run: _Run) -> tuple[Operation, ...]:
+    def build(run: Run) -> tuple[Operation, ...]:
         members = []
         sizes = RankSizes(b.sizes, b.program.mesh, run.rank)
         counts = [equal] * i.count if isinstance(i.count, int) else [elements(box) for box in boxes(i.count, sizes)]
@@ -332,20 +279,20 @@ def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
     """What is posted together."""
     builders = [tree.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(tree.bodies(i)), (i,))]
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
             run.issue(Operation(i, run.rank, run.stream, run.steps, members=members))
 
     return step
 
 
-def _member(b: _Binder, i: tree.Instruction) -> Callable[[_Run], tuple[Operation, ...]]:
+def _member(b: _Binder, i: tree.Instruction) -> Callable[[Run], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
 
 
 # What an instruction of a group posts.
-_MEMBERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Callable[[_Run], tuple[Operation, ...]]]] = {
+_MEMBERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Callable[[Run], tuple[Operation, ...]]]] = {
     tree.Instruction: _member,
     ir.Routed: _blocks,
 }
@@ -357,7 +304,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
     body = b.nested(i.body)
     b.block = None
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         outer, run.stream = run.stream, (i.stream, index(run.environment) % count)
         for inner in body:
             inner(run)
@@ -369,7 +316,7 @@ def _on_stream(b: _Binder, i: ir.OnStream) -> Step:
 def _fork(b: _Binder, i: ir.Fork) -> Step:
     count = i.first or _count(b.program.streams, i.stream)
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         fork = run.issue(Operation(i, run.rank, None, run.steps))
         for k in range(count):
             run.issue(Operation(i, run.rank, (i.stream, k), run.steps, waits=(fork,)))
@@ -380,7 +327,7 @@ def _fork(b: _Binder, i: ir.Fork) -> Step:
 def _join(b: _Binder, i: ir.Join) -> Step:
     streams = [(i.stream, k) for k in range(i.first or _count(b.program.streams, i.stream))]
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         running = tuple([run.last[stream] for stream in streams if stream in run.last])
         run.issue(Operation(i, run.rank, None, run.steps, waits=running))
         run.freed.update({stream: run.kept.pop(stream) for stream in streams if stream in run.kept})
@@ -391,7 +338,7 @@ def _join(b: _Binder, i: ir.Join) -> Step:
 def _record(b: _Binder, i: ir.Record) -> Step:
     slot = _slot(b, i)
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         run.recorded[slot(run)] = run.issue(Operation(i, run.rank, run.stream, run.steps))
 
     return step
@@ -400,7 +347,7 @@ def _record(b: _Binder, i: ir.Record) -> Step:
 def _wait(b: _Binder, i: ir.Wait) -> Step:
     slot = _slot(b, i)
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         event = slot(run)
         if event not in run.recorded:
             run.fail(i, f"a wait whose record may not have run: record {event[0]}[{event[1]}] before it in the same call")
@@ -409,10 +356,10 @@ def _wait(b: _Binder, i: ir.Wait) -> Step:
     return step
 
 
-def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[_Run], tuple[str, int]]:
+def _slot(b: _Binder, i: ir.Record | ir.Wait) -> Callable[[Run], tuple[str, int]]:
     index, count = b.expr(i.index), _count(b.program.events, i.event)
 
-    def slot(run: _Run) -> tuple[str, int]:
+    def slot(run: Run) -> tuple[str, int]:
         value = index(run.environment)
         if not 0 <= value < count:
             run.fail(i, f"{_outside(i.index, value, count)}: declare more of {i.event}, or keep the index inside")
@@ -432,7 +379,7 @@ def _count(pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...], name: str) -> 
 def _let(b: _Binder, i: ir.Let) -> Step:
     value = b.expr(i.value)
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         run.environment[i.out] = value(run.environment)
 
     return step
@@ -444,7 +391,7 @@ def _for(b: _Binder, i: ir.For) -> Step:
     body = b.nested(i.body)
     b.loops = outer_loops
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         outer = run.steps
         run.steps_taken += count
         if run.steps_taken > MAX_STEPS:  # all that a rank does is kept in memory
@@ -464,7 +411,7 @@ def _if(b: _Binder, i: ir.If) -> Step:
     condition = b.expr(i.condition)
     body, orelse = b.nested(i.body), b.nested(i.orelse)
 
-    def step(run: _Run) -> None:
+    def step(run: Run) -> None:
         for inner in body if condition(run.environment) else orelse:
             inner(run)
 
@@ -473,12 +420,12 @@ def _if(b: _Binder, i: ir.If) -> Step:
 
 def _on_mesh(b: _Binder, i: ir.OnMesh) -> Step:
     body = b.body(i.body)
-    coordinates = {rank: _coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
+    coordinates_of = {rank: coordinates(i.mesh, rank) for rank in i.mesh.all_ranks}
 
-    def step(run: _Run) -> None:
-        if run.rank not in coordinates:
+    def step(run: Run) -> None:
+        if run.rank not in coordinates_of:
             return
-        around, run.environment = run.environment, {**run.environment, **coordinates[run.rank]}
+        around, run.environment = run.environment, {**run.environment, **coordinates_of[run.rank]}
         for inner in body:
             inner(run)
         run.environment = around

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -121,8 +121,10 @@ class _Replay:
         self.replay(self.steps[""])
 
     def replay(self, steps: Steps) -> None:
-        for step in self.taken(steps):
+        for step in steps:
             match step:
+                case OnRanks(mesh, inner) if self.rank in mesh.all_ranks:
+                    self.replay(inner)
                 case Called(function):
                     self.replay(self.steps[function])
                 case Begin(place, slots):
@@ -136,15 +138,6 @@ class _Replay:
                     self.events.free(own)
                 case Joined(stream):
                     self.events.join(stream)
-
-    def taken(self, steps: Steps) -> Iterator[Begin | End | Joined | Called]:
-        """Those of meshes that the rank is in."""
-        for step in steps:
-            match step:
-                case OnRanks(mesh, inner):
-                    yield from self.taken(inner) if self.rank in mesh.all_ranks else ()
-                case _:
-                    yield step
 
 
 def _need_workspace(body: ir.HostProgram) -> list[Place]:

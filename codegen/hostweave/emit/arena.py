@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.layers import Words, rolled
@@ -15,8 +18,15 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
     """
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
-    shared = "".join(f"// - {', '.join(buffer.member for buffer in group)}\n" for group in groups if len(group) > 1)
+    shared = "".join(f"// - {', '.join(_members(group))}\n" for group in groups if len(group) > 1)
     return ("// Never in use at once, so that they may share bytes:\n" + shared if shared else "") + _plan(steps, context)
+
+
+def _members(group: list[Temporary]) -> Iterable[str]:
+    """Elements of an array together: `x_[1, 3, 5]`."""
+    for name, members in groupby(group, lambda buffer: buffer.element.array if buffer.element else buffer.member):
+        numbers = [str(buffer.element.index) for buffer in members if buffer.element]
+        yield f"{name}[{', '.join(numbers)}]" if numbers else name
 
 
 def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
-from hostweave.emit.instructions import Emitter
-from hostweave.emit.layers import plus
+from hostweave.emit.instructions import Buffer, Emitter
+from hostweave.emit.layers import Words
 from hostweave.emit.parts import Local, part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -29,6 +29,7 @@ class SizeBinding:
 @dataclass(frozen=True)
 class Argument:
     name: str  # the user's
+    label: str  # C++ for it
     field: str
     type: str  # of what one rank holds: bf16[M/8, K]
     dtype: str
@@ -37,11 +38,15 @@ class Argument:
     pattern: str  # the shape as far as it is known before this argument tells its sizes
     sizes: tuple[SizeBinding, ...]
     again: bool  # dims to check once its sizes are known
+    buffer: Buffer
     used: bool
-    path: str  # in the struct of inputs or outputs
+    place: Words  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
-    label: str = ""  # C++ for the user's name, of one that calls take in turn
-    memory: str = ""  # of an output: in the struct of inputs, what was donated for it
+    memory: Words = ()  # of an output: where the input is that was donated for it
+
+    @property
+    def path(self) -> str:
+        return "".join(map(str, self.place))
 
     @property
     def member(self) -> str:
@@ -78,32 +83,29 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """What calls take in turn, from that of one call on."""
+    """What calls take or give in turn."""
 
     index: str
-    begin: int
-    end: int
+    count: int
     members: tuple[Argument, ...]
 
 
-def checks_of(inputs: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
-    """How the inputs are checked: in a loop where calls take them in turn, but for those of the first call that tell sizes."""
-    in_turn = {name: layers for layers in context.layers.values() for name in layers.inputs[0]}
-    rest = {name for layers in context.layers.values() for names in layers.inputs[1:] for name in names}
-    by_name = {x.name: x for x in inputs}
-    for x in inputs:
+def checks_of(arguments: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
+    """How inputs or outputs are checked: in a loop where calls take them in turn, after those of the first call that tell sizes."""
+    in_turn = {name: layers for layers in context.layers for name in layers.names[0]}
+    rest = {name for layers in context.layers for names in layers.names[1:] for name in names}
+    by_name = {x.name: x for x in arguments}
+    for x in arguments:
         layers = in_turn.get(x.name)
-        of_first = [by_name[name] for name in layers.inputs[0]] if layers else [x]
-        tells = any(y.sizes or y.again for y in of_first)
-        if x.name not in rest and (layers is None or tells):
-            yield x
+        of_first = [by_name[name] for name in layers.names[0]] if layers else [x]
+        if x.name not in rest and (layers is None or x.sizes):
+            yield replace(x, again=x.again and layers is None)
         if layers and x is of_first[-1]:
-            call = context.index
             members = tuple(
-                replace(y, path=f"{layers.field}[{call}].{y.member}", label=f'{{"{prefix}", {plus(call, layers.first)}}}')
-                for y, prefix in zip(of_first, layers.prefixes, strict=True)
+                replace(y, place=(f"{layers.side}.{layers.field}[{context.index}].{y.member}",), label=pattern.cpp(context.index))
+                for y, pattern in zip(of_first, layers.patterns, strict=True)
             )
-            yield CheckedInTurn(call, int(tells), len(layers.inputs), members)
+            yield CheckedInTurn(context.index, len(layers.names), members)
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
@@ -123,26 +125,34 @@ def argument(
     is_open = [not set(size.atoms) <= known for size in type.shape]
     return Argument(
         name=parameter.name,
+        label=f'"{parameter.name}"',
         field=field,
         type=str(type),
-        path=(path := emitter.context.paths.get(parameter.name, field)),
+        place=(place := _place(program, parameter.name, emitter)),
         dtype=CUDA_TYPES[type.dtype.name],
         cpp=type.dtype.cpp,
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(_size(program, binding, path, integers) for binding in bindings or ()),
+        sizes=tuple(_size(program, binding, "".join(map(str, place)), integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
+        buffer=emitter.buffers[parameter.name],
         used=parameter.name in emitter.used,
         on=emitter.context.flag(parameter.type.mesh) if parameter.type.mesh else "",
-        memory=parameter.memory and emitter.context.paths.get(parameter.memory, emitter.buffers[parameter.memory].text),
+        memory=_place(program, parameter.memory, emitter) if parameter.memory else (),
     )
 
 
+def _place(program: ir.HostProgram, name: str, emitter: Emitter) -> Words:
+    """Of an input or output in the struct that has it."""
+    side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
+    return emitter.context.places.get(name, (f"{side}.{emitter.buffers[name].text}",))
+
+
 def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter) -> SizeBinding:
-    multiple, dim = integers.multiples.get(binding.name, 1), f"in.{path}.dim({binding.dim})"
+    multiple, dim = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
     is_multiple = binding.shards % multiple == 0 and not binding.from_global
     if binding.from_global:
-        dim = f"in.{path}.global_dim({binding.dim}, {binding.shards})"
+        dim = f"{path}.global_dim({binding.dim}, {binding.shards})"
     elif binding.shards > 1:
         dim += f" * {binding.shards}"
     return SizeBinding(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel, emit_kernel
-from hostweave.emit.layers import Element, layers_of
+from hostweave.emit.layers import Element, Layers, layers_of
 from hostweave.emit.names import Names
 from hostweave.emit.products import emit_products, multiplies
 from hostweave.host_ir import ir, tree
@@ -40,6 +40,16 @@ class ChannelMember:
     @property
     def along(self) -> str:
         return ", ".join(self.ir.axes)
+
+    @property
+    def key(self) -> str:
+        """By which a rank has it: the mesh and the axes."""
+        return f'"{self.ir.mesh}", "{self.along}"' if self.flag else f'kMesh, "{self.along}"'
+
+    @property
+    def transport(self) -> str:
+        """The last argument of calls about it, where it is another than usual."""
+        return ", hw::Transport::one_sided" if self.has_windows else ""
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,8 @@ class ProgramContext:
             for instruction in tree.walk(body.body):
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
-        self.layers = layers_of(program, names) if structs else {}
-        self.paths = {name: path for layers in self.layers.values() for name, path in layers.paths.items()}
+        self.layers = tuple(layers_of(program, names)) if structs else ()
+        self.places = {name: place for layers in self.layers for name, place in layers.places.items()}  # in structs of structs
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
@@ -112,6 +122,10 @@ class ProgramContext:
             flag = "" if channel.mesh == self.integers.program else self.flag(channel.mesh)
             self.channels[channel.name] = ChannelMember(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
         return self.channels[channel.name]
+
+    def layers_at(self, function: str) -> dict[int, Layers]:
+        """By position, of the parameters of a function that are members."""
+        return {at: layers for layers in self.layers if layers.function == function for at in layers.positions}
 
     @property
     def index(self) -> str:

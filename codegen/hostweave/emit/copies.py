@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from hostweave.emit.kernel_loops import ONE, Dim, merged
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, TensorType
-from hostweave.types.tensor import Dim as TensorDim
+from hostweave.types.tensor import BufferType
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,10 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
     """A kernel that copies between strided views of this shape."""
-    type = _tensor(buffer)
+    type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
 def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
     """A kernel that sets every element of a view."""
-    return ir.Kernel(name, (), (Op("fill", (), Value("dst", _tensor(buffer)), (("value", value),)),))
-
-
-def _tensor(buffer: BufferType) -> TensorType:
-    return TensorType(buffer.dtype, tuple(TensorDim(size) for size in buffer.shape))
+    return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

@@ -10,12 +10,21 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
 from hostweave.emit.main import main_view, reference_view
 from hostweave.emit.program import Program
-from hostweave.emit.render import kernel_files
 from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
 
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
+
+
+def render(program: HostProgram) -> dict[str, str]:
+    """The generated files, path -> text: program.h, program.cpp, binding.cpp and, where there are kernels, kernels.h and kernels.cu,
+    where some are the user's user_kernels.cuh.
+
+    The same program always gives the same bytes. Raises ProgramError for what has no C++.
+    """
+    emitted = Program(program)
+    return {path: rendered(path, program=emitted) for path in (*emitted.files, "binding.cpp")}
 
 
 def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
@@ -27,12 +36,12 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     """
     emitted = Program(program)
     alone = reference if isinstance(reference, str) else Program(reference)
-    if isinstance(alone, Program) and alone.inputs_in_turn != emitted.inputs_in_turn:  # of only one of them, calls take inputs as they are
+    if isinstance(alone, Program) and alone.in_turn != emitted.in_turn:  # of only one of them, calls take inputs as they are
         emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
     main = main_view(emitted, alone if isinstance(alone, str) else reference_view(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
-        texts |= {under + path: rendered(path, program=each) for path in ("program.h", "program.cpp", *kernel_files(each))}
+        texts |= {under + path: rendered(path, program=each) for path in each.files}
     parts = ("include", "src", "cpu", "sample", *sorted(program.libraries))  # without the driver, which is Python's
     runtime = (path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())
     files = {path: text.encode() for path, text in texts.items()}

@@ -70,6 +70,7 @@ class Emitter:
         Calls of functions that follow one another are a loop where they can be.
         """
         text, calls = "", list[Words]()
+        body = _joined(body)
         for number, i in enumerate(body):
             before, self.comments = self.comments, self.lines_of(body[number:]) or self.comments
             shown = "".join(f"{comment}\n" for comment in self.comments) if self.comments != before else ""
@@ -95,14 +96,15 @@ class Emitter:
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
     def call_function(self, i: ir.Call) -> Words:
-        layers, self.calls[i.function] = self.context.layers.get(i.function), self.calls.get(i.function, -1) + 1
+        layers, call = self.context.layers_at(i.function), self.calls.get(i.function, 0)
+        self.calls[i.function] = call + 1
         words: list[str | Element] = [f"{self.context.functions[i.function]}("]
         for at, name in enumerate((*i.srcs, *i.dsts)):
-            if layers is None or at not in layers.positions:
+            if at not in layers:
                 element, text = self.elements.get(self.buffers[name].root), self.text(name)
                 words += [element if element and str(element) == text else text, ", "]
-            elif at == min(layers.positions):
-                words += [layers.element(self.calls[i.function]), ", "]
+            elif at == min(layers[at].positions):
+                words += [layers[at].element(call), ", "]
         return (*words, f"{self.stream});\n")
 
     def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
@@ -427,6 +429,22 @@ class Emitter:
         with self.integers.on(i.mesh):
             body = self.body(i.body)
         return lay_out("branch", condition=flag, body=body) if body else ""
+
+
+def _joined(body: tree.Body) -> tree.Body:
+    """Bodies of one mesh with nothing but allocations between them as one."""
+    result: list[tree.Instruction] = []
+    between: tree.Body = ()  # allocations since the last body
+    for i in body:
+        last = result[-1].ranks if result else None
+        if last and i.ranks == last:
+            result[-1] = ir.OnMesh(last, (*tree.bodies(result[-1])[0], *between, *tree.bodies(i)[0]), location=result[-1].location)
+            between = ()
+        elif last and tree.names(i, "allocate", "free"):
+            between += (i,)
+        else:
+            result, between = [*result, *between, i], ()
+    return (*result, *between)
 
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:

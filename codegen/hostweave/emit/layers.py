@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hostweave.emit.names import Names
-from hostweave.emit.templates import lay_out
+from hostweave.emit.templates import braced, lay_out
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
+from hostweave.host_ir.expr import Const
 
 LOOP = 2  # calls that differ by their number alone are a loop from here on
 
@@ -30,76 +31,108 @@ Words = tuple[str | Element, ...]  # of lines of C++
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Inputs of the program that calls of a function take in turn: `w_0, v_0, w_1, v_1` of `@layer(x, w, v)`."""
+class Numbered:
+    """Names of the user's with the number of the call: `keys_0_updated`, `keys_1_updated`."""
 
-    function: str
-    struct: str
-    field: str  # of the program's inputs: the array
-    parameter: str  # of the function: an element
-    positions: tuple[int, ...]  # of the function's inputs that are members
-    members: tuple[str, ...]
-    prefixes: tuple[str, ...]  # of the user's names
-    first: int  # number in them
-    inputs: tuple[tuple[str, ...], ...]  # of each call
+    prefix: str
+    first: int
+    suffix: str
 
-    def element(self, call: int) -> Element:
-        return Element(f"in.{self.field}", call)
+    def of(self, call: int) -> str:
+        return f"{self.prefix}{self.first + call}{self.suffix}"
+
+    def cpp(self, index: str) -> str:
+        """That of a call whose number C++ has: `{"keys_", call, "_updated"}`"""
+        return braced([f'"{self.prefix}"', plus(index, self.first), *([f'"{self.suffix}"'] if self.suffix else [])])
 
     @property
-    def paths(self) -> dict[str, str]:
-        """Where each input is in the struct of inputs."""
+    def field(self) -> str:
+        return re.sub("_+", "_", f"{self.prefix}_{self.suffix}").strip("_")
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Inputs, or outputs, of the program that calls of a function take in turn: `w_0, v_0, w_1, v_1` of `@layer(x, w, v)`."""
+
+    side: str  # in, out
+    function: str
+    base: str  # of names
+    struct: str
+    field: str  # of the program's inputs or outputs: the array
+    positions: tuple[int, ...]  # of the function's parameters that are members
+    members: tuple[str, ...]
+    patterns: tuple[Numbered, ...]  # of the user's names
+    names: tuple[tuple[str, ...], ...]  # of each call
+
+    def element(self, call: int) -> Element:
+        return Element(f"{self.side}.{self.field}", call)
+
+    @property
+    def places(self) -> dict[str, Words]:
+        """Where each input or output is."""
         return {
-            name: f"{self.field}[{call}].{member}"
-            for call, names in enumerate(self.inputs)
+            name: (self.element(call), f".{member}")
+            for call, names in enumerate(self.names)
             for name, member in zip(names, self.members, strict=True)
         }
 
 
-def layers_of(program: ir.HostProgram, names: Names) -> dict[str, Layers]:
-    """By function. The inputs of its calls must stand in order, and end in the number of the call."""
-    found = {}
+def layers_of(program: ir.HostProgram, names: Names) -> Iterator[Layers]:
+    """What the calls of a function take and give must stand in order, under names with the number of the call."""
+    behind: dict[str, str] = {}  # views that begin where the buffer does
+    for view in program.body:
+        if isinstance(view, ir.View) and view.offset == Const(0):
+            behind[view.out] = behind.get(view.src, view.src)
     for function in program.functions:
-        calls = [tree.names(i, "read") for i in _calls(program.body, function)]
+        calls = [tuple(behind.get(name, name) for name in tree.names(i, "read", "write")) for i in _calls(program.body, function)]
         everywhere = sum(1 for body in bodies(program) for _ in _calls(tree.walk(body.body), function))
-        taken = _taken_in_turn(program, calls) if 1 < len(calls) == everywhere else None
-        if taken is None:
+        if not 1 < len(calls) == everywhere:
             continue
-        positions, prefixes, first = taken
-        struct = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
-        found[function.name] = Layers(
-            function.name,
-            names.of(f"{struct}Weights", "struct"),
-            names.of(f"{function.name}s", "array of structs"),
-            names.of("weights", "of a call"),
-            positions,
-            tuple(names.of(function.inputs[at].name) for at in positions),
-            prefixes,
-            first,
-            tuple(tuple(call[at] for at in positions) for call in calls),
-        )
-    return found
+        base = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
+        parameters = (*function.inputs, *function.outputs)
+        for side, arguments in (("in", program.inputs), ("out", program.outputs)):
+            if taken := _taken_in_turn(arguments, calls):
+                positions, patterns = taken
+                own, fields = Names(), [parameters[at].name for at in positions] if side == "in" else [each.field for each in patterns]
+                yield Layers(
+                    side,
+                    function.name,
+                    base,
+                    names.of(f"{base}{side.capitalize()}puts", "struct"),
+                    names.of(f"{function.name}s", "array of structs"),
+                    positions,
+                    tuple(own.of(field, str(at)) for at, field in zip(positions, fields, strict=True)),
+                    patterns,
+                    tuple(tuple(call[at] for at in positions) for call in calls),
+                )
 
 
 def _calls(body: Iterable[tree.Instruction], function: ir.Function) -> Iterator[tree.Instruction]:
     return (i for i in body if tree.names(i, "call") == (function.name,))
 
 
-def _taken_in_turn(program: ir.HostProgram, calls: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...], int] | None:
-    """Which arguments are inputs in turn, in the order of the inputs, with the names before their numbers, and the first number."""
-    inputs = {parameter.name: parameter.type for parameter in program.inputs}
-    order = list(inputs)
-    columns = {at: column for at, column in enumerate(zip(*calls, strict=True)) if len({*column} & {*inputs}) == len(calls)}
+def _taken_in_turn(
+    arguments: Sequence[ir.Parameter], calls: Sequence[tuple[str, ...]]
+) -> tuple[tuple[int, ...], tuple[Numbered, ...]] | None:
+    """Which parameters are arguments of the program in turn, in their order, and the patterns of their names."""
+    types = {argument.name: argument.type for argument in arguments}
+    order = list(types)
+    columns = {at: column for at, column in enumerate(zip(*calls, strict=True)) if len({*column} & {*types}) == len(calls)}
     positions = tuple(sorted(columns, key=lambda at: order.index(columns[at][0])))
-    numbered = [re.fullmatch(r"(.*?)(0|[1-9]\d*)", columns[at][0]) for at in positions]
-    if not positions or not all(numbered):
+    patterns = tuple(pattern for at in positions if (pattern := _pattern(*columns[at][:2])))
+    if not positions or len(patterns) < len(positions):
         return None
-    prefixes, first = tuple(match[1] for match in numbered if match), int(str(numbered[0] and numbered[0][2]))
-    expected = [f"{prefix}{first + call}" for call in range(len(calls)) for prefix in prefixes]
-    begin = order.index(expected[0]) if expected[0] in order else 0
-    same_types = all(len({inputs[name] for name in columns[at]}) == 1 for at in positions)
+    expected = [pattern.of(call) for call in range(len(calls)) for pattern in patterns]
+    begin = order.index(columns[positions[0]][0])
+    same_types = all(len({types[name] for name in columns[at]}) == 1 for at in positions)
     in_calls = [row[at] for row in calls for at in positions]
-    return (positions, prefixes, first) if order[begin : begin + len(expected)] == expected == in_calls and same_types else None
+    return (positions, patterns) if order[begin : begin + len(expected)] == expected == in_calls and same_types else None
+
+
+def _pattern(name: str, following: str) -> Numbered | None:
+    """What two names have in common but for a number that counts on."""
+    patterns = (Numbered(name[: match.start()], int(match[0]), name[match.end() :]) for match in re.finditer(r"\d+", name))
+    return next((pattern for pattern in patterns if (pattern.of(0), pattern.of(1)) == (name, following)), None)
 
 
 def rolled(units: Sequence[Words], index: str) -> str:

@@ -49,7 +49,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # What begins a line of its own behind a head, and how far it is indented: what a condition is of, a kernel, initializers.
 _HEADS = (
-    (r"(if \(.*?\)) (\w.*)", 1),
+    (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
     (r"((?:explicit )?[\w:]+\([^()]*\)) (: .*)", 2),
 )
@@ -70,9 +70,12 @@ def _broken(line: str, indent: str) -> list[str]:
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
         first, *rest = _pieces(line, bare, depths, 0)
-        return [indent + first, *(indent + INDENT + initializer for initializer in rest)]
-    start = outer = bare.find("(") + 1
-    if not outer or line.startswith("if ("):
+        return [indent + first, *(broken for initializer in rest for broken in _broken(initializer, indent + INDENT))]
+    start = outer = bare.find("(") + 1 or bare.find("{") + 1
+    if line.startswith("if ("):
+        first, *rest = re.split(r"(?<=&&) ", line)
+        return _filled(indent + first, rest, indent + " " * 3)
+    if not outer:
         return [indent + line]
     # Inside of a call that is a sole argument itself: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
@@ -11,6 +11,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.parts import multiples
 from hostweave.emit.program import Program
+from hostweave.emit.templates import braced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
@@ -18,7 +19,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
-RANK = "r"
+RANK, INDEX = "r", "i"
 # Targets that are CMake's own or the runtime's, and folders of a build.
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
@@ -29,22 +30,22 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 class RankChannel:
     """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
-    key: str  # the mesh and the axes
-    transport: str  # where it is another than usual
+    of: context.ChannelMember
     color: str
     rank_in_group: str
-    size: int
     on: str  # the condition that rank r is in its mesh
 
 
 @dataclass(frozen=True)
 class Tensor:
-    name: str
+    label: str  # C++ for the user's name
     field: str
     cpp: str
     dtype: str
     dims: str
     number: int  # among the inputs
+    twin: str  # the first rank that holds the same
+    on: str  # the condition that rank r has it
 
     @property
     def initializer(self) -> str:
@@ -53,19 +54,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class TensorsInTurn:
-    """An array of structs of which each call of a function takes one."""
+    """An array of structs that have what each call of a function takes and gives of its own."""
 
     struct: str
     field: str
     count: int
-    members: tuple[Tensor, ...]  # of the first
-    first: int  # the number of its first input
+    names: tuple[str, ...]  # the user's, of what the first call takes and gives
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
-
-@dataclass(frozen=True)
-class Output(Tensor):
-    twin: str  # the first rank that holds the same
-    on: str  # the condition that rank r has it
+    @property
+    def members(self) -> tuple[Tensor, ...]:
+        return (*self.inputs, *self.outputs)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Main:
     channels: tuple[RankChannel, ...]
     inputs: tuple[Tensor, ...]  # without those in arrays
     layers: tuple[TensorsInTurn, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[Tensor, ...]  # without those in arrays
     reference: Reference | str  # or why there is none
 
     @property
@@ -120,32 +120,32 @@ def main_view(view: Program, reference: Reference | str) -> Main:
     named = list(zip(program.symbols(), view.sizes, strict=False))
     integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
 
-    def tensor(number: int, parameter: Parameter, argument: Argument) -> tuple[str, str, str, str, str, int]:
+    def tensor(number: int, parameter: Parameter, argument: Argument) -> Tensor:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-        dims = [f"{{{', '.join((integers.alone(dim.size), *of))}}}" for dim, of in zip(parameter.type.dims, shards, strict=True)]
-        return argument.name, argument.member, cpp, argument.dtype, "{" + ", ".join(dims) + "}", number
+        dims = braced(braced((integers.alone(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
+        return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
-    inputs = {
-        x.name: Tensor(*tensor(number, parameter, x)) for number, (parameter, x) in enumerate(zip(program.inputs, view.inputs, strict=True))
-    }
-    layers = []
-    for each in view.layers:
-        members = tuple(inputs[name] for name in each.inputs[0])
-        layers.append(TensorsInTurn(each.struct, each.field, len(each.inputs), members, members[0].number))
+    parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
+    tensors = {x.name: tensor(number, parameter, x) for number, (parameter, x) in enumerate(parameters)}
+
+    def in_turn(function: str) -> TensorsInTurn:
+        sides = [each for each in view.layers if each.function == function]
+        labels = {name: pattern.cpp(INDEX) for each in sides for name, pattern in zip(each.names[0], each.patterns, strict=True)}
+        members = {name: replace(tensors[name], label=label) for name, label in labels.items()}
+        of = {each.side: tuple(members[name] for name in each.names[0]) for each in sides}
+        struct = view.context.names.of(f"{sides[0].base}Tensors", "struct")
+        return TensorsInTurn(struct, sides[0].field, len(sides[0].names), tuple(members), of.get("in", ()), of.get("out", ()))
 
     return Main(
         executable=executable_of(program.name),
         programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
         sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
         channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(inputs[x.name] for x in view.inputs if x.name not in view.context.paths),
-        layers=tuple(layers),
-        outputs=tuple(
-            Output(*tensor(0, parameter, y), _twin(parameter, mesh), _condition(parameter.type.mesh_in(mesh), mesh))
-            for parameter, y in zip(program.outputs, view.outputs, strict=True)
-        ),
+        inputs=tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places),
+        layers=tuple(map(in_turn, dict.fromkeys(each.function for each in view.layers))),
+        outputs=tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places),
         reference=reference,
     )
 
@@ -167,11 +167,7 @@ def executable_of(program: str) -> str:
 def _channel(channel: context.ChannelMember, program: Mesh) -> RankChannel:
     mesh, axes = channel.ir.mesh, channel.ir.axes
     others = tuple(name for name, _ in mesh.axes if name not in axes)
-    key = f'"{mesh}", "{channel.along}"' if channel.flag else f'kMesh, "{channel.along}"'
-    transport = "hw::Transport::one_sided" if channel.has_windows else ""
-    return RankChannel(
-        key, transport, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), channel.ir.size, _condition(mesh, program)
-    )
+    return RankChannel(channel, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

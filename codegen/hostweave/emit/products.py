@@ -8,8 +8,9 @@ from dataclasses import replace
 from hostweave.analysis.kernel_indices import iteration
 from hostweave.emit.cpp import CppExprPrinter, compute_type
 from hostweave.emit.kernel_loops import Loops
-from hostweave.emit.kernels import Kernel, KernelEmitter, Section
+from hostweave.emit.kernels import Kernel, KernelEmitter
 from hostweave.emit.names import Names
+from hostweave.emit.sections import Section
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.host_ir.strides import strides_of

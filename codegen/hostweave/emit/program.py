@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan
@@ -13,7 +14,7 @@ from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Tem
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
-from hostweave.emit.layers import Layers
+from hostweave.emit.layers import Layers, Words, rolled
 from hostweave.emit.meshes import RANK, coordinate, membership
 from hostweave.emit.names import Names, is_reserved
 from hostweave.emit.parts import Local, multiples, part_name, part_view, parts_of
@@ -31,7 +32,7 @@ class Function:
     name: str
     comment: str
     params: tuple[str, ...]
-    weights: tuple[tuple[str, str], ...]  # pointers: the name, and the value
+    members: tuple[str, ...]  # pointers to what its structs have
     sizes: tuple[str, ...]  # all of the program's, or none where it names none
     coordinates: tuple[Local, ...]
     body: str
@@ -76,9 +77,9 @@ class Program:
         emitter = Emitter(program, context)
         self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
-        self.layers = tuple(context.layers.values())
         self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
+        self.checks_of_outputs = tuple(checks_of(self.outputs, context))
         self.sizes = tuple(sizes.values())
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
         self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
@@ -109,23 +110,42 @@ class Program:
         return any(buffer.pool or buffer.element for buffer in self.temporaries)
 
     @property
-    def fields(self) -> Iterable[Argument | Layers]:
-        """Of the struct of inputs."""
-        layers = {name: layers for layers in self.layers for names in layers.inputs for name in names}
-        return dict.fromkeys(layers.get(x.name, x) for x in self.inputs)
+    def layers(self) -> tuple[Layers, ...]:
+        return self.context.layers
 
     @property
-    def inputs_in_turn(self) -> list[tuple[tuple[str, ...], ...]]:
-        return [layers.inputs for layers in self.layers]
+    def in_turn(self) -> list[tuple[tuple[str, ...], ...]]:
+        return [layers.names for layers in self.layers]
+
+    def fields(self, arguments: Iterable[Argument]) -> Iterable[Argument | Layers]:
+        """Of the struct of inputs or outputs."""
+        layers = {name: layers for layers in self.layers for names in layers.names for name in names}
+        return dict.fromkeys(layers.get(x.name, x) for x in arguments)
 
     def members(self, layers: Layers) -> Iterable[Argument]:
         """What the first call takes."""
-        return (x for x in self.inputs if x.name in layers.inputs[0])
+        return (x for x in (*self.inputs, *self.outputs) if x.name in layers.names[0])
+
+    @property
+    def taken_over(self) -> str:
+        """What has outputs begin as the inputs that were donated for them."""
+
+        def line(y: Argument) -> Words:
+            return f"{f'if ({y.on}) ' if y.on else ''}HW_CHECK(hw::take_over(", *y.memory, ", ", *y.place, f", sizeof({y.cpp}), caller));\n"
+
+        donated = groupby((y for y in self.outputs if y.memory), lambda y: y.place[0])  # those of a call together
+        return rolled([tuple(word for y in of_call for word in line(y)) for _, of_call in donated], self.context.index)
 
     @property
     def kernel_names(self) -> list[str]:
         """What is launched."""
         return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The C++ of the program itself: its kernels, where it has some, and those of the user."""
+        kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
+        return ("program.h", "program.cpp", *kernels, *own)
 
     @property
     def texts(self) -> Iterable[UserFunction]:
@@ -163,10 +183,8 @@ class Program:
 
 def _lookup(channel: ChannelMember) -> str:
     """What the constructor takes for it."""
-    transport = ", hw::Transport::one_sided" if channel.has_windows else ""
-    if not channel.flag:
-        return f'rank.channel(kMesh, "{channel.along}", {channel.ir.size}{transport})'
-    return f'{channel.flag} ? rank.channel("{channel.ir.mesh}", "{channel.along}", {channel.ir.size}{transport}) : hw::kNoChannel'
+    found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
+    return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 
 
 def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
@@ -174,12 +192,12 @@ def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
     body, integers = emitter.body(function.body), context.integers
     memory = arena_plan(emitter.steps, context)
 
-    layers = context.layers.get(function.name)
-    members = [function.inputs[at] for at in layers.positions] if layers else []
+    layers = context.layers_at(function.name)
+    parameters = (*function.inputs, *function.outputs)
 
-    def param(parameter: ir.Parameter) -> str:
-        if layers and parameter in members:
-            return f"const {layers.struct}& {layers.parameter}"
+    def param(at: int, parameter: ir.Parameter) -> str:
+        if at in layers:
+            return f"const {layers[at].struct}& {layers[at].side}"
         buffer = emitter.buffers[parameter.name]
         name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
         return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
@@ -187,11 +205,12 @@ def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
     return Function(
         name=context.functions[function.name],
         comment=_signature(function),
-        params=(*dict.fromkeys(map(param, (*function.inputs, *function.outputs))), f"cudaStream_t {CALLER}"),
-        weights=tuple(
-            (name := emitter.buffers[member.name].text, f"{layers.parameter}.{name}.as<{member.type.dtype.cpp}>()")
-            for member in members
-            if layers and member.name in emitter.used
+        params=(*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}"),
+        members=tuple(
+            lay_out("argument", place=f"{each.side}.{member}", buffer=emitter.buffers[parameters[at].name])
+            for each in dict.fromkeys(layers.values())
+            for at, member in zip(each.positions, each.members, strict=True)
+            if parameters[at].name in emitter.used
         ),
         sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
         coordinates=_coordinates(integers, body),

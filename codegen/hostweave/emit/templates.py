@@ -39,11 +39,11 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters |= {"braced": _braced, "lines": _lines}
+    environment.filters |= {"braced": braced, "lines": _lines}
     return environment
 
 
-def _braced(items: Iterable[str]) -> str:
+def braced(items: Iterable[str]) -> str:
     return "{" + ", ".join(items) + "}"
 
 

@@ -199,12 +199,6 @@ class Builder:
         """Whether it is a parameter or an allocation, no view."""
         return name not in self._made_of
 
-    def base_of(self, name: str) -> str:
-        """The parameter or allocation that a name is a view of."""
-        while view := self._made_of.get(name):
-            name = view.src
-        return name
-
     def is_allocated(self, name: str) -> bool:
         """Whether it is memory of the program, no parameter and no view."""
         return name in self._allocated

@@ -43,6 +43,12 @@ class Call:
     def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
         return [[v[:-1] for v in rank] for rank in self.inputs], [[v[:-1] for v in rank] for rank in self.outputs]
 
+    def expect_shapes_of(self, other: Call) -> None:
+        """Raises ArgumentError where the arrays of two calls that are run together differ in shape."""
+        for i, parameter in enumerate(self.program.inputs):
+            if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
+                raise ArgumentError(f"{self.program.name}: {parameter.name}: calls that are run together have one shape")
+
     def local_results(self) -> list[Any]:
         """Of every rank its local output, or a tuple of them where there are several; None for one that it does not have."""
         return [

@@ -49,6 +49,8 @@ class Session:
 
     def run(self, calls: Sequence[Call], poison: bool) -> None:
         """Runs calls one after another and waits for the last. Interrupted by Ctrl-C, it stops the ranks."""
+        for call in calls:
+            call.expect_shapes_of(calls[0])
         with native_calls:
             self._runner.run(self._schedule(), [call.for_glue() for call in calls], poison)
         if self._measured:

@@ -45,8 +45,7 @@ def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
             for op in list(decompositions):
                 if str(op).split(".")[1] in KEPT:
                     del decompositions[op]
-            made: ExportedProgram = program.run_decompositions(decompositions)
-            return made
+            return _without_empty_parts(program.run_decompositions(decompositions))
     except ProgramError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module
@@ -55,3 +54,12 @@ def exported(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
             f"{type(module).__name__}: torch.export: {why}; write what depends on data as tensor ops (torch.where), and pass "
             "example_inputs that the module takes"
         ) from error
+
+
+def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:
+    """The same; what is concatenated has elements: x[..., n:] has none where a rotary embedding covers all n features of a head."""
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        tensors, *dim = node.args
+        node.args = ([t for t in tensors if not any(isinstance(n, int) and n == 0 for n in t.meta["val"].shape)], *dim)
+    program.graph.eliminate_dead_code()
+    return program

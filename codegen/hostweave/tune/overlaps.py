@@ -17,7 +17,7 @@ from hostweave.tune.cost import Overlap, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 
-PIECES = (1, 2, 4)  # of a shard
+SUBCHUNKS = (1, 2, 4)  # of a shard
 SLICES = (2, 4)  # of all shards
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -150,7 +150,7 @@ def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
     if candidate.reshard.kind == "all_reduce":
         counts = [("all_reduce", slices) for slices in SLICES]
     else:
-        counts = [("put", pieces * ranks) for pieces in PIECES] + [("p2p", ranks)]
+        counts = [("put", subchunks * ranks) for subchunks in SUBCHUNKS] + [("p2p", ranks)]
     yield from ((algorithm, chunks) for algorithm, chunks in counts if size and size % chunks == 0 and chunks <= MAX_STEPS)
 
 

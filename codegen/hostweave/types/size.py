@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from math import gcd, lcm, prod
+from operator import index
 
 from hostweave.types.mesh import Mesh, _listed
 from hostweave.types.rank_sizes import RankSizes, Sizes, local_range
@@ -36,10 +37,11 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError."""
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError, and TypeError for other
+        values."""
         if isinstance(value, Size):
             return value
-        return Size(value) if isinstance(value, int) else _parsed(value)
+        return _parsed(value) if isinstance(value, str) else Size(index(value))
 
     @property
     def is_int(self) -> bool:

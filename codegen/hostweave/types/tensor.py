@@ -29,6 +29,9 @@ class DType:
     kind: str  # float, int, uint or bool
     cpp: str
 
+    def __repr__(self) -> str:
+        return f"hw.{self.name}"
+
     def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
         """The type of a tensor: `bf16["M@x", "K"]`. A dim is a name or an int, then the mesh axes that split it.
 

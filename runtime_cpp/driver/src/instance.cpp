@@ -169,9 +169,9 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures)
   const Member::Use use(member_);
   progress_.emplace();
   instance_ = program_.calls.create(member_.rank());
-  const auto tensor = [&](const Argument& argument) { return Tensor{nullptr, argument.dtype, {}, member_.rank().device()}; };
-  for (const Argument& input : program_.inputs) inputs_.push_back(tensor(input));
-  for (const Argument& output : program_.outputs) outputs_.push_back(tensor(output));
+  for (std::vector<Tensor>* tensors : {&(inputs_ = program_.calls.inputs()), &(outputs_ = program_.calls.outputs())}) {
+    for (Tensor& tensor : *tensors) tensor.device = member_.rank().device();
+  }
 }
 
 Instance::~Instance() {

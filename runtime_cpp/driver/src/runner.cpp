@@ -39,9 +39,8 @@ void see(int device, int peer) {
 // The program on one rank, the stream it is called on, and the device memory of its arguments.
 class Runner::Seat {
  public:
-  Seat(Rank& rank, const ProgramTable& program) : device_(rank.device()), program_(program) {
-    inputs_.staging.resize(program.inputs.size());
-    outputs_.staging.resize(program.outputs.size());
+  Seat(Rank& rank, const ProgramTable& program)
+      : device_(rank.device()), program_(program), inputs_(program.calls.inputs()), outputs_(program.calls.outputs()) {
     HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
     try {
       instance_ = program.calls.create(rank);
@@ -87,8 +86,7 @@ class Runner::Seat {
   // Throws ArgumentError for arguments that the program cannot take.
   void check(const std::vector<Call>& calls, int rank) {
     bind(calls.front(), rank);
-    for (const Call& call : calls) check_shapes(call, rank);
-    std::vector<Shape> shapes(program_.outputs.size());
+    std::vector<Shape> shapes(outputs_.tensors.size());
     program_.calls.output_shapes(instance_, inputs_.tensors.data(), shapes.data());
   }
 
@@ -100,8 +98,8 @@ class Runner::Seat {
 
   // The arguments of this call: its own arrays where they can be used in place.
   void bind(const Call& call, int rank) {
-    place(inputs_, call.inputs[rank], program_.inputs);
-    place(outputs_, call.outputs[rank], program_.outputs);
+    place(inputs_, call.inputs[rank]);
+    place(outputs_, call.outputs[rank]);
   }
 
   void poison() {
@@ -130,36 +128,28 @@ class Runner::Seat {
 
  private:
   struct Arguments {
-    std::vector<DeviceMemory> staging;
+    explicit Arguments(std::vector<Tensor> of) : tensors(std::move(of)), staging(tensors.size()), bytes(tensors.size()) {}
+
     std::vector<Tensor> tensors;
+    std::vector<DeviceMemory> staging;
     std::vector<size_t> bytes;
   };
 
   // An array on this device is used where it is.
   bool in_place(const Array& array) const { return array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0; }
 
-  void place(Arguments& arguments, const std::vector<Array>& arrays, List<Argument> parameters) {
-    arguments.tensors.clear();
-    arguments.bytes.clear();
+  void place(Arguments& arguments, const std::vector<Array>& arrays) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       const Array& array = arrays[i];
       void* const data = in_place(array) ? array.data : arguments.staging[i].reserve(at_least_one(array.bytes));
-      arguments.tensors.push_back({data, parameters[i].dtype, array.shape, device_, array.global_shape});
-      arguments.bytes.push_back(array.bytes);
+      arguments.tensors[i] = {data, arguments.tensors[i].dtype, array.shape, device_, array.global_shape};
+      arguments.bytes[i] = array.bytes;
     }
   }
 
   void copy(void* dst, const void* src, const Array& array, cudaMemcpyKind host_kind) {
     if (dst == src || array.bytes == 0) return;
     HW_CHECK(cudaMemcpyAsync(dst, src, array.bytes, array.device < 0 ? host_kind : cudaMemcpyDefault, caller_));
-  }
-
-  void check_shapes(const Call& call, int rank) const {
-    for (size_t i = 0; i < inputs_.tensors.size(); ++i) {
-      if (call.inputs[rank][i].shape != inputs_.tensors[i].shape) {
-        throw ArgumentError(std::string(program_.inputs[i].name) + ": calls that are run together have one shape");
-      }
-    }
   }
 
   int device_;

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 namespace hw {
 
@@ -31,12 +32,14 @@ struct Shape {
   [[noreturn]] static void too_many_dims(size_t count);
 };
 
-// The name of an argument: of one in an array of structs, what comes before its number.
+// The name of an argument: of one in an array of structs, what comes before its number, and after it.
 struct Name {
   const char* text;
   int64_t number = -1;
+  const char* suffix = "";
 
-  Name(const char* text, int64_t number = -1) : text(text), number(number) {}
+  Name(const char* text, int64_t number = -1, const char* suffix = "") : text(text), number(number), suffix(suffix) {}
+  std::string str() const { return text + (number < 0 ? "" : std::to_string(number)) + suffix; }
 };
 
 struct Tensor {

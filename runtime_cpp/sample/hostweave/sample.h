@@ -35,6 +35,7 @@ void run_ranks(int count, const std::function<void(int)>& rank);
 
 // Throws std::runtime_error unless the condition holds.
 void expect(bool condition, const std::string& what);
+inline void expect(bool condition, const Name& name, const char* what) { expect(condition, name.str() + ": " + what); }
 
 // The communicators of one rank: that of all ranks, and those of process groups, which are split off it.
 class Communicators {
@@ -83,7 +84,7 @@ struct Tolerance {
 };
 
 // Throws std::runtime_error unless the elements of the block are those of the reference, which is a global tensor.
-void expect_close(const char* name, const Block& block, const std::function<double(int64_t)>& element,
+void expect_close(const Name& name, const Block& block, const std::function<double(int64_t)>& element,
                   const std::function<double(int64_t)>& reference, const Tolerance& tolerance);
 
 // A tensor of `T` in the memory of the current device.
@@ -116,7 +117,7 @@ class DeviceTensor {
     return result;
   }
   // Throws std::runtime_error unless it is a block of the reference, the bytes of a global tensor.
-  void expect_close(const char* name, const std::vector<char>& reference, Tolerance tolerance) const {
+  void expect_close(const Name& name, const std::vector<char>& reference, Tolerance tolerance) const {
     if (std::is_integral_v<T>) tolerance.roundoffs = 0;
     const std::vector<char> own = to_host();
     const auto in = [](const std::vector<char>& bytes) {

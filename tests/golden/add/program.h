@@ -17,12 +17,12 @@ constexpr int64_t kWorld = 1;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor a;  // bf16[M, N]
-  hw::Tensor b;  // bf16[M, N]
+  hw::Tensor a{.dtype = CUDA_R_16BF};  // bf16[M, N]
+  hw::Tensor b{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
 
 struct OutputShapes {

@@ -20,12 +20,12 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[3, 1, m, K]
-  hw::Tensor w;  // bf16[K, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[3, 1, m, K]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[3, 4, m, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[3, 4, m, N]
 };
 
 struct OutputShapes {

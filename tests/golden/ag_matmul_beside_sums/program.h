@@ -21,15 +21,15 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M/4, K]
-  hw::Tensor w;  // bf16[K, N]
-  hw::Tensor v;  // bf16[M/4, L]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
+  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[M/4, L]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M, N]
-  hw::Tensor s;  // bf16[K]
-  hw::Tensor t;  // bf16[L]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M, N]
+  hw::Tensor s{.dtype = CUDA_R_16BF};  // bf16[K]
+  hw::Tensor t{.dtype = CUDA_R_16BF};  // bf16[L]
 };
 
 struct OutputShapes {

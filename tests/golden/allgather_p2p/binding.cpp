@@ -8,12 +8,6 @@ namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
-constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[1, N]", CUDA_R_16BF},
-};
-constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[4, N]", CUDA_R_16BF},
-};
 
 }  // namespace
 
@@ -24,7 +18,5 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .channels = kChannels,
-    .inputs = kInputs,
-    .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

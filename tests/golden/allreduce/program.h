@@ -17,11 +17,11 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[3, 1, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[3, 1, N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[3, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[3, N]
 };
 
 struct OutputShapes {

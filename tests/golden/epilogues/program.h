@@ -21,16 +21,16 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M/4, K]
-  hw::Tensor w;  // bf16[K, N]
-  hw::Tensor b;  // bf16[N]
-  hw::Tensor r;  // bf16[M/4, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
+  hw::Tensor b{.dtype = CUDA_R_16BF};  // bf16[N]
+  hw::Tensor r{.dtype = CUDA_R_16BF};  // bf16[M/4, N]
 };
 
 struct Outputs {
-  hw::Tensor h;  // bf16[M, N]
-  hw::Tensor s;  // bf16[M/4, N]
-  hw::Tensor c;  // bf16[M/4, N]
+  hw::Tensor h{.dtype = CUDA_R_16BF};  // bf16[M, N]
+  hw::Tensor s{.dtype = CUDA_R_16BF};  // bf16[M/4, N]
+  hw::Tensor c{.dtype = CUDA_R_16BF};  // bf16[M/4, N]
 };
 
 struct OutputShapes {

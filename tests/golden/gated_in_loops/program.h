@@ -20,14 +20,14 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;     // bf16[M/4, K]
-  hw::Tensor gate;  // bf16[K, local(F, x)]
-  hw::Tensor up;    // bf16[K, local(F, x)]
-  hw::Tensor down;  // bf16[local(F, x), K]
+  hw::Tensor x{.dtype = CUDA_R_16BF};     // bf16[M/4, K]
+  hw::Tensor gate{.dtype = CUDA_R_16BF};  // bf16[K, local(F, x)]
+  hw::Tensor up{.dtype = CUDA_R_16BF};    // bf16[K, local(F, x)]
+  hw::Tensor down{.dtype = CUDA_R_16BF};  // bf16[local(F, x), K]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M/4, K]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
 };
 
 struct OutputShapes {

@@ -19,15 +19,15 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[local(T, x), K]
-  hw::Tensor dy;  // bf16[local(T, x), N]
-  hw::Tensor w;   // bf16[K, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(T, x), K]
+  hw::Tensor dy{.dtype = CUDA_R_16BF};  // bf16[local(T, x), N]
+  hw::Tensor w{.dtype = CUDA_R_16BF};   // bf16[K, N]
 };
 
 struct Outputs {
-  hw::Tensor dx;  // bf16[local(T, x), K]
-  hw::Tensor dw;  // bf16[K, N]
-  hw::Tensor db;  // bf16[N]
+  hw::Tensor dx{.dtype = CUDA_R_16BF};  // bf16[local(T, x), K]
+  hw::Tensor dw{.dtype = CUDA_R_16BF};  // bf16[K, N]
+  hw::Tensor db{.dtype = CUDA_R_16BF};  // bf16[N]
 };
 
 struct OutputShapes {

@@ -18,13 +18,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[local(M, x), 8]
-  hw::Tensor w;  // bf16[8, 3]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, x), 8]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[8, 3]
 };
 
 struct Outputs {
-  hw::Tensor joined;         // bf16[local(M, x), 11]
-  hw::Tensor relu_x_padded;  // bf16[local(M, x), 3]
+  hw::Tensor joined{.dtype = CUDA_R_16BF};         // bf16[local(M, x), 11]
+  hw::Tensor relu_x_padded{.dtype = CUDA_R_16BF};  // bf16[local(M, x), 3]
 };
 
 struct OutputShapes {

@@ -8,13 +8,6 @@ namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
 constexpr const char* kChannels[] = {"tp", "dp"};
-constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M/2, local(K, tp)]", CUDA_R_16BF},
-    {"w", "bf16[local(K, tp), N]", CUDA_R_16BF},
-};
-constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M, N]", CUDA_R_16BF},
-};
 
 }  // namespace
 
@@ -25,7 +18,5 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .channels = kChannels,
-    .inputs = kInputs,
-    .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

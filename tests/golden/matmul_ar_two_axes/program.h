@@ -20,12 +20,12 @@ constexpr int64_t kWorld = 8;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[local(M, dp), local(K, tp)]
-  hw::Tensor w;  // bf16[local(K, tp), N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, dp), local(K, tp)]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, tp), N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[local(M, dp), N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[local(M, dp), N]
 };
 
 struct OutputShapes {

@@ -18,12 +18,12 @@ constexpr int64_t kWorld = 1;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[B, M, K]
-  hw::Tensor w;  // bf16[K, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[B, M, K]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[B, M, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[B, M, N]
 };
 
 struct OutputShapes {

@@ -20,12 +20,12 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M, local(K, x)]
-  hw::Tensor w;  // bf16[local(K, x), N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, local(K, x)]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, x), N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M/4, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M/4, N]
 };
 
 struct OutputShapes {

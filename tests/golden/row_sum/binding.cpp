@@ -7,12 +7,6 @@ using namespace programs::row_sum;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 1}};
-constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M, N]", CUDA_R_16BF},
-};
-constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M]", CUDA_R_16BF},
-};
 
 }  // namespace
 
@@ -22,7 +16,5 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .inputs = kInputs,
-    .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

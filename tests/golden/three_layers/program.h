@@ -20,19 +20,19 @@ constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
 // What each call of layer takes of its own.
-struct LayerWeights {
-  hw::Tensor w_in;   // bf16[E, local(F, x)]
-  hw::Tensor w_out;  // bf16[local(F, x), E]
+struct LayerInputs {
+  hw::Tensor w_in{.dtype = CUDA_R_16BF};   // bf16[E, local(F, x)]
+  hw::Tensor w_out{.dtype = CUDA_R_16BF};  // bf16[local(F, x), E]
 };
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;            // bf16[M, E]
-  LayerWeights layers[3];  // w_in_0 to w_out_2
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, E]
+  LayerInputs layers[3];               // w_in_0 to w_out_2
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M/4, E]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M/4, E]
 };
 
 struct OutputShapes {
@@ -64,7 +64,7 @@ class Program {
 
  private:
   Sizes check(const Inputs& in) const;
-  void layer(const hw::bf16* x, const LayerWeights& weights, hw::bf16* y, cudaStream_t caller);
+  void layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaStream_t caller);
   void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;

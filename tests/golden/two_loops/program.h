@@ -20,14 +20,14 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M/4, K]
-  hw::Tensor w;  // bf16[K, N]
-  hw::Tensor v;  // bf16[N, local(F, x)]
-  hw::Tensor u;  // bf16[local(F, x), N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
+  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[N, local(F, x)]
+  hw::Tensor u{.dtype = CUDA_R_16BF};  // bf16[local(F, x), N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M/4, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M/4, N]
 };
 
 struct OutputShapes {

@@ -17,11 +17,11 @@ constexpr int64_t kWorld = 1;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[M, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M, N]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
 
 struct OutputShapes {

@@ -16,13 +16,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;  // bf16[local(M, x), N]
-  hw::Tensor b;  // bf16[N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, x), N]
+  hw::Tensor b{.dtype = CUDA_R_16BF};  // bf16[N]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[local(M, x), N]
-  hw::Tensor z;  // bf16[local(M, x)]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[local(M, x), N]
+  hw::Tensor z{.dtype = CUDA_R_16BF};  // bf16[local(M, x)]
 };
 
 struct OutputShapes {

@@ -8,14 +8,6 @@ namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
 constexpr const char* kChannels[] = {"x"};
-constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF},
-    {"w1", "bf16[K, N]", CUDA_R_16BF},
-    {"w2", "bf16[N, K]", CUDA_R_16BF},
-};
-constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[local(M, x on ranks 2, 3), K]", CUDA_R_16BF},
-};
 
 }  // namespace
 
@@ -26,7 +18,5 @@ const hw::ProgramTable hw_program_table = {
     .world = kWorld,
     .axes = kAxes,
     .channels = kChannels,
-    .inputs = kInputs,
-    .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

@@ -19,13 +19,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;   // bf16[local(M, x on ranks 0, 1), K]
-  hw::Tensor w1;  // bf16[K, N]
-  hw::Tensor w2;  // bf16[N, K]
+  hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x on ranks 0, 1), K]
+  hw::Tensor w1{.dtype = CUDA_R_16BF};  // bf16[K, N]
+  hw::Tensor w2{.dtype = CUDA_R_16BF};  // bf16[N, K]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[local(M, x on ranks 2, 3), K]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[local(M, x on ranks 2, 3), K]
 };
 
 struct OutputShapes {

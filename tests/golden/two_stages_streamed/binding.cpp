@@ -16,16 +16,6 @@ constexpr hw::SubmeshChannel kSubmeshChannels[] = {
     {"mesh(x=2 of ranks 0, 1)", "x", kAxes1, kRanks1},
     {"mesh(x=2 of ranks 2, 3)", "x", kAxes2, kRanks2},
 };
-constexpr hw::Argument kInputs[] = {
-    {"x", "bf16[M, K]", CUDA_R_16BF},
-    {"up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF},
-    {"down1", "bf16[local(N, x on ranks 0, 1), K]", CUDA_R_16BF},
-    {"up2", "bf16[K, local(N, x on ranks 2, 3)]", CUDA_R_16BF},
-    {"down2", "bf16[local(N, x on ranks 2, 3), K]", CUDA_R_16BF},
-};
-constexpr hw::Argument kOutputs[] = {
-    {"y", "bf16[M, K]", CUDA_R_16BF},
-};
 
 }  // namespace
 
@@ -37,7 +27,5 @@ const hw::ProgramTable hw_program_table = {
     .axes = kAxes,
     .channels = kChannels,
     .submesh_channels = kSubmeshChannels,
-    .inputs = kInputs,
-    .outputs = kOutputs,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

@@ -22,15 +22,15 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x;      // bf16[M, K]
-  hw::Tensor up1;    // bf16[K, local(N, x on ranks 0, 1)]
-  hw::Tensor down1;  // bf16[local(N, x on ranks 0, 1), K]
-  hw::Tensor up2;    // bf16[K, local(N, x on ranks 2, 3)]
-  hw::Tensor down2;  // bf16[local(N, x on ranks 2, 3), K]
+  hw::Tensor x{.dtype = CUDA_R_16BF};      // bf16[M, K]
+  hw::Tensor up1{.dtype = CUDA_R_16BF};    // bf16[K, local(N, x on ranks 0, 1)]
+  hw::Tensor down1{.dtype = CUDA_R_16BF};  // bf16[local(N, x on ranks 0, 1), K]
+  hw::Tensor up2{.dtype = CUDA_R_16BF};    // bf16[K, local(N, x on ranks 2, 3)]
+  hw::Tensor down2{.dtype = CUDA_R_16BF};  // bf16[local(N, x on ranks 2, 3), K]
 };
 
 struct Outputs {
-  hw::Tensor y;  // bf16[M, K]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[M, K]
 };
 
 struct OutputShapes {

@@ -33,7 +33,6 @@ struct Pass {
 
 constexpr hw::Axis kAxes[] = {{"x", kRanks}};
 constexpr const char* kChannels[] = {"x"};
-constexpr hw::Argument kInputs[] = {{"x", "f32[4]", CUDA_R_32F}}, kOutputs[] = {{"y", "f32[4]", CUDA_R_32F}};
 const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                 .name = "pass",
                                 .mesh = "mesh(x=3)",
@@ -41,9 +40,9 @@ const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                 .axes = kAxes,
                                 .channels = kChannels,
                                 .submesh_channels = {},
-                                .inputs = kInputs,
-                                .outputs = kOutputs,
-                                .calls = {.create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },
+                                .calls = {.inputs = [] { return std::vector<hw::Tensor>(1); },
+                                          .outputs = [] { return std::vector<hw::Tensor>(1); },
+                                          .create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },
                                           .destroy = [](void* program) { delete static_cast<Pass*>(program); },
                                           .output_shapes = [](void*, const hw::Tensor* x, hw::Shape* y) { *y = x->shape; },
                                           .prepare = [](void*, const hw::Tensor*) {},

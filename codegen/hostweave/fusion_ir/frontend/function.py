@@ -9,7 +9,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, parameters, traced
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, name_of, parameters, traced
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import TensorType
 
@@ -40,10 +40,13 @@ class Function:
     """
 
     def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
-        self.name, self._donate = function.__name__, donate
+        self.name, self._donate = name_of(function), donate
         self._function, self._inputs, self._location = function, inputs, location
-        if not self.name.isidentifier():
-            raise ProgramError(f"function {self.name}: this function has no name; write it with def", location)
+        if not self.name:
+            raise ProgramError(
+                f"function {getattr(function, '__name__', function)}: it has no name of ASCII letters, digits and _; write it with def",
+                location,
+            )
         self._parameters = parameters(function, inputs, "function", location)
         if not self._parameters:
             raise ProgramError(f"function @{self.name} has no parameters; a function computes on tensors, give it one", location)

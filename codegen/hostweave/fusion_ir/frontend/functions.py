@@ -6,7 +6,7 @@ Of what one element of each operand makes, and of reductions, the entries of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked, public_names
@@ -20,6 +20,8 @@ from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, i32
+
+Extent = int | str | Size
 
 
 @checked
@@ -133,12 +135,12 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
 
 @checked
-def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
+def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
     """x with new dims of one element at the positions `axis` of the result. Raises ProgramError for a position out of range.
 
     Example: `x: f32[M, N]` becomes `f32[M, 1, N]` by `hw.expand_dims(x, 1)`, also written `x[:, None]`.
     """
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes = (axis,) if isinstance(axis, int) else axis
     rank = x.ndim + len(axes)
     wrong = [a for a in axes if not -rank <= a < rank]
     if wrong:
@@ -147,20 +149,21 @@ def expand_dims(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
 
 
 @checked
-def reshape(x: Tensor, *dims: int | str) -> Tensor:
-    """The same elements in row-major order with other dims: ints, names, or sizes such as `M/8`; one may be -1 and is inferred.
+def reshape(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
+    """The same elements in row-major order with other dims: ints, names, or sizes such as `M/8`, or a tuple of these;
+    one may be -1 and is inferred.
 
     A view where the memory layout allows it. A sharded dim keeps its sharding where it stays, or is the outermost of the dims that are
     merged or split; else it is gathered. Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
-    location = Location.of_caller()
-    known = [_extent(dim, "reshape", location) for dim in dims if dim != -1]
-    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(dims) - 1 else Size()
-    if rest is None or len(known) < len(dims) - 1:
-        raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(dims)}; write every dim", location)
-    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in dims)
+    location, extents = Location.of_caller(), _listed(dims)
+    known = [_extent(dim, "reshape", location) for dim in extents if dim != -1]
+    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(extents) - 1 else Size()
+    if rest is None or len(known) < len(extents) - 1:
+        raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(extents)}; write every dim", location)
+    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in extents)
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
 
@@ -177,7 +180,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
 
 @checked
-def broadcast_to(x: Tensor, *dims: int | str) -> Tensor:
+def broadcast_to(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
     """x repeated to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
 
     Raises ProgramError for dims that do not broadcast.
@@ -185,7 +188,8 @@ def broadcast_to(x: Tensor, *dims: int | str) -> Tensor:
     Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
     """
     location = Location.of_caller()
-    return record("broadcast_to", x, target=TensorType(x.dtype, tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in dims)))
+    shape = tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in _listed(dims))
+    return record("broadcast_to", x, target=TensorType(x.dtype, shape))
 
 
 @checked
@@ -240,7 +244,12 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
 
 
-def _extent(dim: int | str, kind: str, location: Location) -> Size:
+def _listed(dims: tuple[Extent | Sequence[Extent], ...]) -> tuple[Any, ...]:
+    """Dims that are given one by one, or as one tuple or list."""
+    return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
+
+
+def _extent(dim: Extent, kind: str, location: Location) -> Size:
     try:
         size = Size.of(dim)
     except ValueError as error:
@@ -254,7 +263,7 @@ def _extent(dim: int | str, kind: str, location: Location) -> Size:
 
 
 @checked
-def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
+def reshard(x: Tensor, *dims: Extent | Sequence[Extent], mesh: Mesh | None = None) -> Tensor:
     """States the sharding of a tensor: the same dims, each with the mesh axes that split it. The compiler inserts the communication.
 
     Sharded to replicated is an all-gather, from one dim to another an all-to-all, partial to replicated an all-reduce, partial to
@@ -267,7 +276,7 @@ def reshard(x: Tensor, *dims: int | str, mesh: Mesh | None = None) -> Tensor:
     if not isinstance(mesh, Mesh | None):
         raise ProgramError(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
     try:
-        stated = TensorType(x.dtype, tuple(map(Dim.of, dims)), mesh=mesh or x.type.mesh)
+        stated = TensorType(x.dtype, tuple(map(Dim.of, _listed(dims))), mesh=mesh or x.type.mesh)
     except ValueError as error:
         raise ProgramError(f"reshard: {error}", location) from None
     if stated.shape != x.type.shape:

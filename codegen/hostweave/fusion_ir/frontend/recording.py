@@ -62,5 +62,7 @@ def dim_of(tensor: Tensor, axis: Axis, kind: str, location: Location) -> int:
 
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
     """The dims that a reduction is over, by number, in order: all of them by default."""
+    if not hasattr(x, "_trace"):
+        raise ProgramError(f"{kind}: {x!r} is no tensor of this fusion; make it an input", location)
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     return tuple(sorted(dim_of(x, a, kind, location) for a in given))

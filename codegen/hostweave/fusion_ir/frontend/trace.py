@@ -18,11 +18,11 @@ from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
 from hostweave.fusion_ir.frontend.indexing import indexed
+from hostweave.fusion_ir.frontend.naming import names_of
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
-from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -357,7 +357,7 @@ def traced(
     function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
 ) -> Fusion:
     """What a function computes; `word` says what it is, a fusion or a function. Raises ProgramError."""
-    name = function.__name__ if function.__name__.isidentifier() and function.__name__.isascii() else "program"  # of a lambda
+    name = name_of(function) or "program"
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
         arguments[parameter] = trace.add(None, _placed(inputs[parameter], trace.mesh, location), pinned=True, name=parameter)
@@ -396,12 +396,18 @@ def _placed(type: TensorType, program: Mesh, location: Location) -> TensorType:
     return placed
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """A name for generated code: that of the function, also of one that is called by a partial. Lambdas and objects have none."""
+    name = str(getattr(getattr(function, "func", function), "__name__", ""))
+    return name if name.isidentifier() and name.isascii() else ""
+
+
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
     """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given.
 
     A parameter that has a default and no type is no input: the function takes the default.
     """
-    here = f"{word} @{function.__name__}"
+    here = f"{word} @{name_of(function) or 'program'}"
     declared = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
@@ -440,7 +446,7 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
     for number, tensor in reversed(trace.tensors.items()):
         if number in needed and tensor._op:
             needed.update(tensor._op.tensors)
-    names = _names(trace, needed)
+    names = names_of(trace.tensors, needed)
     inputs, ops = [], []
     for number, tensor in trace.tensors.items():
         value = replace(tensor._value, name=names.get(number, ""))
@@ -450,64 +456,3 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
             operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in tensor._op.operands)
             ops.append(replace(tensor._op, operands=operands, result=value))
     return Fusion(name, trace.mesh, tuple(inputs), tuple(ops), tuple(names[tensor._value.name] for tensor in outputs))
-
-
-def _names(trace: _Trace, needed: set[str]) -> dict[str, str]:
-    """The name of each value: the user's, that of a variable, or of its op and its operand; with a number from the second on."""
-    names = _Names({number: tensor._name for number, tensor in trace.tensors.items() if tensor._name is not None})
-    made = {number: tensor for number, tensor in trace.tensors.items() if number in needed and tensor._op}
-    for number, tensor in made.items():
-        if tensor._variable:
-            names.claim(number, tensor._variable)
-    for number, tensor in made.items():
-        assert tensor._op is not None
-        names.derive(number, tensor._op, tensor._word)
-    return names.of
-
-
-class _Names:
-    """Names of values by their numbers, those that the user gave first."""
-
-    def __init__(self, given: dict[str, str]):
-        self.of, self.taken = given, set(given.values())
-        self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that are inputs, or inputs whose elements were moved: as weights are
-        self.subjects: dict[str, str] = {}  # by value without a name of the user: the name that he gave to what it was made of
-        self.sources: dict[str, str] = {}  # by value whose elements were moved: the name of what they were moved from
-
-    def claim(self, number: str, wanted: str) -> None:
-        """Gives a value the name, with a number where another one has it; nothing if it has a name."""
-        while number not in self.of:
-            self.counts[wanted] = self.counts.get(wanted, 0) + 1
-            name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"
-            if name not in self.taken:
-                self.of[number] = name
-                self.taken.add(name)
-
-    def derive(self, number: str, op: Op, word: str | None) -> None:
-        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`; `word` is the function that is made of ops."""
-        moved = _movement(op)
-        if moved and op.tensors[0] in self.given:
-            self.given.add(number)
-        if number in self.of:
-            return
-        # The operand that tells the op from others of its kind comes first: the weight of a matmul.
-        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
-        names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
-        self.subjects[number] = next(filter(None, names), "")
-        if moved and (not word or OPS[op.kind].makes):
-            self.sources[number] = self.sources.get(op.tensors[0], self.of[op.tensors[0]])
-            self.claim(number, f"{self.sources[number]}_{moved}")
-        else:
-            made = word or (op.user_kernel.name if op.user_kernel else op.callee.name if op.callee else op.kind)
-            length = str(op.result.type.dims[0].size) if op.kind == "iota" else ""
-            self.claim(number, "_".join(filter(str.isidentifier, (made, self.subjects[number], length))))
-
-
-def _movement(op: Op) -> str:
-    """What an op does that leaves the elements as they are, in a word; "" for one that computes."""
-    if op.kind == "output":
-        return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
-    if op.kind == "select":
-        return str(op[INDEX]) if op[INDEX] >= 0 else "selected"
-    return op.result.type.dtype.name if op.kind == "astype" else OPS[op.kind].makes

@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.types.mesh import Mesh
 from hostweave.types.rank_sizes import Sizes
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, DType, TensorType
+from hostweave.types.tensor import BufferType, Dim, DType, TensorType
 
 Types = Sequence[TensorType]
 Infer = Callable[[Types, Op], TensorType]
@@ -142,7 +142,8 @@ def _aligned(types: Types) -> str:
     return "dims are aligned from the right: make them equal or 1, as with x[:, None]"
 
 
-def unsharded(type: TensorType) -> TensorType:
+def unsharded(type: TensorType | BufferType) -> TensorType:
+    """A tensor of this dtype and shape."""
     return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
 
 

@@ -42,6 +42,14 @@ class Collective(Communication):
         return self.is_shared
 
 
+@dataclass(frozen=True)
+class FromTo(Collective):
+    """What ranks have in src goes into the dst of ranks."""
+
+    src: Read
+    dst: Write
+
+
 class Reduction(Collective):
     """What the ranks send becomes one, by `op`."""
 
@@ -65,11 +73,9 @@ class Routed(PointToPoint):
 
 
 @dataclass(frozen=True)
-class AllGather(Collective):
+class AllGather(FromTo):
     """dst holds the src of every rank of the process group, in process group order."""
 
-    src: Read
-    dst: Write
     channel: str
     received_along: int | None = None
     syntax = "all_gather %{src} -> %{dst} along {received_along} on {channel}"
@@ -78,11 +84,9 @@ class AllGather(Collective):
 
 
 @dataclass(frozen=True)
-class AllReduce(Reduction):
+class AllReduce(FromTo, Reduction):
     """dst = the reduction of every rank's src. src may be dst."""
 
-    src: Read
-    dst: Write
     op: str
     channel: str
     syntax = "all_reduce {op} %{src} -> %{dst} on {channel}"
@@ -90,11 +94,9 @@ class AllReduce(Reduction):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(Reduction):
+class ReduceScatter(FromTo, Reduction):
     """dst = this rank's block of the reduction of every rank's src."""
 
-    src: Read
-    dst: Write
     op: str
     channel: str
     sent_along: int | None = None
@@ -105,11 +107,9 @@ class ReduceScatter(Reduction):
 
 
 @dataclass(frozen=True)
-class Broadcast(Collective):
+class Broadcast(FromTo):
     """dst = the src of the rank whose coordinate in the process group is root."""
 
-    src: Read
-    dst: Write
     root: Expr
     channel: str
     syntax = "broadcast %{src} -> %{dst} from {root} on {channel}"
@@ -118,14 +118,12 @@ class Broadcast(Collective):
 
 
 @dataclass(frozen=True)
-class BroadcastToOthers(Collective):
+class BroadcastToOthers(FromTo):
     """On every rank of the process group but the root, dst = the src of the root, which keeps it.
 
     In place on the root. The root needs no dst, and no other rank a src: they may be on two meshes.
     """
 
-    src: Read
-    dst: Write
     root: Expr
     channel: str
     syntax = "broadcast_to_others %{src} to %{dst} from {root} on {channel}"
@@ -134,11 +132,9 @@ class BroadcastToOthers(Collective):
 
 
 @dataclass(frozen=True)
-class Reduce(Reduction):
+class Reduce(FromTo, Reduction):
     """At root, dst = the reduction of every rank's src; elsewhere dst is not touched."""
 
-    src: Read
-    dst: Write
     op: str
     root: Expr
     channel: str
@@ -148,11 +144,9 @@ class Reduce(Reduction):
 
 
 @dataclass(frozen=True)
-class Gather(Collective):
+class Gather(FromTo):
     """At root, dst holds the src of every rank, in process group order; elsewhere it is not touched. Sends and recvs in a group."""
 
-    src: Read
-    dst: Write
     root: Expr
     channel: str
     syntax = "gather %{src} -> %{dst} to {root} on {channel}"
@@ -162,11 +156,9 @@ class Gather(Collective):
 
 
 @dataclass(frozen=True)
-class Scatter(Collective):
+class Scatter(FromTo):
     """dst = this rank's block of the src of root; elsewhere src is not touched. Sends and recvs in a group."""
 
-    src: Read
-    dst: Write
     root: Expr
     channel: str
     syntax = "scatter %{src} -> %{dst} from {root} on {channel}"
@@ -177,11 +169,9 @@ class Scatter(Collective):
 
 
 @dataclass(frozen=True)
-class AllToAll(Collective):
+class AllToAll(FromTo):
     """Block i of src goes to the i-th rank of the process group, and block i of dst comes from it. Sends and recvs in a group."""
 
-    src: Read
-    dst: Write
     channel: str
     sent_along: int | None = None
     received_along: int | None = None
@@ -191,14 +181,12 @@ class AllToAll(Collective):
 
 
 @dataclass(frozen=True)
-class CollectivePermute(Collective):
+class CollectivePermute(FromTo):
     """dst = the src of the rank that `sources` names for this one's number in the process group; a rank without a source gets zeros.
 
     A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
     """
 
-    src: Read
-    dst: Write
     sources: Sources
     channel: str
     syntax = "collective_permute %{src} -> %{dst} from {sources} on {channel}"

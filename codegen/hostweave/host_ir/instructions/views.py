@@ -64,7 +64,7 @@ class View(Instruction):
         return Size()
 
 
-class Piece(View):
+class PartialView(View):
     """Some indices of a dim."""
 
     dim: int
@@ -82,7 +82,7 @@ class Piece(View):
 
 
 @dataclass(frozen=True)
-class Select(Piece):
+class Select(PartialView):
     """One index of a dim, which is dropped. Pointer arithmetic."""
 
     dim: int
@@ -130,7 +130,7 @@ class Chunk(View):
 
 
 @dataclass(frozen=True)
-class Slice(Piece):
+class Slice(PartialView):
     """`size` indices of a dim from `start` on. Pointer arithmetic."""
 
     dim: int

@@ -43,8 +43,8 @@ def _stacked(op: Op, made: dict[str, Op]) -> str | None:
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None
-    pieces = [made.get(name) for name in stack.tensors]
-    if not all(piece and piece.kind == "expand_dims" and piece[AXES] == (op[AXIS],) and not piece.result.stream for piece in pieces):
+    made_of = [made.get(name) for name in stack.tensors]
+    if not all(each and each.kind == "expand_dims" and each[AXES] == (op[AXIS],) and not each.result.stream for each in made_of):
         return None
-    piece = pieces[op[INDEX]]
-    return piece.tensors[0] if piece else None
+    each = made_of[op[INDEX]]
+    return each.tensors[0] if each else None

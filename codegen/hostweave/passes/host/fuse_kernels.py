@@ -22,10 +22,11 @@ from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.options import Options
-from hostweave.types.tensor import BufferType, Dim, TensorType
+from hostweave.types.tensor import BufferType
 
 CHEAP = 10  # additions that take no longer than to read an element, about
 
@@ -252,13 +253,12 @@ def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[st
     """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
     for view in path:
         (out,) = tree.names(view, "view")
-        result, buffer = name if view is path[-1] else claim_unique(out, taken), types[out]
-        value = Value(result, TensorType(buffer.dtype, tuple(map(Dim, buffer.shape))))
+        value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
         if isinstance(view, ir.Permute):
             yield Op("permute_dims", (source,), value, (("axes", view.order),), view.location)
         else:
             yield Op("reshape", (source,), value, location=view.location)
-        source = result
+        source = value.name
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, binary
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.types.size import Size, Sum, product
-from hostweave.types.tensor import Dim, TensorType
 
 DTYPES = ("f16", "bf16", "f32")
 
@@ -144,7 +144,7 @@ def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses
     for word, operand in (("x", matmuls[0].a), *(("w", matmul.b) for matmul in matmuls)):
         if operand not in inputs:
             type = uses.types[operand]
-            inputs[operand] = ir.Parameter(claim_unique(word, taken), TensorType(type.dtype, tuple(map(Dim, type.shape))))
+            inputs[operand] = ir.Parameter(claim_unique(word, taken), unsharded(type))
         names.append(inputs[operand].name)
     products = tuple(
         Op("matmul", (names[0], weights), Value(value.name, value.type), location=matmul.location)

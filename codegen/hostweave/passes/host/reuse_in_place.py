@@ -80,7 +80,7 @@ class _Sharing:
         between = place.around[len(there.around) :]
         if any(p.on_stream or p.instruction.trips is not None for p in between) or place.around[: len(there.around)] != there.around:
             return False
-        if not self._is_named_beside(place, new):
+        if not self._is_named_beside(place, new) or not self._is_reached_there(new, old):
             return False
         early = [view for view in self.viewed.get(new, []) if view.number < place.number]
         self._merge(place, new, old, place.statement, (self._reshaped(new, src), *self._moved(early)))
@@ -96,7 +96,7 @@ class _Sharing:
             return False
         if not self._is_last(place, old) or not self._is_first(place, new) or not self._is_alone_in_loops(place, new):
             return False
-        if not self._is_named_beside(place, old):
+        if not self._is_named_beside(place, old) or not self._is_reached_there(old, new):
             return False
         hoisted = self._views_after(there, dst)
         if hoisted is None or any(view.body is not place.body for view in hoisted):
@@ -109,7 +109,7 @@ class _Sharing:
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
-        if not self._is_last(place, old) or not self._is_named_beside(place, old):
+        if not self._is_last(place, old) or not self._is_named_beside(place, old) or not self._is_reached_there(old, new):
             return False
         if any(self.root(name) == new for name in tree.names(place.instruction, "read")):
             return False
@@ -141,6 +141,11 @@ class _Sharing:
         """Whether all that names a buffer stands in the same `on` body: it becomes a view, and those end with it."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
+
+    def _is_reached_there(self, gone: str, into: str) -> bool:
+        """Whether peers reach a buffer in the memory of another where they reach its own."""
+        there = self.uses.allocates.get(into)
+        return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
     def _is_last(self, place: Place, root: str) -> bool:
         """Whether all else that touches a buffer has done so when an instruction runs."""

@@ -67,7 +67,7 @@ class _Turns:
                 result.append(instruction)
             elif tree.names(instruction, "stream"):
                 result.append(tree.with_bodies(instruction, self.on_one_stream))
-            elif tree.bodies(instruction) and not instruction.grouped:
+            elif any(tree.names(inner, "stream") or inner.work == "compute" for inner in tree.walk((instruction,))):
                 result.append(tree.with_bodies(instruction, self.across_streams))
             else:
                 result.extend(self.on_one_stream((instruction,)))

@@ -245,14 +245,14 @@ def _neighbor(distance: int) -> Expr:
 
 def gather_p2p(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
     """The owner of the step's block sends it; this rank's own block is copied."""
-    receiver = (rank_in_group(shards.mesh, shards.axes) - steps.hop) % shards.size
+    receiver = (rank_in_group(shards.mesh, shards.axes) - steps.distance) % shards.size
     swap(b, src, receiver, dst, steps.owned_by, shards, steps)
 
 
 def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
     """This step's block goes on to the next rank while the one before sends the block of a later step."""
-    arrived = ir.Wait(event, steps.index - expr_of(steps.pieces))
-    branch(b, steps.hop.equals(0), lambda: b.emit(ir.Copy(src, dst)), lambda: b.emit(arrived))
+    arrived = ir.Wait(event, steps.index - expr_of(steps.subchunks))
+    branch(b, steps.distance.equals(0), lambda: b.emit(ir.Copy(src, dst)), lambda: b.emit(arrived))
     pass_on(b, dst, next_dst, shards, steps, event)
 
 
@@ -261,7 +261,7 @@ def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], sha
 
 def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
     """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    sender = Var(b.let("sender", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.hop) % shards.size))
+    sender = Var(b.let("sender", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.distance) % shards.size))
     term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
     swap(b, src, steps.owned_by, term, sender, shards, steps)
 
@@ -281,10 +281,10 @@ def scatter_ring(
     """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
 
     def add() -> None:
-        b.emit(ir.Wait(event, steps.index - expr_of(steps.pieces)))
+        b.emit(ir.Wait(event, steps.index - expr_of(steps.subchunks)))
         produce(True)
 
-    branch(b, steps.hop.equals(0), lambda: produce(False), add)
+    branch(b, steps.distance.equals(0), lambda: produce(False), add)
     pass_on(b, sums, next_sums, shards, steps, event)
 
 
@@ -310,7 +310,7 @@ def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, s
         group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
         b.emit(ir.Record(event, steps.index))
 
-    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.pieces)), exchange)
+    branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
 
 
 def group(b: Builder, *communications: tree.Instruction) -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
-from hostweave.types.tensor import BufferType, Dim, TensorType, f32
+from hostweave.types.tensor import BufferType, TensorType, f32
 
 
 class Kernels:
@@ -71,5 +72,4 @@ class Kernels:
         return kernel.name
 
     def tensor(self, buffer: str) -> TensorType:
-        type = self.types[buffer]
-        return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
+        return unsharded(self.types[buffer])

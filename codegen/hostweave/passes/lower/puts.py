@@ -39,7 +39,7 @@ class PutLoop(Signals):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pieces = int(self.steps.pieces)
+        self.subchunks = int(self.steps.subchunks)
         self.own = replace(self.steps, owner=self.rank)
 
     # --- what streams do ---
@@ -74,7 +74,7 @@ class Gather(PutLoop):
                 self.free = self.new_events("free", 1)
                 self.wait(self.landing)
                 b.emit(ir.Record(self.free, Const(0)))
-                self.each((self.size - 1) * self.pieces, self.put)
+                self.each((self.size - 1) * self.subchunks, self.put)
         b.emit(ir.Fork(ARRIVALS))
         if not self.shard:
             with self.on(ARRIVALS):
@@ -99,13 +99,13 @@ class Gather(PutLoop):
         memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
         assert stream is not None
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
-        return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.pieces == 1)) else None
+        return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
 
     def put(self, index: Var) -> None:
         """Whoever needs this shard first gets it first."""
         steps = replace(self.own, index=index)
         source = contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
-        self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.hop) % self.size, SIGNAL, self.channel))
+        self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.distance) % self.size, SIGNAL, self.channel))
 
     def landed(self, steps: Steps) -> str:
         if self.lands_in_place:
@@ -123,16 +123,16 @@ class Gather(PutLoop):
                     self.read(steps)
                 b.emit(ir.Record(self.arrived, steps.index))
 
-        branch(b, opposite(steps.index.less(self.pieces)), arrive)
+        branch(b, opposite(steps.index.less(self.subchunks)), arrive)
 
     def read(self, steps: Steps) -> None:
         assert self.shard
         landed = self.landed(steps)
         wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
-        if self.pieces == 1:
+        if self.subchunks == 1:
             self.b.emit(wait)
         else:
-            branch(self.b, steps.piece.equals(0), lambda: self.b.emit(wait))
+            branch(self.b, steps.subchunk.equals(0), lambda: self.b.emit(wait))
         self.b.emit(ir.Get(self.buffers.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
 
     def in_step(self, steps: Steps) -> None:
@@ -173,9 +173,9 @@ class Scatter(PutLoop):
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
-        shape = (Size(self.size - 1), Size(self.pieces), *self.chunk_shape(self.op.tensors[0]))
+        shape = (Size(self.size - 1), Size(self.subchunks), *self.chunk_shape(self.op.tensors[0]))
         self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
-        self.made = self.new_events("made", (self.size - 1) * self.pieces)
+        self.made = self.new_events("made", (self.size - 1) * self.subchunks)
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
             self.signal(self.landing)
@@ -186,7 +186,7 @@ class Scatter(PutLoop):
 
     def others(self, steps: Steps) -> Expr:
         """Whether a step's block is another rank's."""
-        return steps.index.less((self.size - 1) * self.pieces)
+        return steps.index.less((self.size - 1) * self.subchunks)
 
     def before_step(self, steps: Steps) -> None:
         """Nothing."""
@@ -202,8 +202,8 @@ class Scatter(PutLoop):
             with self.on(PUTS):
                 b.emit(ir.Wait(self.made, steps.index))
                 source = contiguous_source(b, self.term(steps), None)
-                place = b.select(self.landing, 0, steps.hop, f"{self.landing}_by_sender")
-                place = b.select(place, 0, steps.piece, f"{self.landing}_{steps.index.name}")
+                place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
+                place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
                 b.emit(ir.Put(source, place, steps.owned_by, SIGNAL, self.channel))
 
         branch(b, self.others(steps), put)
@@ -214,20 +214,20 @@ class Scatter(PutLoop):
 
     def wait_for_pieces(self, peer: Expr) -> None:
         wait = ir.WaitSignal(SIGNAL, peer, self.landing, self.channel)
-        if self.pieces == 1:
+        if self.subchunks == 1:
             self.b.emit(wait)
         else:
-            self.each(self.pieces, lambda _: self.b.emit(wait))
+            self.each(self.subchunks, lambda _: self.b.emit(wait))
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        if self.pieces == 1:
+        if self.subchunks == 1:
             self.add(Var("own"))  # which no expression names then
         else:
-            self.each(self.pieces, self.add)
+            self.each(self.subchunks, self.add)
 
     def add(self, index: Var) -> None:
         b, steps = self.b, replace(self.own, index=index)
-        landed = b.select(self.landing, 1, steps.piece, f"{self.landing}_{index.name}")
+        landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{index.name}")
         own, target = self.term(steps), self.buffers.destination(self.op, steps)
         b.emit(ir.Launch(self.kernels.adding(own, landed, target, self.op), (own, landed), (target,)))

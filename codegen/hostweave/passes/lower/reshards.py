@@ -34,11 +34,11 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
     assert op.result.stream is not None
     by = op.result.stream.algorithm
     if by in ("broadcast", "reduce"):
-        return steps.index // expr_of(steps.pieces)
+        return steps.index // expr_of(steps.subchunks)
     rank = rank_in_group(flow.mesh_of(op), step_of(op).axes)
     if op.kind == "reduce_scatter":
-        return Var(b.let("q", (rank - 1 - steps.hop if by == "ring" else rank + 1 + steps.hop) % steps.shards))
-    return Var(b.let("p", (rank - steps.hop if by == "ring" else rank + steps.hop) % steps.shards))
+        return Var(b.let("q", (rank - 1 - steps.distance if by == "ring" else rank + 1 + steps.distance) % steps.shards))
+    return Var(b.let("p", (rank - steps.distance if by == "ring" else rank + steps.distance) % steps.shards))
 
 
 def ring_term(flow: Dataflow, loop: Loop) -> str | None:

@@ -15,7 +15,7 @@ from hostweave.types.size import Size, Sum
 class Steps:
     """The iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
 
-    By block, an iteration takes the `piece`-th of the `pieces` blocks that `owner` holds. Across shards, it takes the
+    By block, an iteration takes the `subchunk`-th of the `subchunks` blocks that `owner` holds. Across shards, it takes the
     same slice of every rank's shard.
     """
 
@@ -28,7 +28,7 @@ class Steps:
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
 
     @property
-    def pieces(self) -> Size:
+    def subchunks(self) -> Size:
         return self.count // self.shards
 
     @property
@@ -38,18 +38,18 @@ class Steps:
         return self.owner
 
     @property
-    def hop(self) -> Expr:
+    def distance(self) -> Expr:
         """By block: how many ranks away the owner is."""
-        return self.index // expr_of(self.pieces)
+        return self.index // expr_of(self.subchunks)
 
     @property
-    def piece(self) -> Expr:
-        return self.index % expr_of(self.pieces)
+    def subchunk(self) -> Expr:
+        return self.index % expr_of(self.subchunks)
 
     @property
     def block(self) -> Expr:
         """The block of the global dim, by block; the slice of each shard, across shards."""
-        return self.index if self.owner is None else self.owner * expr_of(self.pieces) + self.piece
+        return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
     def next_hop(self) -> Steps:
@@ -64,9 +64,9 @@ class Steps:
         """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
-    def pieces_of(self, value: Value, dim: int) -> Size:
+    def subchunks_of(self, value: Value, dim: int) -> Size:
         """Into how many chunks the loop cuts this dim of what one rank holds."""
-        return self.pieces if self.owner is not None and value.type.dims[dim].axes else self.count
+        return self.subchunks if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
 def expr_of(size: Size | Sum) -> Expr:
@@ -100,10 +100,10 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
         buffer = builder.split(buffer, dim, Size(steps.shards_in(value, dim)), f"{value.name}_shards")
         dim = dim + 1
     elif steps.owner is not None and value.type.dims[dim].axes:
-        index = steps.piece
+        index = steps.subchunk
     if steps.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
-    return builder.chunk(buffer, dim, index, steps.pieces_of(value, dim), wanted)
+    return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
 
 
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
@@ -114,9 +114,9 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size,
     if steps.splits(value, dim):
         count = steps.shards_in(value, dim)
         size, shards = size // count, (Size(count),)
-    piece = size.divided_by(steps.pieces_of(value, dim))
-    assert piece is not None
-    return (*shape[:dim], *shards, *(() if steps.drops_dim else (piece,)), *shape[dim + 1 :])
+    subchunk = size.divided_by(steps.subchunks_of(value, dim))
+    assert subchunk is not None
+    return (*shape[:dim], *shards, *(() if steps.drops_dim else (subchunk,)), *shape[dim + 1 :])
 
 
 def keeps_dim(op: Op) -> bool:

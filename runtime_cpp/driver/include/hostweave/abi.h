@@ -2,6 +2,7 @@
 #pragma once
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "hostweave/channel.h"
 #include "hostweave/tensor.h"
@@ -29,12 +30,6 @@ class List {
   size_t size_ = 0;
 };
 
-struct Argument {
-  const char* name;
-  const char* type;  // "bf16[M/8, K]", for messages
-  cudaDataType_t dtype;
-};
-
 struct Axis {
   const char* name;
   int64_t size;
@@ -51,6 +46,8 @@ struct SubmeshChannel {
 
 // What can be done with a program.
 struct Calls {
+  std::vector<Tensor> (*inputs)();  // of the dtypes that it takes
+  std::vector<Tensor> (*outputs)();
   void* (*create)(Rank& rank);  // streams, events and channels of this rank
   void (*destroy)(void* program);
   // Checks dtypes and sizes of the inputs and gives the local shapes of the outputs. Enqueues nothing.
@@ -75,8 +72,6 @@ struct ProgramTable {
   List<const char*> channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
   List<SubmeshChannel> submesh_channels;
   List<const char*> one_sided_channels{};  // by the same
-  List<Argument> inputs;
-  List<Argument> outputs;
   Calls calls;
 };
 
@@ -92,11 +87,22 @@ Named named(const Tensor* tensors) {
   return result;
 }
 
+// The tensors of such a struct.
+template <class Named>
+std::vector<Tensor> tensors_of() {
+  std::vector<Tensor> tensors(sizeof(Named) / sizeof(Tensor));
+  const Named named;
+  if (!tensors.empty()) std::memcpy(static_cast<void*>(tensors.data()), &named, sizeof named);
+  return tensors;
+}
+
 // The calls of a program, given its class and the structs of its arguments.
 template <class Program, class Inputs, class Outputs, class OutputShapes>
 constexpr Calls calls_of() {
   static_assert(std::is_trivially_copyable_v<OutputShapes>);
   return {
+      .inputs = tensors_of<Inputs>,
+      .outputs = tensors_of<Outputs>,
       .create = [](Rank& rank) -> void* { return new Program(rank); },
       .destroy = [](void* program) { delete static_cast<Program*>(program); },
       .output_shapes =

@@ -1,0 +1,61 @@
+"""Where one rank stands while the control flow of a program is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from hostweave.check.bindings import Environment
+from hostweave.check.operations import Layout, Operation, Region, Stream, failure
+from hostweave.host_ir import ir, tree
+from hostweave.types.mesh import Mesh
+
+
+@dataclass(slots=True)
+class Run:
+    """Where one rank stands."""
+
+    program: ir.HostProgram
+    rank: int
+    environment: Environment = field(init=False)
+    places: dict[str, tuple[str, int, int]] = field(init=False)  # of each buffer: root, offset in bytes, generation
+    operations: list[Operation] = field(default_factory=list)
+    last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
+    recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    generations: dict[str, int] = field(default_factory=dict)  # of each allocation: how often it was allocated before
+    freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
+    kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
+    stream: Stream | None = None
+    steps: tuple[tuple[str, int], ...] = ()
+    steps_taken: int = 0
+
+    def __post_init__(self) -> None:
+        mesh = self.program.mesh
+        self.environment = {"rank": self.rank, **coordinates(mesh, self.rank)}
+        parameters = (*self.program.inputs, *self.program.outputs)
+        # What is returned in donated memory is a later execution of it: reads of the input do not mean that.
+        places = {p.name: (p.memory, 0, 1) if p.memory else (p.name, 0, 0) for p in parameters}
+        self.places = {p.name: places[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
+
+    def place(self, name: str, instruction: tree.Instruction) -> tuple[str, int, int]:
+        """Root, offset in bytes and generation of a buffer."""
+        if name not in self.places:
+            self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
+        return self.places[name]
+
+    def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
+        """The bytes that lie so in a buffer, so many bytes after its beginning."""
+        root, offset, generation = self.place(name, instruction)
+        return Region(root, offset + further, layout, generation)
+
+    def issue(self, operation: Operation) -> Operation:
+        self.operations.append(operation)
+        self.last[operation.stream] = operation
+        return operation
+
+    def fail(self, instruction: tree.Instruction, message: str) -> NoReturn:
+        raise failure(self.program, f"{Operation(instruction, self.rank, self.stream, self.steps)}: {message}", instruction)
+
+
+def coordinates(mesh: Mesh, rank: int) -> Environment:
+    return {f"rank.{axis}": mesh.coordinate(rank, axis) for axis, _ in mesh.axes}

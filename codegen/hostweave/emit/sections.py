@@ -1,0 +1,265 @@
+"""Statements of a kernel: what a thread loads, computes and stores in one scope, and the C++ of one element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hostweave.base.errors import ProgramError
+from hostweave.emit.cpp import compute_type, number
+from hostweave.emit.kernel_loops import ONE, stored
+from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.ops.attributes import ORDER, VALUE
+from hostweave.fusion_ir.ops.definition import Combine
+from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
+
+if TYPE_CHECKING:
+    from hostweave.emit.kernels import KernelEmitter
+
+COUNTED = ("index", "start")  # ops that take of their second operand how many elements it has
+
+
+class Section:
+    """Statements of one scope. A value is computed where it is first asked for: outside of the loops where it can be.
+
+    Where a thread takes several elements together, the statements are about each of them, between loads and stores of all.
+    """
+
+    def __init__(self, kernel: KernelEmitter, outer: Section | None = None, width: int = 1):
+        self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
+        self.texts: dict[str, str] = {}  # of values
+        self.loads: dict[str, str] = {}  # of inputs, the local that holds the elements
+        # The statements in their order: of all elements, of each one, and of all again.
+        self.begin: list[str] = []
+        self.lines: list[str] = []
+        self.adds: list[str] = []  # to totals, and to what is stored
+        self.stores: list[str] = []
+
+    def taken(self) -> tuple[str, ...]:
+        """The statements since the last time."""
+        lines, self.lines = [*self.lines, *self.adds], []
+        stores, self.adds = self.taken_stores(), []
+        begin, self.begin = self.begin, []
+        if self.is_wide and lines:
+            lane = self.kernel.loops.lane
+            lines = ["#pragma unroll", f"for (int {lane} = 0; {lane} < kWidth; ++{lane}) {{", *lines, "}"]
+        return (*begin, *lines, *stores)
+
+    def taken_stores(self) -> tuple[str, ...]:
+        stores, self.stores = tuple(self.stores), []
+        return stores
+
+    def join(self, total: str, combine: Combine, element: str) -> None:
+        """Adds an element to a total."""
+        self.adds.append(f"{total} {combine.sign}= {element};" if combine.sign else f"{total} = {combine.functor}()({total}, {element});")
+
+    def store(self, results: Iterable[str]) -> None:
+        """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
+        values = [(name, self.stored(self.kernel.made[name])) for name in results]
+        if len(values) > 1 and not self.is_wide:
+            values = [(name, self.read(name, text) if "[" in text else text) for name, text in values]
+        for name, value in values:
+            pointer, place = self.kernel.results[name], stored(name)
+            if self.is_wide and place in self.kernel.loops.packed:
+                local = self.kernel.names.of(self.kernel.indexed(name, place), "elements to store")
+                self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
+                self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
+                self.stores.append(f"hw::store({shifted(pointer, self.kernel.loops.first(place))}, {local});")
+            else:
+                self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
+
+    def store_update(self, op: Op) -> None:
+        """Stores an element of what goes into the result where numbers say, if the rank has that place."""
+        _, update, *places = op.tensors
+        kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
+        dtype = op.result.type.dtype
+        value = self.element(update) if update in kernel.pointers else _converted(self.value(update), dtype, dtype)
+        terms, held = [(loops.offset(place), ONE)] if loops.offset(place) != "0" else [], []
+        axes = op[ORDER]
+        for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
+            lane, own = loops.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
+            row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
+            if first := kernel.pointers.get(rows):
+                local = kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}")
+                size = loops.integers.factor(lane.size)
+                self.lines.append(f"const int64_t {local} = {row} - hw::first({first}, {size});")
+                held.append(f"{local} >= 0 && {local} < {size}")
+                row = local
+            terms.append((row if row.isidentifier() or lane.stride == ONE else f"({row})", lane.stride))
+        condition = f"if ({' && '.join(held)}) " if held else ""
+        self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
+
+    def value(self, name: str, is_hoisted: bool = False) -> str:
+        """A value in the type that computes it: a local, or the text itself where it is needed once."""
+        if self.outer and not self.kernel.loops.is_inside(name):
+            return self.outer.value(name, is_hoisted=True)
+        if name not in self.texts:
+            text, is_short = self.computed(name)
+            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
+                local = self.local(name)
+                self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
+                text = local
+            self.texts[name] = text
+        return self.texts[name]
+
+    def read(self, result: str, text: str) -> str:
+        """A local that holds what is to be stored."""
+        local = self.local(result)
+        self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
+        return local
+
+    def element(self, name: str) -> str:
+        """An input's element: as it lies in memory, or of those that are loaded together."""
+        loops, pointer = self.kernel.loops, self.kernel.pointers[name]
+        if not self.is_wide or name not in loops.packed:
+            text = f"{pointer}[{loops.offset(name)}]"
+            return f"hw::truth({text})" if self.kernel.types[name].dtype == bool_ else text
+        if name not in self.loads:
+            self.loads[name] = self.load(name)
+        return f"{self.loads[name]}[{loops.lane}]"
+
+    def load(self, name: str) -> str:
+        """Loads what a thread takes together of an input, unless it holds it."""
+        kernel, local = self.kernel, self.kernel.elements(name)
+        if kernel.walks and name not in kernel.loaded:
+            kernel.late.append(name)
+        kernel.loaded[name] += 1
+        if name in kernel.held:
+            return f"{local}[{kernel.loops.names[kernel.loops.along]}]"
+        self.begin.append(f"const auto {local} = hw::load<kWidth>({shifted(kernel.pointers[name], kernel.loops.first(name))});")
+        return local
+
+    def local(self, name: str) -> str:
+        """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""
+        if name not in self.kernel.pointers and name not in self.kernel.results:
+            return self.kernel.names.of(name, "local")
+        place = name if name in self.kernel.pointers else stored(name)
+        if self.is_wide and place in self.kernel.loops.packed:
+            return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", "element")
+        return self.kernel.names.of(self.kernel.indexed(name, place), "element")
+
+    def computed(self, name: str) -> tuple[str, bool]:
+        """A value's text, and whether it reads well inside another."""
+        dtype = self.kernel.types[name].dtype
+        if name in self.kernel.pointers:
+            element = self.element(name)
+            return (f"float({element})" if _is_small_float(dtype) else element), True
+        op = self.kernel.made[name]
+        text, computed = self.expression(op)
+        is_short = not OPS[op.kind].cost or text in self.kernel.totals.values()
+        if _is_small_float(dtype):  # in registers floats are rounded only by a cast
+            return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
+        return _converted(text, computed, dtype), is_short and dtype != bool_
+
+    def stored(self, op: Op) -> str:
+        """The value of one element of a result, as memory holds it."""
+        if self.kernel.uses[op.result.name]:
+            return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
+        if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
+            return self.element(op.tensors[0])
+        text, computed = self.expression(op)
+        return _converted(text, computed, op.result.type.dtype)
+
+    def is_same(self, op: Op) -> bool:
+        """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
+        if not op.tensors or OPS[op.kind].target == "dtype":
+            return False
+        if OPS[op.kind].combine:
+            return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
+        return self.kernel.cpp(op) == "{0}"
+
+    def expression(self, op: Op) -> tuple[str, DType]:
+        """What an op computes, and the dtype that this is in before it is converted to the result's."""
+        dtype = op.result.type.dtype
+        if op.kind == "fill":
+            return number(op[VALUE], dtype), dtype
+        if op.kind == "iota":
+            return self.kernel.loops.offset(op.result.name), i64
+        if OPS[op.kind].locates:
+            return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
+        if op.result.name in self.kernel.totals or self.kernel.count(op):
+            return self.total(op)
+        if op.kind in COUNTED:
+            ids, rows = op.tensors
+            return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
+        if op.kind == "take":
+            return self.taken_at(op), dtype
+        if self.is_same(op):
+            return self.value(op.tensors[0]), dtype
+        types = operand_types(op, self.kernel.types)
+        if not OPS[op.kind].cpp:
+            raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
+        texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
+        return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
+
+    def place(self, op: Op) -> tuple[str, str]:
+        """Where in its operand an element is that a take reads, and the condition under which it is there, of which none is needed
+        where all rows are."""
+        _, index, rows = op.tensors
+        if self.outer and not self.kernel.loops.is_inside(index):
+            return self.outer.place(op)
+        if (name := f"{op.result.name} place") not in self.texts:
+            self.texts[name] = self.value(index)
+            if first := self.kernel.pointers.get(rows):
+                local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
+                size = self.kernel.size_of_lane(rows)
+                self.lines.append(f"const int64_t {local} = {self.texts[name]} - hw::first({first}, {size});")
+                self.lines.append(f"const bool {held} = {local} >= 0 && {local} < {size};")
+                self.texts[name], self.texts[f"{op.result.name} held"] = local, held
+        return self.texts[name], self.texts.get(f"{op.result.name} held", "")
+
+    def taken_at(self, op: Op) -> str:
+        """The element that a take reads; 0 where the rank does not hold it. Neighbours are loaded together where one index is of all."""
+        kernel, loops = self.kernel, self.kernel.loops
+        x, index, _ = op.tensors
+        dtype, (place, held) = kernel.types[x].dtype, self.place(op)
+        moved = kernel.jump(place, x)
+        if self.is_wide and x in loops.packed and not loops.is_inside(index):
+            local = kernel.names.of(f"{op.result.name}_elements", "elements")
+            load = f"hw::load<kWidth>({shifted(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
+            nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
+            self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
+            element, held = f"{local}[{loops.lane}]", ""
+        else:
+            offset = loops.offset(x)
+            element = f"{kernel.pointers[x]}[{moved if offset == '0' else f'{moved} + {offset}'}]"
+            element = f"hw::truth({element})" if dtype == bool_ else element
+        element = f"float({element})" if _is_small_float(dtype) else element
+        return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
+
+    def total(self, op: Op) -> tuple[str, DType]:
+        """What a reduction comes to, in the dtype that it adds up in."""
+        source = self.kernel.types[op.tensors[0]].dtype
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # of one element
+        wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
+        combine = OPS[op.kind].combine
+        if not combine or not combine.is_mean:
+            return total, wide
+        return f"{total} / {wide.cpp}({self.kernel.count(op) or self.kernel.loops.reduced_count})", wide
+
+
+def shifted(pointer: str, offset: str) -> str:
+    return pointer if offset == "0" else f"{pointer} + {offset}"
+
+
+def _literal(value: Scalar, dtype: DType) -> str:
+    text = number(value, dtype)
+    return f"({text})" if text.startswith("-") else text
+
+
+def _converted(value: str, computed: DType, dtype: DType) -> str:
+    """A value of the compute type of `computed` as an element of `dtype`."""
+    if _is_small_float(dtype):
+        return f"{dtype.cpp}({value})" if compute_type(computed) == "float" else f"{dtype.cpp}(float({value}))"
+    if dtype == bool_:
+        return value if computed == bool_ else f"({value}) != 0"
+    if compute_type(computed) == dtype.cpp and dtype.itemsize >= 4:
+        return value
+    if (computed, dtype) == (f64, f32):
+        return f"hw::to_f32({value})"
+    return f"{dtype.cpp}({value})"  # narrower ints are computed as int
+
+
+def _is_small_float(dtype: DType) -> bool:
+    return dtype.kind == "float" and dtype.itemsize < 4
