@@ -62,6 +62,7 @@ TEST(graphs_of_kernels_leave_their_order_to_who_launches_them) {
     const auto wait = [](void*) {
       while (!go) std::this_thread::yield();
     };
+    OK(calls.begin_call(held));
     OK(hw_cpu_launch("held", held, wait, nullptr, 0, nullptr, 0));
     OK(calls.end_call(held));
     OK(cudaGraphLaunch(exec, launching));  // waits for no call
