@@ -20,7 +20,7 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-constexpr auto kSlowness = std::chrono::milliseconds(2);  // of an algorithm, for each that comes behind it
+constexpr auto kSlowness = std::chrono::milliseconds(10);  // of an algorithm, for each that comes behind it
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 
