@@ -116,9 +116,9 @@ def _calls(case: Case, ranks: int) -> Iterator[Calls]:
                 "uncaptured": partial(model, x),
                 OURS: model.capture(x),
                 "torch eager": partial(eager, x),
-                "torch eager in a graph": _in_a_graph(partial(eager, x)),
+                "torch eager in a graph": in_a_graph(partial(eager, x)),
                 "torch.compile, max-autotune": partial(tuned, x),
-                "torch.compile, max-autotune, in a graph": _in_a_graph(partial(tuned, x)),
+                "torch.compile, max-autotune, in a graph": in_a_graph(partial(tuned, x)),
             }
             wanted = eager(x)
             for name, call in single.items():
@@ -134,7 +134,7 @@ def _row(call: Callable[[], Any]) -> None:
         call()
 
 
-def _in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
+def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
     """The same call, captured by torch. Returns the same result each time."""
     import torch
 

@@ -1,10 +1,13 @@
-"""A compiler that has read the headers before, the runtime's and the vendors': most of what a small program takes to compile."""
+"""A compiler that has read the headers before, the runtime's and the vendors', and optimises little: most of what a small program takes.
+
+Programs of tests run for less long than they are compiled.
+"""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
@@ -13,12 +16,12 @@ from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
-LIBRARY = "-fvisibility=default"  # an option of the files of the runtime's library alone, which read more of the standard headers
+PROGRAM, KERNELS = "program.cpp", "kernels.cu"
+LIBRARY = "-fvisibility=default"  # an option of the runtime's library alone
 HEADERS_OF = {
-    ("cuda", LIBRARY): (*HEADERS, "attention", "connect", "errors", "instance", "member", "runner", "window", "world"),
-    ("cpu", "program.cpp"): HEADERS,
-    ("cpu", "kernels.cu"): ("kernel", "lanes", "rows", "types"),
-    ("cuda", "program.cpp"): (*HEADERS, "jit"),
+    ("cpu", PROGRAM): HEADERS,
+    ("cpu", KERNELS): ("kernel", "lanes", "rows", "types"),
+    ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
 # In this order. What has other options goes to the compiler as it is.
@@ -26,6 +29,7 @@ HEADERS_OF = {
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
+*" {library} "*) exec {compiler} "$@" {library_level} ;;
 {cases}
 *" -shared "*) exec {compiler} {linker} "$@" ;;
 *) exec {compiler} "$@" ;;
@@ -33,15 +37,22 @@ esac
 """
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
-*{options}" -c "*{last}*)
-  test -e {header}.gch || flock {header}.lock sh -c {make} || exit
-  exec {compiler} -include {header} "$@" ;;"""
+*{options}" -c "*)
+  header={header}{wider}
+  test -e "$header.gch" || flock "$header.lock" sh -c {make} "$header" || exit
+  exec {compiler} -include "$header" "$@" {level} ;;"""
+# What few programs include, and what takes longer to read than all others together.
+WIDER = ("attention", "window")
+IF_WIDER = f"""
+  if grep -qsE 'hostweave/({"|".join(WIDER)})[.]h' program.h program.cpp; then header="$header.wider.h"; fi"""
 
 
-def with_precompiled_headers(folder: Path) -> Path:
-    """A command in `folder` to be used as CXX."""
-    script, compiler = folder / "c++", shlex.quote(str(find_target("cpu").toolchain().compiler))
-    script.write_text(SCRIPT.format(cases="\n".join(_cases(folder)), compiler=compiler, linker=_linker(folder, compiler)))
+def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
+    """A command in `folder` to be used as CXX, which optimises nothing but files of the kinds in `optimised`."""
+    script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
+    cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
+    linker = _linker(folder, compiler)
+    script.write_text(SCRIPT.format(cases=cases, compiler=compiler, linker=linker, library=LIBRARY, library_level=library_level))
     script.chmod(0o755)
     return script
 
@@ -54,29 +65,34 @@ def _linker(folder: Path, compiler: str) -> str:
     return "-fuse-ld=gold" if subprocess.run(shlex.split(command), capture_output=True, check=False).returncode == 0 else ""
 
 
-def _cases(folder: Path) -> Iterator[str]:
+def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
     for (target, what), headers in HEADERS_OF.items():
         try:
             toolchain = find_target(target).toolchain()
         except BuildError:  # no CUDA here
             continue
-        header = folder / f"{target}_{what}.h"
-        header.write_text("".join(f'#include "hostweave/{name}.h"\n' for name in headers))
-        yield _case(toolchain, what, str(header))
+        level = _level(what, optimised)
+        header = folder / f"{target}_{what}{''.join(level)}.h"
+        for path, names in (header, headers), (f"{header}.wider.h", (*headers, *WIDER)):
+            Path(path).write_text("".join(f'#include "hostweave/{name}.h"\n' for name in names))
+        yield _case(toolchain, what, str(header), level)
 
 
-def _case(toolchain: Toolchain, what: str, header: str) -> str:
+def _level(what: str, optimised: Collection[str]) -> list[str]:
+    return [] if what in optimised else ["-O0"]
+
+
+def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str:
     compiler, *options = _until_source(toolchain, what)
-    last = [LIBRARY] if what == LIBRARY else []
-    made, making = shlex.quote(f"{header}.gch"), shlex.quote(f"{header}.part")
     same = [option for option in options if option not in ("-x", "c++")]
-    command = shlex.join([compiler, *same, *last, "-x", "c++-header", header, "-o", f"{header}.part"])
+    command = shlex.join([compiler, *same, *level, "-x", "c++-header"])
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
-        last=shlex.join(last),
         header=shlex.quote(header),
-        make=shlex.quote(f"test -e {made} || {{ {command} && mv {making} {made}; }}"),
+        wider=IF_WIDER if what == PROGRAM else "",
+        make=shlex.quote(f'test -e "$0.gch" || {{ {command} "$0" -o "$0.part" && mv "$0.part" "$0.gch"; }}'),
         compiler=shlex.quote(compiler),
+        level=" ".join(level),
     )
 
 

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from compiler import with_precompiled_headers
+from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 
+from hostweave.build import make
 from hostweave.build.cuda import gpus
+from hostweave.build.nvrtc import Unit
+
+COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
+OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
 
 # No worker is left with one of these when the others are done.
 LONGEST = (
     "test_export.py",
-    "test_cli.py::test_inspect_shows",
+    "test_programs_of_unusual_names",
     "test_cpu_device.py",
-    "test_faults.py",
+    "test_all_ops_compile_for_cuda",
     "test_build.py",
+    "test_llama.py",
+    "test_one_sided_mutations.py",
+    "test_faults.py",
+    "test_every_op_compiles_for_cuda",
+    "test_kernels_compute_what_numpy_does",
+    "tests/conformance",
+    "test_inference.py",
+    "test_inspect_shows_one_function",
+    "test_random_blocks.py",
     "test_docs.py",
 )
 
@@ -29,13 +44,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
 
-    The flags are those of users. Tests that take CXX away build without precompiled headers.
+    Where there are GPUs the flags are those of users. Elsewhere nothing is optimised but for the tests that use `optimised_kernels`, and
+    for those that take CXX away, which build without precompiled headers, too.
     """
+    gc.disable()  # while modules are imported, which leave no garbage
+    make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))
-        os.environ["CXX"] = str(with_precompiled_headers(Path(folder.name)))
+        optimising, quick = (with_precompiled_headers(Path(folder.name), *named) for named in COMPILERS.items())
+        os.environ[OPTIMISING], os.environ["CXX"] = str(optimising), str(optimising if gpus() else quick)
         config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture
+def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled as those of users are: for tests of what they compute."""
+    monkeypatch.setenv("CXX", os.environ[OPTIMISING])
+
+
+@pytest.fixture
+def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC takes the kernels of a program together, as those of an edited file: half the time where they are many."""
+    monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays to the end: a collection that looked at all of it would take longer than most tests."""
+    gc.freeze()
+    gc.set_threshold(50_000)  # little of what tests make has cycles
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -126,6 +126,7 @@ OWN_SEMANTICS = {
     "passes/host/group_communications.py",
     "passes/host/multiply_few_rows.py",
     "passes/host/privatize_per_stream.py",
+    "passes/host/reduce_in_kernels.py",
     "passes/host/serialize_channels.py",
     "passes/host/software_pipeline.py",
     "passes/host/split_reductions.py",

@@ -188,7 +188,7 @@ class Program:
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
         lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
-        return explained(stages[-1], self._host.choices, self._options)
+        return explained(stages[-1], self._host, self._options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -424,15 +424,16 @@ class Program:
 
     @property
     def _reaches_memory(self) -> bool:
-        """Whether loops were chosen whose ranks reach each other's memory."""
-        return any(find_transport(transport_of(choice.taken.algorithm)).has_windows for choice in self.choices if choice.taken.chunks)
+        """Whether loops or kernels were chosen whose ranks reach each other's memory."""
+        in_loops = (find_transport(transport_of(choice.taken.algorithm)) for choice in self.choices if choice.taken.chunks)
+        return any(transport.has_windows for transport in in_loops) or any(kernel.exchanges for kernel in self._host.kernels)
 
     @property
     def _on_several_hosts(self) -> Program:
         """The same without such loops. All ranks know where all are, so that all make it."""
         with self._lock:
             if self._without_puts is None:
-                options = replace(self._options, ways={}, machine=self._options.figures.without_puts("the ranks are on several hosts"))
+                options = replace(self._options, ways={}, machine=self._options.figures.without_peers("the ranks are on several hosts"))
                 self._without_puts = _compiled(self._given, self.target.name, options)
             return self._without_puts
 

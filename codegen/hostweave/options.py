@@ -40,7 +40,8 @@ class Options:
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
       (2.32 for moves between meshes). Ranks share all sizes evenly, and chunk loops that communicate are by shard, of gathers beside
       and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
-      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version.
+      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
+      of few bytes are done by the kernels that use them, of ranks of one host.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many

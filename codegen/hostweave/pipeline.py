@@ -33,6 +33,7 @@ from hostweave.passes.host.multiply_few_rows import multiply_few_rows
 from hostweave.passes.host.plan_memory import plan_memory
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
 from hostweave.passes.host.propagate_copies import propagate_copies
+from hostweave.passes.host.reduce_in_kernels import reduce_in_kernels
 from hostweave.passes.host.reuse_in_place import reuse_in_place
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_allocations import sink_allocations
@@ -65,6 +66,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     multi_buffer,
     privatize_per_stream,
     sink_allocations,
+    reduce_in_kernels,
     reuse_in_place,
     copy_updated,
     sink_views,
@@ -75,7 +77,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 )
 
 # These see a program with its functions. Every other pass runs on each function as on a program of its own, then on what calls them.
-WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host,)
+WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host, reduce_in_kernels)
 
 Observer = Callable[[str, Fusion | HostProgram], None]
 

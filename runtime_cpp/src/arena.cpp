@@ -14,6 +14,8 @@ struct Arena::Memory {
 
 Arena::Arena() = default;
 
+Arena::Arena(CallOrder& calls) : calls_(&calls) {}
+
 Arena::~Arena() = default;
 
 void* Arena::data() const { return memory_->current.data(); }
@@ -22,7 +24,7 @@ size_t Arena::bytes() const { return memory_->current.bytes(); }
 
 void Arena::reserve(MemoryPlan& plan) {
   const size_t total = plan.place().elsewhere;
-  if (total > bytes() && calls_.in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
+  if (total > bytes() && calls_->in_graphs()) memory_->of_graphs.push_back(std::exchange(memory_->current, {}));
   plan.set_pointers(memory_->current.reserve(total));
 }
 

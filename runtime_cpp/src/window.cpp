@@ -8,6 +8,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/term_exchange.h"
 
 namespace hw {
 namespace {
@@ -150,15 +151,16 @@ const WindowArena::Registered& WindowArena::registered(const Channel& channel) c
   return memory_.registered[found - channels_.begin()];
 }
 
-ncclResult_t abort_with_windows(ncclComm_t comm) {
-  {
+void abort_with_windows(const std::vector<ncclComm_t>& comms) {
+  for (const ncclComm_t comm : comms) {
+    abort_exchanges(comm);
     const std::lock_guard lock(users_mutex);
     if (const auto found = all_users().find(comm); found != all_users().end()) {
       if (const auto users = found->second.lock()) users->aborted = true;
       all_users().erase(found);
     }
   }
-  return ncclCommAbort(comm);
+  for (const ncclComm_t comm : comms) ncclCommAbort(comm);
 }
 
 }  // namespace hw

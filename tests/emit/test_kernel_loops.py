@@ -12,6 +12,8 @@ import pytest
 
 import hostweave as hw
 
+pytestmark = pytest.mark.usefixtures("optimised_kernels")
+
 
 def kernels(function: Any, **specs: Any) -> str:
     """The generated kernels of a function of arrays."""

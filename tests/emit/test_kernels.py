@@ -19,6 +19,8 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types import tensor as types
 
+pytestmark = pytest.mark.usefixtures("optimised_kernels")
+
 DTYPES = {
     "f64": np.float64,
     "f32": np.float32,

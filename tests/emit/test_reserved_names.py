@@ -118,7 +118,7 @@ def unusual() -> list[str]:
 GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # words that mean something else in the text of the IR
 
 
-A_PROGRAM = 16  # names at most: what a program says grows with the square of their number
+A_PROGRAM = 8  # names at most: what a program says grows with the square of their number
 
 
 @pytest.fixture(scope="module")

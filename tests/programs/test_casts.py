@@ -14,6 +14,8 @@ from hostweave.types.tensor import DType
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
+pytestmark = pytest.mark.usefixtures("optimised_kernels")
+
 FLOATS = {
     hw.f64: torch.float64,
     hw.f32: torch.float32,

@@ -389,6 +389,7 @@ def test_mistakes(case: str) -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("kernels_together")
 def test_all_ops_compile_for_cuda() -> None:
     compiled = hw.compile(program(2), target="cuda")
     assert compiled.module.name == "indices"

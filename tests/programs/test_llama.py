@@ -255,6 +255,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("kernels_together")
 def test_compiles_for_cuda() -> None:
     c = read_config(checkpoint(False)[0], "bfloat16")[0]
     for program in llama.compiled(c, 2, "cuda", is_sampled=True):

@@ -75,6 +75,7 @@ def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_every_op_of_the_table(dtype: DType, target: str) -> None:
     kinds, fusion = all_ops(dtype)
@@ -95,6 +96,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("kernels_together")
 @pytest.mark.parametrize("dtype", [hw.f64, hw.bf16, hw.i64, hw.u32, hw.i16], ids=str)
 def test_every_op_compiles_for_cuda(dtype: DType) -> None:
     program = hw.compile(all_ops(dtype)[1], target="cuda")

@@ -12,6 +12,8 @@ import hostweave as hw
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
+pytestmark = pytest.mark.usefixtures("optimised_kernels")
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def target(request: pytest.FixtureRequest) -> str:

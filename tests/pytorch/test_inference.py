@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,16 @@ SEQUENCE_PARALLEL = {
 }
 
 
+BY_NAME = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS]
+
+
+@cache
+def model(name: str) -> Any:
+    """One for all tests."""
+    torch.manual_seed(1)
+    return MODELS[name]()
+
+
 def expect_logits(compiled: Any, module: nn.Module, inputs: dict[str, Any]) -> None:
     with torch.no_grad():
         got, want = compiled(**inputs), module(**inputs)
@@ -42,11 +53,11 @@ def expect_logits(compiled: Any, module: nn.Module, inputs: dict[str, Any]) -> N
     torch.testing.assert_close(got.logits, want.logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("exported_once")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_logits_are_those_of_torch(name: str, ranks: int) -> None:
-    torch.manual_seed(ranks)
-    module, inputs = MODELS[name]()
+    module, inputs = model(name)
     plan = PLANS[name] if ranks > 1 else {}
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs)
     expect_logits(compiled, module, inputs)
@@ -74,9 +85,10 @@ def test_logits_on_gpus(name: str, dtype: str, ranks: int) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=allowed * float(want.abs().max()) + 1e-6)
 
 
+@pytest.mark.usefixtures("exported_once")
+@pytest.mark.xdist_group("llama")
 def test_styles_of_torch_make_it_sequence_parallel() -> None:
-    torch.manual_seed(0)
-    module, inputs = MODELS["llama"]()
+    module, inputs = model("llama")
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), SEQUENCE_PARALLEL, inputs)
     expect_logits(compiled, module, inputs)
     layer = compiled.program.host_ir.partition("function @llama_decoder_layer")[2].partition("\n}")[0]
@@ -120,9 +132,10 @@ def test_dynamic_sizes_are_symbols() -> None:
     assert "@dp" in compiled.program.fusion_ir
 
 
+@pytest.mark.usefixtures("exported_once")
+@pytest.mark.xdist_group("llama")
 def test_ranks_of_a_group_call_it() -> None:
-    torch.manual_seed(3)
-    module, inputs = MODELS["llama"]()
+    module, inputs = model("llama")
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), PLANS["llama"], inputs)
     with torch.no_grad():
         want = module(**inputs).logits

@@ -44,8 +44,11 @@ class Written(nn.Module):
         return self.function(x)
 
 
+LAYER = Layer().eval()
+
+
 def compiled(plan: Any = None, mesh: Any = MESH, inputs: Any = (X,), module: Any = None) -> Any:
-    return hostweave.torch.compile(module or Layer().eval(), mesh, plan, inputs)
+    return hostweave.torch.compile(module or LAYER, mesh, plan, inputs)
 
 
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
@@ -75,6 +78,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.usefixtures("exported_once")
 @pytest.mark.parametrize(("plan", "message"), PLANS.values(), ids=PLANS)
 def test_plan(plan: dict[str, Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):

@@ -40,16 +40,16 @@ def test_numpy() -> None:
     np.testing.assert_array_equal(y.astype(np.float32), (X @ W).astype(BF16).astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_every_dtype_passes_through(dtype: Any) -> None:
-    @hw.fusion(mesh=hw.Mesh(x=2), x=dtype["M@x", "K"])
-    def identity(x):
-        return hw.reshard(x, "M", "K")
+def test_every_dtype_passes_through() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), **{f"x_{dtype}": dtype["M@x", "K"] for dtype in DTYPES.values()})
+    def identity(**inputs):
+        return tuple(hw.reshard(x, "M", "K") for x in inputs.values())
 
-    x = (np.arange(8).reshape(4, 2) % 5).astype(numpy_dtype(dtype))
-    for y in hw.compile(identity).run(x=x, ranks=True):
-        assert y.dtype == x.dtype
-        np.testing.assert_array_equal(y.astype(np.float32), x.astype(np.float32))
+    arrays = {f"x_{dtype}": (np.arange(8).reshape(4, 2) % 5).astype(numpy_dtype(dtype)) for dtype in DTYPES.values()}
+    for results in hw.compile(identity).run(**arrays, ranks=True):
+        for (name, x), y in zip(arrays.items(), results, strict=True):
+            assert y.dtype == x.dtype, name
+            np.testing.assert_array_equal(y.astype(np.float32), x.astype(np.float32), err_msg=name)
 
 
 def test_arrays_that_are_not_contiguous() -> None:

@@ -43,30 +43,29 @@ class Device:
         return ["g++", *FLAGS, *(options or []), f"-I{HERE}", f"-I{CPU / 'include'}", *files, *self.link, "-o", self.folder / name]
 
 
-def ag_matmul_command(device: Device, ranks: int) -> list[str | Path]:
-    return device.build_command(f"ag_matmul_{ranks}", ["ag_matmul.cpp", "ag_matmul_p2p/program.cpp"], [f"-DHW_RANKS={ranks}"])
-
-
 RANKS = (1, 2, 3, 4, 8)
 SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_world", "test_plans")
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:
+    read_first = ["-include", str(device.folder / "read_first.h")]
     if suite != "test_world":
-        return device.build_command(suite, [f"{suite}.cpp"], [f"-I{RUNTIME / 'include'}"])
-    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "connect")]
+        return device.build_command(suite, [f"{suite}.cpp"], [f"-I{RUNTIME / 'include'}", *read_first])
+    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("runner", "world", "world_cuda", "connect", "device_lease")]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
-    apart = f"{RUNTIME}/driver/src/device_lease.cpp"  # has names of its own that world.cpp has, too
     merged = device.folder / f"{suite}_merged.cpp"  # each by itself would read the standard headers again
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
-    options = [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]
-    return device.build_command(suite, [str(merged), apart], options)
+    options = [*read_first, f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]
+    return device.build_command(suite, [str(merged)], options)
 
 
 def build_all(folder: Path) -> None:
     device = Device(folder)
-    programs = [suite_command(device, suite) for suite in SUITES]
-    compile_all(programs + [ag_matmul_command(device, ranks) for ranks in RANKS])
+    read_first = folder / "read_first.h"
+    read_first.write_text(f'#include <chrono>\n#include <cmath>\n#include "{HERE / "testing.h"}"\n')
+    run(["g++", *FLAGS, f"-I{CPU / 'include'}", "-x", "c++-header", read_first, "-o", f"{read_first}.gch"])
+    example = device.build_command("ag_matmul", ["ag_matmul.cpp", "ag_matmul_p2p/program.cpp"])
+    compile_all([*(suite_command(device, suite) for suite in SUITES), example])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_suite(device: Device, suite: str) -> None:
 
 
 def ag_matmul(device: Device, ranks: int, *arguments: str) -> tuple[dict[str, float], str]:
-    words, _, report = run([device.folder / f"ag_matmul_{ranks}", *arguments]).partition("\n")
+    words, _, report = run([device.folder / "ag_matmul", *arguments, f"ranks={ranks}"]).partition("\n")
     return {name: float(value) for name, value in re.findall(r"(\w+) ([\d.]+)", words)}, report
 
 
@@ -146,10 +145,10 @@ def test_values_are_those_of_the_real_headers(tmp_path: Path, real_headers: list
 
 def test_object_compiled_against_the_real_headers_links_and_runs(device: Device, tmp_path: Path, real_headers: list[str]) -> None:
     program = tmp_path / "real_program.o"
-    options = ["-std=c++20", "-O0", "-DHW_RANKS=4", f"-I{HERE}"]
+    options = ["-std=c++20", "-O0", f"-I{HERE}"]
     run(["g++", *options, *real_headers, "-c", HERE / "ag_matmul_p2p" / "program.cpp", "-o", program])
     driver = tmp_path / "real_driver.o"
     run(["g++", *options, f"-I{CPU / 'include'}", "-c", HERE / "ag_matmul.cpp", "-o", driver])
     run(["g++", program, driver, *device.link, "-o", tmp_path / "ag_matmul_real"])
-    words = run([tmp_path / "ag_matmul_real", "mixed", "0", "10"])
+    words = run([tmp_path / "ag_matmul_real", "mixed", "0", "10", "ranks=4"])
     assert words.startswith("right 10 ")

@@ -169,6 +169,8 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     read that.
     """
     read, written = kernel.inputs[source], kernel.results[result]
+    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # it is sent by whatever threads there are
+        return False
     products = [op for op in kernel.ops if op.kind == "matmul"]
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:

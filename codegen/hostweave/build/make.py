@@ -17,6 +17,7 @@ from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, units_of
 from hostweave.build.toolchain import MODULE_FILE, KernelCompiler, Toolchain, glue
 
+CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
@@ -31,8 +32,19 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
             cubins[file.stem].write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
         (folder / _JIT_FILE).write_text(loader(cubins))
         sources.append(folder / _JIT_FILE)
-    run_together([[*toolchain.compile(str(file), f"{file.stem}.o"), "-fvisibility=default"] for file in sources], folder)
-    run_together([toolchain.link([f"{file.stem}.o" for file in sources], library)], folder)
+    units = _merged(sources, folder)
+    options = ("-fvisibility=default", "-Wno-subobject-linkage")  # an unnamed namespace is one of an included file here
+    run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
+    run_together([toolchain.link([*map(_object, units)], library)], folder)
+
+
+def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
+    """A file for each core, which includes some of the sources: to read the headers takes longer than to compile most of them."""
+    largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
+    units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
+    for unit, files in units.items():
+        (folder / unit).write_text("".join(f'#include "{file}"\n' for file in files))
+    return list(units)
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: tuple[Path, ...]) -> None:
@@ -63,7 +75,7 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
         except OSError as error:
             raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; set CXX to one that can") from error
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(CORES) as pool:
         results = list(pool.map(run, commands))
     with open(folder / "build.log", "a") as log:
         log.writelines(f"$ {' '.join(result.args)}\n{result.stdout}" for result in results)
@@ -110,7 +122,7 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
         return root() / entry / _CUBIN
 
     units = units_of((folder / _KERNELS).read_text())
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(CORES) as pool:
         return dict(zip((unit.name for unit in units), pool.map(cubin, units), strict=True))
 
 

@@ -20,21 +20,24 @@ from hostweave.host_ir import ir, tree
 
 
 class Posted:
-    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others."""
+    """The communications that each rank has posted so far: of each channel the last one of each stream, which comes after the others.
+
+    A library puts its own of one channel in order, but not kernels that exchange something by themselves.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[int, dict[tuple[int, Channel], Task]] = defaultdict(dict)  # by rank
+        self._last: dict[int, dict[tuple[int, tuple[Channel, bool]], Task]] = defaultdict(dict)  # by rank
 
     def unordered(self, task: Task, clock: Clock) -> list[Operation]:
         """Notes what a task posts that starts when `clock` is known. Returns earlier posts of other channels that may still run."""
-        channels = {channel_of(part) for part in task.operation.communications if part.takes_turns}
+        channels = {(channel_of(part), part.instruction.exchanges) for part in task.operation.communications if part.takes_turns}
         if not channels:
             return []
         last = self._last[task.operation.rank]
         found = [
             earlier.operation
             for (stream_id, channel), earlier in last.items()
-            if clock[stream_id] < earlier.number and channels != {channel}
+            if clock[stream_id] < earlier.number and (channels != {channel} or channel[1])
         ]
         last.update({(task.stream_id, channel): task for channel in channels})
         return found

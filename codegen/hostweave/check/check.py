@@ -108,7 +108,8 @@ class _Checker:
                 memory.freed.add(access.region.generation)
         for earlier in self.posted.unordered(task, clock):
             one, other = task.operation.communications[0], earlier.communications[0]
-            fault = f" and {other} are over different channels, and nothing orders them on the rank, which can deadlock"
+            what = "over different channels" if one.channel != other.channel else "not both the library's, which orders its own"
+            fault = f" and {other} are {what}, and nothing orders them on the rank, which can deadlock"
             self.fail(one, f"{fault}; {_remedy(one, other)}")
         for part, earlier in self.in_turn.unordered(task, clock):
             self.fail(part, f" and {earlier} may be at the same time, and signals are counted in turn; {_remedy(part, earlier)}")

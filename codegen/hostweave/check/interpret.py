@@ -6,7 +6,7 @@ for each instruction and rounded once, and memory that nothing wrote holds NaN.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -138,6 +138,9 @@ class _Rank:
             others = [other for part in operation.communications if (met := self.world.met.get(part)) for other in met.awaited(part)]
             while any(other not in self.world.posted for other in others):
                 yield operation
+            if operation.instruction.exchanges:
+                self.reduce(operation)
+                continue
             for part in operation.communications:
                 for access in part.accesses:
                     if access.writes:
@@ -167,14 +170,25 @@ class _Rank:
             sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[rank_in_group]] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
+    def reduce(self, operation: Operation) -> None:
+        """What its kernel makes of the sum of all ranks' terms."""
+        terms = [array for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None]
+        term, *others = [access for access in operation.accesses if access.reads]
+        total = cast(_reduced("sum", terms), term.region.layout.dtype)
+        (kernel,) = tree.names(operation.instruction, "launch")
+        self.write(operation, self.launched(kernel, [total, *map(self.array, others)]))
+
+    def write(self, operation: Operation, results: Iterable[Any]) -> None:
+        writes = [self.array(access) for access in operation.accesses if access.writes]
+        for written, result in zip(writes, results, strict=True):
+            written[...] = np.reshape(result, written.shape) if np.ndim(result) else result
+
     def compute(self, operation: Operation) -> None:
         i = operation.instruction
         reads = [self.array(access) for access in operation.accesses if access.reads]
-        writes = [self.array(access) for access in operation.accesses if access.writes]
         if isinstance(i, ir.Compute):
             launched = [result for name in tree.names(i, "launch") for result in self.launched(name, reads)]
-            for written, result in zip(writes, launched or i.computed(np, self.sizes, *map(_widened, reads)), strict=True):
-                written[...] = np.reshape(result, written.shape) if np.ndim(result) else result
+            self.write(operation, launched or i.computed(np, self.sizes, *map(_widened, reads)))
 
     def launched(self, name: str, arrays: list[Array]) -> list[Array]:
         if name not in self.kernels:

@@ -6,11 +6,15 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from math import gcd, lcm
 
+from hostweave.check.bindings import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts, types_in
+from hostweave.types.rank_sizes import RankSizes
 from hostweave.types.size import Size, Sum
+
+POWERS = tuple(2**power for power in range(24))
 
 Steps = dict[str, tuple[int, int]]  # for every size: what it is a multiple of, or 0 where it is as it is, and the least that it may be
 
@@ -102,19 +106,31 @@ def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     program = dedupe_functions(program)
     least = minimal_sizes(program)
     small = (least, *_uneven(program, least))
-    bounded = {name for body in bodies(program) for i in tree.walk(body.body) for name in _decides(i.condition_of_body)}
-    if not bounded:
+    times: dict[str, int] = {}  # of the least size
+    for condition in filter(None, (i.condition_of_body for body in bodies(program) for i in tree.walk(body.body))):
+        for name in _decides(condition):
+            times[name] = max(times.get(name, 1), _times_until_other(condition, name, RankSizes(least, program.mesh)))
+    if not times:
         return small
-    larger = {name: (size, size * (ir.FEW_ROWS + 1)) if name in bounded else (0, size) for name, size in least.items()}
+    larger = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
     return (*small, *filter(None, [_with_room(program, larger)]))
 
 
-def _decides(condition: Expr | None) -> list[str]:
+def _decides(condition: Expr) -> list[str]:
     """The symbols of a condition on sizes alone."""
-    found = leaves(condition) if condition else []
+    found = leaves(condition)
     sizes = [leaf.size for leaf in found if isinstance(leaf, Symbol)]
     is_of_sizes = len(sizes) + sum(isinstance(leaf, Const) for leaf in found) == len(found)
     return [name for size in sizes for name in Size(1, (size,)).symbols] if is_of_sizes else []
+
+
+def _times_until_other(condition: Expr, name: str, least: RankSizes) -> int:
+    """How many times larger a size has to be for a condition to be what it is not at the least sizes; 1 if it never is."""
+
+    def holds(times: int) -> int:
+        return compiled(condition, RankSizes({**least, name: least[name] * times}, least.mesh))({})
+
+    return next((times for times in POWERS if holds(times) != holds(1)), 1)
 
 
 def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str, int], ...]:

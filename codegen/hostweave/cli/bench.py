@@ -10,7 +10,18 @@ from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import BENCHMARKS
 from hostweave.build.cuda import gpus
 
-NEEDED_GPUS = {"attention": 1, "decode": 1, "few_rows": 1, "kernels": 1, "layer": 1, "model": 1, "tune": 1, "overlap": 2, "comm": 2}
+NEEDED_GPUS = {
+    "attention": 1,
+    "decode": 1,
+    "few_rows": 1,
+    "kernels": 1,
+    "layer": 1,
+    "model": 1,
+    "tune": 1,
+    "overlap": 2,
+    "comm": 2,
+    "small_all_reduce": 2,
+}
 
 
 def bench(names: Sequence[str]) -> int:

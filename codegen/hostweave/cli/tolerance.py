@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod, sqrt
 
 from hostweave.fusion_ir.calls import inlined
@@ -69,6 +69,7 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
     return tolerance(types[name].dtype, lengths[name], terms[name])
 
 
+@lru_cache(maxsize=1)  # each output of a program asks for it
 def with_terms(fusion: Fusion) -> Fusion:
     """The program without calls, with its shardings and the terms that they leave."""
     options = Options()

@@ -94,6 +94,7 @@ class ProgramContext:
         self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.channels: dict[str, ChannelMember] = {}
+        self.exchanges: dict[str, str] = {}  # members, by the channels whose ranks' kernels add up terms
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
@@ -122,6 +123,12 @@ class ProgramContext:
             flag = "" if channel.mesh == self.integers.program else self.flag(channel.mesh)
             self.channels[channel.name] = ChannelMember(self.members.of(f"channel_{channel.name}", "channel"), channel, flag)
         return self.channels[channel.name]
+
+    def exchange(self, channel: ir.Channel) -> str:
+        member = self.channel(channel).member
+        if member not in self.exchanges:
+            self.exchanges[member] = self.members.of(f"terms_on_{channel.name}", "exchange")
+        return self.exchanges[member]
 
     def layers_at(self, function: str) -> dict[int, Layers]:
         """By position, of the parameters of a function that are members."""

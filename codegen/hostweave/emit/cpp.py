@@ -11,25 +11,14 @@ from math import gcd
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, range_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import DTYPES, DType
 
 Place = tuple[Mesh, str]  # along an axis of a mesh
 
-CUDA_TYPES = {
-    "f64": "CUDA_R_64F",
-    "f32": "CUDA_R_32F",
-    "f16": "CUDA_R_16F",
+CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | {
     "bf16": "CUDA_R_16BF",
     "f8e4m3": "CUDA_R_8F_E4M3",
     "f8e5m2": "CUDA_R_8F_E5M2",
-    "i64": "CUDA_R_64I",
-    "i32": "CUDA_R_32I",
-    "i16": "CUDA_R_16I",
-    "i8": "CUDA_R_8I",
-    "u64": "CUDA_R_64U",
-    "u32": "CUDA_R_32U",
-    "u16": "CUDA_R_16U",
-    "u8": "CUDA_R_8U",
     "bool": "CUDA_R_8U",
 }
 

@@ -156,9 +156,6 @@ class Emitter:
     def event(self, i: ir.Record | ir.Wait) -> str:
         return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
 
-    def dtype(self, name: str) -> str:
-        return self.type_of(name).dtype.name
-
     def channel(self, i: ir.Communication) -> str:
         """The member that is the channel of a communication."""
         return self.context.channel(self.program.channel(i.channel)).member
@@ -282,7 +279,7 @@ class Emitter:
         words += [".from_end = true"] if i.corner else []
         shapes = [self.strided(self.type_of(name)) for name in operands]
         diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
-        return self.planned(kind, i, dst, (CUDA_TYPES[self.dtype(i.q)], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
+        return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)
@@ -294,10 +291,14 @@ class Emitter:
         lies_in = dict(updated(i, self.context.declared, ()))  # what the kernel updates is where the result is
         return self.launch_of(self.context.declared[i.kernel], [lies_in.get(src, src) for src in i.srcs], i.dsts)
 
-    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str]) -> str:
+    def launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
+        exchange = self.context.exchange(self.program.channel(i.channel))
+        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts, "launch_all_reduce", exchange)
+
+    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", *first: str) -> str:
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call("launch_pdl", emitted.name, emitted.loops.grid, (*buffers, *emitted.sizes))
+        return self.call(launch, emitted.name, emitted.loops.grid, (*first, *buffers, *emitted.sizes))
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
@@ -491,6 +492,7 @@ _EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
     ir.BroadcastToOthers: Emitter.broadcast_to_others,
     **dict.fromkeys((ir.AllToAll, ir.Gather, ir.Scatter), Emitter.by_rank),
     ir.CollectivePermute: Emitter.collective_permute,
+    ir.LaunchAllReduce: Emitter.launch_all_reduce,
     ir.Routed: Emitter.blocks,
     ir.Group: Emitter.group,
     ir.OnStream: Emitter.on_stream,

@@ -15,7 +15,7 @@ from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES
 from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.size import Size
@@ -58,6 +58,7 @@ class Kernel:
     walks: tuple[Walk, ...] = ()
     stores: tuple[str, ...] = ()  # of results that have the kept dims alone
     last: tuple[str, ...] = ()  # a last walk, for results of every element
+    terms: str = ""  # the parameter that kernels of several ranks add up
 
 
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
@@ -107,6 +108,8 @@ class KernelEmitter:
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
+        exchange = kernel.exchanges
+        self.terms = {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}  # and of how many ranks
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = Names((*integers.sizes.values(), *functions, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -170,12 +173,13 @@ class KernelEmitter:
     # --- bodies ---
 
     def kernel(self, body: tuple[str, ...], walks: Iterable[Walk] = (), stores: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Kernel:
-        params = [f"const {self.types[name].dtype.cpp}* {self.pointers[name]}" for name in self.inputs]
+        params = [f"{self.array_of(name)} {self.pointers[name]}" for name in self.inputs]
         params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
         params += [f"int64_t {size}" for size in self.sizes]
         packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
         packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        rows = ((self.elements(name), shifted(self.pointers[name], self.loops.row_of(name))) for name in self.held)
+        held = sorted(self.held, key=lambda name: name in self.terms)  # what others send comes last
+        rows = ((self.elements(name), shifted(self.pointers[name], self.loops.row_of(name))) for name in held)
         kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
         kernel = Kernel(
             name=self.name,
@@ -192,8 +196,14 @@ class KernelEmitter:
             walks=tuple(walks),
             stores=stores,
             last=last,
+            terms=next((self.pointers[name] for name in self.inputs if name in self.terms), ""),
         )
         return replace(kernel, form=self.form(kernel))
+
+    def array_of(self, name: str) -> str:
+        """The type of the parameter that is an input."""
+        cpp = self.types[name].dtype.cpp
+        return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""

@@ -99,6 +99,7 @@ class Program:
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
             ("matmul.h", "MatmulPlan" in plans),
             ("streams.h", context.streams or context.events),
+            ("term_exchange.h", context.exchanges),
             ("types.h", context.temporaries or context.functions),
         )
         arena = "window.h" if self.window_channels else "arena.h"
@@ -162,6 +163,11 @@ class Program:
         return [channel.member for channel in self.channels if channel.has_windows]
 
     @property
+    def prepares_together(self) -> bool:
+        """Whether ranks wait for one another when they prepare."""
+        return bool(self.window_channels or self.context.exchanges)
+
+    @property
     def arena(self) -> str:
         """The class of the memory of its temporaries."""
         return "WindowArena" if self.window_channels else "Arena"
@@ -177,7 +183,9 @@ class Program:
             *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
             *(f"{pool.member}({pool.count})" for pool in context.events.values()),
             *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
+            *(f"{member}(rank, {channel})" for channel, member in context.exchanges.items()),
             *([f"arena_({{{', '.join(f'&{channel}' for channel in self.window_channels)}}})"] if self.window_channels else []),
+            *(["arena_(hw::TermExchange::calls(rank))"] if context.exchanges else []),
         ]
 
 

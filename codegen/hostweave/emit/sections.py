@@ -165,6 +165,8 @@ class Section:
         """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
+        if op.kind == "all_reduce":  # the operand is no pointer
+            return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
         return self.kernel.cpp(op) == "{0}"

@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 CHUNKINGS = ("by_shard", "across_shards")
 ROTATIONS = ("local_first", "local_last")
-ALGORITHM_NAMES = (
-    "p2p",
-    "ring",
-    "broadcast",
-    "reduce",
-    "put",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_to_all",
-    "collective_permute",
-    "transfer",
-)
+AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
+
+# The first one that fits is the default.
+ALGORITHMS: dict[str, AlgorithmsOf] = {
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
+    "all_reduce": {"all_reduce": "across_shards"},
+    "all_to_all": {"all_to_all": "across_shards"},
+    "permute_shards": {"collective_permute": "across_shards"},
+    "reduce": {},
+    "transfer": {"transfer": "across_shards"},
+}
+ALGORITHM_NAMES = tuple(dict.fromkeys(name for algorithms in ALGORITHMS.values() for name in algorithms))
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 

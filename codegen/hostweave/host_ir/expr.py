@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom
@@ -19,17 +19,19 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 class Expr:
     """An integer, or a truth value for comparisons. Python's operators build larger ones and fold constants."""
 
+    text: ClassVar[str] = ""  # with places for its fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
     __floordiv__, __mod__ = _operator("/"), _operator("%")
     equals, less = _operator("=="), _operator("<")
+
+    def __str__(self) -> str:
+        return self.text.format(**vars(self))
 
 
 @dataclass(frozen=True)
 class Const(Expr):
     value: int
-
-    def __str__(self) -> str:
-        return str(self.value)
+    text = "{value}"
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,7 @@ class Var(Expr):
     """A loop index or a `let`."""
 
     name: str
-
-    def __str__(self) -> str:
-        return f"%{self.name}"
+    text = "%{name}"
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,14 @@ class Coordinate(Expr):
     """Where this rank stands along an axis of the mesh around it: the program's, or that of an `on` body."""
 
     axis: str
-
-    def __str__(self) -> str:
-        return f"rank.{self.axis}"
+    text = "rank.{axis}"
 
 
 @dataclass(frozen=True)
 class Rank(Expr):
     """This rank's number in the program."""
 
-    def __str__(self) -> str:
-        return "rank"
+    text = "rank"
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,7 @@ class Symbol(Expr):
     """A symbolic size: a name, `ceil(M/8)` or `local(M, x)`."""
 
     size: Atom
-
-    def __str__(self) -> str:
-        return str(self.size)
+    text = "{size}"
 
 
 OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, meaning

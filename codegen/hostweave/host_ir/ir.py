@@ -60,6 +60,11 @@ class Kernel:
         return tuple(Parameter(name, values[name].type) for name in self.returned or (self.ops[-1].result.name,))
 
     @property
+    def exchanges(self) -> Op | None:
+        """The op that adds up what it takes first and what kernels of other ranks do, if it has one."""
+        return next((op for op in self.ops if op.kind == "all_reduce"), None)
+
+    @property
     def telling_name(self) -> str:
         """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, `fused_y`; or that says what it updates."""
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):

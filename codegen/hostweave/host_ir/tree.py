@@ -66,6 +66,7 @@ class Instruction:
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
+    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for one another in it, which no library puts in order
     in_window: ClassVar[bool] = False  # what it allocates is memory that peers read and write
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do

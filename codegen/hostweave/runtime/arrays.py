@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hostweave.targets.target import CPU_DEVICE
-from hostweave.types.numpy_dtypes import LIBRARY_NAMES, dtype_of_name, numpy_dtype
+from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
 
 Array = Any  # of some library
@@ -214,7 +214,7 @@ class _Torch(Library):
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, LIBRARY_NAMES[dtype]), device="cpu" if device == CPU_DEVICE else f"cuda:{device}")
+        return torch.empty(shape, dtype=getattr(torch, dtype.long_name), device="cpu" if device == CPU_DEVICE else f"cuda:{device}")
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.is_contiguous())

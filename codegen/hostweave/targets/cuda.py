@@ -60,6 +60,8 @@ class _Cuda(Target):
 
     def machine(self, ranks: int) -> Machine:
         machine = figures.measured(cuda.gpus()) or H200
+        if why := why_no_peers(ranks):
+            return machine.without_peers(why)
         return machine.without_puts(why) if (why := why_no_puts(ranks)) else machine
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
@@ -83,11 +85,16 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 
 def why_no_puts(ranks: int) -> str:
-    """Why ranks of programs that are built here cannot reach each other's memory; "" where they can."""
+    """Why ranks of programs that are built here cannot put into each other's memory; "" where they can."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")):
         if version is not None and version < FIRST_WITH_SIGNALS:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
             return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
+    return why_no_peers(ranks)
+
+
+def why_no_peers(ranks: int) -> str:
+    """Why they cannot reach it at all."""
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
     return ""

@@ -15,6 +15,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED
 from hostweave.fusion_ir.resharding import local_dims, step_of
+from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType
@@ -30,6 +31,8 @@ BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
+EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
+PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -121,6 +124,17 @@ def communication(machine: Machine, kind: str, ranks: int, size: float) -> float
     link = machine.link("collective", ranks)
     once = link.seconds(size * (ranks - 1) / ranks)
     return 2 * once - link.seconds(0) if kind == "all_reduce" else once
+
+
+def in_kernel(ranks: int, size: float) -> float:
+    """An all_reduce of so many bytes by the kernel that uses it: each rank sends its term to each other one."""
+    return EXCHANGE + 2 * size * (ranks - 1) / PACKETS
+
+
+def most_in_kernel(machine: Machine, ranks: int) -> int:
+    """Up to how many bytes that takes less time than a collective; a power of 2, or 0."""
+    sizes = (ir.EXCHANGE_BYTES >> halved for halved in range(ir.EXCHANGE_BYTES.bit_length()))
+    return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------

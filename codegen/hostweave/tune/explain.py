@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import why_composed
+from hostweave.fusion_ir.ops.attributes import MESH_AXES
+from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of
+from hostweave.tune.cost import most_in_kernel
 from hostweave.tune.overlaps import Candidate, candidates
 
 
-def explained(fusion: Fusion, choices: tuple[Choice, ...], options: Options) -> str:
-    """Of the last stage before the host IR: a line for each communication and attention, functions first."""
+def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
+    """Of the last stage before the host IR, and of what was made of it: a line for each communication and attention, functions first."""
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
+    in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
     for body in (*fusion.functions, fusion):
-        chosen = {choice.value: choice for choice in choices if choice.function == body.name}
-        found = [f"  {line}" for line in _lines(body, chosen, options)]
+        chosen = {choice.value: choice for choice in host.choices if choice.function == body.name}
+        found = [f"  {line}" for line in _lines(body, chosen, options, in_kernels)]
         lines += [f"@{body.name}", *found] if found else []
     return "\n".join(lines) + "\n"
 
@@ -35,13 +39,17 @@ def _basis(options: Options) -> Iterator[str]:
         yield "one-sided transport where it is faster"
 
 
-def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options) -> Iterator[str]:
+def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kernels: Set[str]) -> Iterator[str]:
     possible = {candidate.reshard.result.name: candidate for candidate in candidates(body, options.sizes)}
     types = {name: value.type for name, value in body.values().items()}
     for op in body.ops:
         name = op.result.name
         if op.kind in RESHARD_STEPS and op.kind != "shard":
-            yield f"%{name} = {op.kind} of %{op.tensors[0]}: {_how(op, chosen.get(name), possible.get(name), options)}"
+            how = _how(op, chosen.get(name), possible.get(name), options)
+            if op.kind == "all_reduce" and name in in_kernels:
+                most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
+                how = f"up to {most} bytes in the kernel that uses it, whose ranks send each other their terms; of more bytes {how}"
+            yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             yield f"%{name} = attention: one call of the library, without the matrix of scores in memory"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):

@@ -35,7 +35,8 @@ class Machine:
     """The figures of one kind of GPU and of its links, as measured; `hostweave calibrate` writes them as JSON.
 
     A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
-    and `wave` more. Where ranks cannot reach each other's memory, `no_puts` says why.
+    and `wave` more. Where ranks cannot put into each other's memory, `no_puts` says why, and where
+    they cannot reach it at all `no_peers`, too.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Machine:
     launch: float  # seconds of a kernel that does nothing
     links: tuple[Link, ...] = field(repr=False)
     no_puts: str = ""
+    no_peers: str = ""
 
     def link(self, by: str, ranks: int) -> Link:
         """That of the number of ranks that is closest to this one, of two the larger."""
@@ -54,8 +56,11 @@ class Machine:
     def without_puts(self, why: str) -> Machine:
         return replace(self, no_puts=why)
 
+    def without_peers(self, why: str) -> Machine:
+        return replace(self, no_puts=why, no_peers=why)
+
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name != "no_puts"}, indent=1) + "\n"
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in ("no_puts", "no_peers")}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Machine:

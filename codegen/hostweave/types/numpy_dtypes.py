@@ -7,26 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.types.tensor import DType, bf16, bool_, f8e4m3, f8e5m2, f16, f32, f64, i8, i16, i32, i64, u8, u16, u32, u64
+from hostweave.types.tensor import DTYPES, DType, f8e4m3, f32
 
-_DTYPE_OF = {
-    "float64": f64,
-    "float32": f32,
-    "float16": f16,
-    "bfloat16": bf16,
-    "float8_e4m3fn": f8e4m3,
-    "float8_e5m2": f8e5m2,
-    "int64": i64,
-    "int32": i32,
-    "int16": i16,
-    "int8": i8,
-    "uint64": u64,
-    "uint32": u32,
-    "uint16": u16,
-    "uint8": u8,
-    "bool": bool_,
-}
-LIBRARY_NAMES = {dtype: name for name, dtype in _DTYPE_OF.items()}
+_DTYPE_OF = {dtype.long_name: dtype for dtype in DTYPES.values()}
 
 
 def dtype_of_name(name: str) -> DType | str:
@@ -38,7 +21,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """NumPy's dtype of the same kind: bf16 and f8 are those of ml_dtypes."""
     import ml_dtypes  # noqa: F401  its import teaches NumPy the names
 
-    return np.dtype(LIBRARY_NAMES[dtype])
+    return np.dtype(dtype.long_name)
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:

@@ -43,6 +43,11 @@ class DType:
         return type
 
     @property
+    def long_name(self) -> str:
+        """What NumPy, PyTorch and CuPy call it."""
+        return _LONG_NAMES.get(self.name, f"{self.kind}{8 * self.itemsize}")
+
+    @property
     def roundoff(self) -> float:
         """The unit roundoff u of a float: rounding x errs by up to u |x|."""
         return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
@@ -51,6 +56,7 @@ class DType:
         return self.name
 
 
+_LONG_NAMES = {"bf16": "bfloat16", "f8e4m3": "float8_e4m3fn", "f8e5m2": "float8_e5m2", "bool": "bool"}
 _MANTISSA_BITS = {"f64": 52, "f32": 23, "f16": 10, "bf16": 7, "f8e4m3": 3, "f8e5m2": 2}
 
 f64 = DType("f64", 8, "float", "double")

@@ -31,7 +31,8 @@ Member::Member(std::string group, int device, int64_t index, int64_t size)
     : group_(std::move(group)), rank_(device, index, size) {}
 
 Member::~Member() {
-  for (const ncclComm_t comm : owned_) aborted_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
+  if (aborted_) abort_with_windows(std::exchange(owned_, {}));
+  for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
@@ -96,7 +97,7 @@ void Member::abort(const std::string& reason) {
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
-  for (const ncclComm_t comm : std::exchange(owned_, {})) abort_with_windows(comm);
+  abort_with_windows(std::exchange(owned_, {}));
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }

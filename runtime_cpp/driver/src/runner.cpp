@@ -236,9 +236,9 @@ void Runner::prepare(const Schedule& schedule, std::vector<Call>& calls, const G
     seats_[index]->prepare(calls, index);
     world_.synchronize(seats_[index]->caller());
   };
-  if (program_.one_sided_channels.empty()) {
+  if (!program_.prepares_together) {
     world_.each_alone(schedule, [&](Rank& rank) { check(rank), prepare(rank); }, give_up);
-  } else {  // ranks wait for one another where they register memory, so that first none may have a reason to fail
+  } else {  // first none may have a reason to fail
     world_.each_alone(schedule, check, give_up);
     world_.each(schedule, prepare, give_up);
   }

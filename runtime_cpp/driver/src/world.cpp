@@ -16,8 +16,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kPoll = 50ms;
-constexpr auto kGrace = 2s;  // for ranks to stop by themselves
+constexpr auto kLook = 50ms;
+constexpr auto kStopping = 2s;  // for ranks to stop by themselves
 constexpr double kConnectSeconds = 300;
 
 // Each round of a world is a party of its own: several threads may ask for one.
@@ -80,7 +80,7 @@ void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& g
 
   const auto all_done = [this] { return std::ranges::none_of(members_, &Member::busy); };
   auto stopped_at = std::chrono::steady_clock::time_point::max();
-  while (!changed_.wait_for(lock, kPoll, all_done)) {
+  while (!changed_.wait_for(lock, kLook, all_done)) {
     const auto now = std::chrono::steady_clock::now();
     if (!stopping_) {
       lock.unlock();
@@ -92,7 +92,7 @@ void World::dispatch(const Schedule& schedule, const Work& work, const GiveUp& g
       }
     } else if (stopped_at == std::chrono::steady_clock::time_point::max()) {
       stopped_at = now;
-    } else if (now - stopped_at > kGrace) {  // inside an NCCL call, which only another thread can end
+    } else if (now - stopped_at > kStopping) {  // inside an NCCL call, which only another thread can end
       for (Member& member : members_) {
         if (member.busy) abort_channels(member, lock);
       }
@@ -118,7 +118,8 @@ void World::thread_main(int index) {
   }
   lock.unlock();
   member.rank.reset();
-  for (const ncclComm_t comm : member.owned) broken_ ? abort_with_windows(comm) : ncclCommDestroy(comm);
+  if (broken_) abort_with_windows(std::exchange(member.owned, {}));
+  for (const ncclComm_t comm : member.owned) ncclCommDestroy(comm);
 }
 
 void World::perform(Member& member, int index) {
@@ -161,7 +162,7 @@ void World::stop(const std::string& reason) {
 void World::abort_channels(Member& member, std::unique_lock<std::mutex>& lock) {
   const std::vector<ncclComm_t> comms = std::exchange(member.owned, {});
   lock.unlock();
-  for (const ncclComm_t comm : comms) abort_with_windows(comm);
+  abort_with_windows(comms);
   lock.lock();
 }
 

@@ -13,6 +13,8 @@ namespace hw {
 class Arena {
  public:
   Arena();
+  // Its calls are among those of other programs, too.
+  explicit Arena(CallOrder& calls);
   ~Arena();
 
   // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays. What a graph may use stays where
@@ -20,8 +22,8 @@ class Arena {
   void reserve(MemoryPlan& plan);
 
   // As of CallOrder.
-  cudaError_t begin_call(cudaStream_t caller) const { return calls_.begin_call(caller); }
-  cudaError_t end_call(cudaStream_t caller) const { return calls_.end_call(caller); }
+  cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
+  cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 
   // All of it, to `visit` with its bytes.
   template <class Visit>
@@ -35,7 +37,8 @@ class Arena {
 
   struct Memory;
   Hidden<Memory> memory_;
-  mutable CallOrder calls_;
+  CallOrder own_calls_;
+  CallOrder* calls_ = &own_calls_;
 };
 
 }  // namespace hw

@@ -45,6 +45,11 @@ template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first) {
   return *reinterpret_cast<const Values<T, kCount>*>(first);
 }
+// Of what is an array to a kernel alone, as hw::Terms are.
+template <int kCount, class Place>
+HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
+  return place.template load<kCount>();
+}
 // Bools as memory has them, in which any byte but 0 is true; to the compiler there are no others than 0 and 1.
 HW_DEVICE bool truth(const bool& element) { return reinterpret_cast<const unsigned char&>(element) != 0; }
 template <int kCount>
@@ -59,13 +64,33 @@ HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
 
+// What is loaded where others may be asked for first: memory at once, what is an array to a kernel alone when it is there.
+template <int kCount, class T>
+HW_DEVICE Values<T, kCount> request(const T* first) {
+  return hw::load<kCount>(first);
+}
+template <int kCount, class Place>
+HW_DEVICE auto request(const Place& place) -> decltype(place.template request<kCount>()) {
+  return place.template request<kCount>();
+}
+template <class T, int kCount>
+HW_DEVICE Values<T, kCount> received(const Values<T, kCount>& values) {
+  return values;
+}
+template <class Request>
+HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
+  return request.received();
+}
+
 // Whether indices of 0..n, and of a step past them, have 32 bits: kernels that divide them are the faster for it.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
+HW_DEVICE const void* place_of(const void* array) { return array; }
+
 // Whether arrays begin where accesses of 16 bytes may.
-template <class... Ts>
-HW_DEVICE bool aligned(const Ts*... arrays) {
-  return (reinterpret_cast<uintptr_t>(arrays) | ...) % 16 == 0;
+template <class... Arrays>
+HW_DEVICE bool aligned(const Arrays&... arrays) {
+  return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
 }
 
 // A column of a tile, or the first of those that a thread takes together, and threads below it take rows of. Threads past the

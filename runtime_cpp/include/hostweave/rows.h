@@ -24,18 +24,18 @@ struct Chunks {  // for (const Chunk j : row)
 };
 
 // What a thread has of a row, in registers.
-template <class T, int kWidth, int kEach>
+template <class Elements, int kEach>
 struct RegisterRow {
-  Values<T, kWidth> values[kEach];
+  Elements values[kEach];
 
-  HW_DEVICE const Values<T, kWidth>& operator[](const Chunk& j) const { return values[j.number]; }
+  HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
 // Where that is too much, it reads it again.
-template <class T, int kWidth>
+template <class Place, int kWidth>
 struct ReloadedRow {
-  const T* row;
+  Place row;
 
-  HW_DEVICE Values<T, kWidth> operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
+  HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
 // The threads that share a row: kThreads neighbours of a warp, or where that is more than a warp, or 0 for any number, a block.
@@ -100,14 +100,17 @@ struct Row : ThreadGroup<kThreads> {
   HW_DEVICE Chunks<Row> begin() const { return {*this, {first(0), 0}}; }
   HW_DEVICE Chunks<Row> end() const { return begin(); }
 
-  template <class T>
-  HW_DEVICE auto load(const T* row) const {
+  template <class Place>
+  HW_DEVICE auto load(Place row) const {
     if constexpr (kWidth == 1) {
-      return ReloadedRow<T, 1>{row};
+      return ReloadedRow<Place, 1>{row};
     } else {
-      RegisterRow<T, kWidth, kEach> held;
+      decltype(hw::request<kWidth>(row)) requested[kEach];
 #pragma unroll
-      for (int number = 0; number < kEach; ++number) held.values[number] = hw::load<kWidth>(row + first(number));
+      for (int number = 0; number < kEach; ++number) requested[number] = hw::request<kWidth>(row + first(number));
+      RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
+#pragma unroll
+      for (int number = 0; number < kEach; ++number) held.values[number] = hw::received(requested[number]);
       return held;
     }
   }
@@ -128,12 +131,17 @@ struct RowUpTo : ThreadGroup<0> {
   HW_DEVICE Chunks<RowUpTo> end() const { return begin(); }
 
   static HW_DEVICE bool fits(int64_t length) { return length <= int64_t{kEach} * threads() * kWidth; }
-  template <class T>
-  HW_DEVICE RegisterRow<T, kWidth, kEach> load(const T* row) const {
-    RegisterRow<T, kWidth, kEach> held;
+  template <class Place>
+  HW_DEVICE auto load(Place row) const {
+    decltype(hw::request<kWidth>(row)) requested[kEach];
 #pragma unroll
     for (int number = 0; number < kEach; ++number) {
-      if (first(number) < length) held.values[number] = hw::load<kWidth>(row + first(number));
+      if (first(number) < length) requested[number] = hw::request<kWidth>(row + first(number));
+    }
+    RegisterRow<decltype(hw::load<kWidth>(row)), kEach> held;
+#pragma unroll
+    for (int number = 0; number < kEach; ++number) {
+      if (first(number) < length) held.values[number] = hw::received(requested[number]);
     }
     return held;
   }
@@ -153,8 +161,8 @@ struct LongRow : ThreadGroup<0> {
   HW_DEVICE Chunks<LongRow> begin() const { return {*this, {first(0), 0}}; }
   HW_DEVICE Chunks<LongRow> end() const { return begin(); }
 
-  template <class T>
-  HW_DEVICE ReloadedRow<T, kWidth> load(const T* row) const {
+  template <class Place>
+  HW_DEVICE ReloadedRow<Place, kWidth> load(Place row) const {
     return {row};
   }
 };

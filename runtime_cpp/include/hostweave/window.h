@@ -109,7 +109,7 @@ inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaS
   return ncclWaitSignal(1, &next, comm, stream);
 }
 
-// Aborts a communicator, whose windows nobody may touch afterwards.
-ncclResult_t abort_with_windows(ncclComm_t comm);
+// Aborts communicators, whose windows nobody may touch afterwards, and for which no kernel waits any longer.
+void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

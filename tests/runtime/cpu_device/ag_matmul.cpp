@@ -1,7 +1,7 @@
-// Runs ag_matmul_p2p on HW_RANKS ranks under many schedules: three calls back to back, with inputs produced and outputs
+// Runs ag_matmul_p2p under many schedules: three calls back to back, with inputs produced and outputs
 // consumed on the caller's stream, and nothing in between that would synchronise.
 //   ag_matmul parallel|uniform|pct|hosts|mixed FIRST_SEED SEEDS [key=value ...]
-// keys: fork, join, next (what to leave out), ordered, buffered, check (of hw_cpu_config)
+// keys: ranks, fork, join, next (what to leave out), ordered, buffered, check (of hw_cpu_config)
 // Prints one line: right, wrong and reported runs, and whether the first seed gave the same schedule twice.
 #include <atomic>
 #include <chrono>
@@ -17,7 +17,8 @@
 namespace {
 
 using ag_matmul::D;
-constexpr int64_t kRows = 4, K = 8, N = 6, M = kRows * D;
+constexpr int64_t kRows = 4, K = 8, N = 6;
+int64_t M;  // kRows * D
 constexpr int kCalls = 3;
 
 struct Case {
@@ -142,7 +143,6 @@ int main(int argc, char** argv) {
   if (argc < 4) return 2;
   const std::string mode = argv[1];
   hw_cpu_config config;
-  config.devices = D;
   config.timeout_seconds = 20;
   config.mode = mode == "parallel" ? HW_CPU_PARALLEL : HW_CPU_SEEDED;
   config.picker = mode == "uniform" ? HW_CPU_UNIFORM : mode == "pct" ? HW_CPU_PCT : mode == "hosts" ? HW_CPU_HOSTS : HW_CPU_MIXED;
@@ -151,6 +151,7 @@ int main(int argc, char** argv) {
     const auto equals = option.find('=');
     const std::string key = option.substr(0, equals);
     const int value = std::atoi(option.c_str() + equals + 1);
+    if (key == "ranks") D = value;
     if (key == "fork") hw::sabotage.fork = value;
     if (key == "join") hw::sabotage.join = value;
     if (key == "next") hw::sabotage.matmul_on_next_stream = value;
@@ -158,6 +159,8 @@ int main(int argc, char** argv) {
     if (key == "buffered") config.buffered_sends = value;
     if (key == "check") config.check_dependencies = value;
   }
+  config.devices = D;
+  M = kRows * D;
   const std::uint64_t first = std::strtoull(argv[2], nullptr, 10), count = std::strtoull(argv[3], nullptr, 10);
   int outcomes[3] = {};
   std::uint64_t ops = 0;

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hostweave.host_ir.expr import Expr
-from hostweave.host_ir.tree import Body, Instruction, Read, T, Update, Write
+from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts
 from hostweave.types.routes import Route
+
+EXCHANGE_RANKS = 8  # at most, whose kernels send each other what they add up: hw::kExchangeRanks
+EXCHANGED = ("f16", "bf16", "f32")  # dtypes of that
+EXCHANGE_BYTES = 512 << 10  # at most, of the term of one: hw::kExchangeBytes
 
 Routes = tuple[Route, ...]
 Sources = tuple[int | None, ...]  # for each rank of a process group the one that sends to it, by their numbers there
@@ -91,6 +95,21 @@ class AllReduce(FromTo, Reduction):
     channel: str
     syntax = "all_reduce {op} %{src} -> %{dst} on {channel}"
     in_place = "src"
+
+
+@dataclass(frozen=True)
+class LaunchAllReduce(Collective):
+    """Runs a kernel of the program that begins with an all_reduce of its first input: the ranks' kernels send each other that.
+
+    Their terms are added up in f32 in the order of ranks, and rounded once.
+    """
+
+    kernel: Launched
+    srcs: Reads
+    dsts: Writes
+    channel: str
+    syntax = "launch_all_reduce @{kernel} {srcs} -> {dsts} on {channel}"
+    exchanges = True
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
+from hostweave.host_ir.rules.computing import launch
 from hostweave.types.size import LocalSize, Size, product
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
@@ -18,17 +20,22 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
         buffers = tree.names(i, "read", "write")
         c.contiguous(*buffers)
         c.same_dtype(*buffers)
-        channel = c.channel(i)
-        if i.posts == "collective":
-            if scope.condition is not None:
-                c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
-            if scope.steps is not None:
-                c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
-            if channel.mesh != c.mesh:
-                c.fail(f"a collective is for all ranks of its channel, which is of {channel.mesh}: use a channel of {c.mesh}")
-        check(c, i, channel.size)
+        check(c, i, _channel(c, i, scope).size)
 
     return rule
+
+
+def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
+    """That of a communication, which all its ranks come to where it is a collective."""
+    channel = c.channel(i)
+    if i.posts == "collective":
+        if scope.condition is not None:
+            c.fail(f"a collective cannot stand under `if {scope.condition}`, which differs between ranks: only send and recv can")
+        if scope.steps is not None:
+            c.fail(f"a collective cannot stand in a loop of {scope.steps} steps, which differ between ranks: only send and recv can")
+        if channel.mesh != c.mesh:
+            c.fail(f"a collective is for all ranks of its channel, which is of {channel.mesh}: use a channel of {c.mesh}")
+    return channel
 
 
 def _usual(c: Checker, i: Any, size: int) -> None:
@@ -129,6 +136,21 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
         c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
 
 
+def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
+    """A launch of a kernel that begins with the all_reduce of what it takes first, which the kernels of these ranks can do."""
+    launch(c, i, scope)
+    channel = _channel(c, i, scope)
+    term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops
+    name, dtype = c.kernels[i.kernel].inputs[0].name, c.types[term].dtype
+    if first.kind != "all_reduce" or first.tensors != (name,) or any(name in op.tensors for op in others):
+        c.fail(f"@{i.kernel} does not begin with the all_reduce of %{name}, which nothing else of it reads: write that first, or launch it")
+    if set(first[MESH_AXES].names) != set(channel.axes) or channel.size > ir.EXCHANGE_RANKS:
+        along = ", ".join(first[MESH_AXES].names)
+        c.fail(f"@{i.kernel} adds up along {along}: use the channel along these, of up to {ir.EXCHANGE_RANKS} ranks")
+    if first[REDUCTION] != "sum" or dtype.name not in ir.EXCHANGED:
+        c.fail(f"@{i.kernel} has a {first[REDUCTION]} of {dtype}, and kernels add up {', '.join(ir.EXCHANGED)}: use all_reduce")
+
+
 RULES: dict[type[tree.Instruction], Rule] = {
     ir.OneSided: _communication(_one_sided),
     ir.Communication: _communication(_usual),
@@ -137,4 +159,5 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.CollectivePermute: _communication(_collective_permute),
     ir.Barrier: _communication(_barrier),
     ir.Routed: _communication(_routed),
+    ir.LaunchAllReduce: _launch_all_reduce,
 }

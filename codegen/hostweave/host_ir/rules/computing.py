@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -175,16 +177,18 @@ def _launch_source(c: Checker, i: ir.Launch, source: UserKernel) -> None:
             c.contiguous(name, what=f", which @{source.name} needs")
 
 
-def _launch(c: Checker, i: ir.Launch, scope: Scope) -> None:
+def launch(c: Checker, i: Any, scope: Scope) -> None:
     if twice := [name for name in i.dsts if i.dsts.count(name) > 1]:
         c.fail(f"%{twice[0]} is named twice: each result is memory of its own")
     source = next((source for source in c.program.user_kernels if source.name == i.kernel), None)
-    if source:
+    if source and not i.exchanges:
         _launch_source(c, i, source)
         return
     if i.kernel not in c.kernels:
         c.fail(f"there is no kernel @{i.kernel}; the kernels are {', '.join('@' + name for name in c.kernels) or 'none'}")
     kernel = c.kernels[i.kernel]
+    if kernel.exchanges and not i.exchanges:
+        c.fail(f"@{i.kernel} adds up what several ranks have: use launch_all_reduce, which names their channel")
     if len(i.srcs) != len(kernel.inputs):
         c.fail(f"@{i.kernel} takes {len(kernel.inputs)} buffers, not {len(i.srcs)}")
     if len(i.dsts) != len(kernel.results):
@@ -219,7 +223,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.Matmul: _matmul,
     ir.Attention: _attention,
     ir.AttentionBackward: _attention_backward,
-    ir.Launch: _launch,
+    ir.Launch: launch,
     ir.Copy: _copy,
     ir.Pack: _pack,
     ir.Fill: _fill,

@@ -22,29 +22,15 @@ from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_m
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
+from hostweave.fusion_ir.text import ALGORITHMS, AlgorithmsOf
 from hostweave.options import Options
 from hostweave.transports.transport import find_transport, transport_of
 
-AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
-
-# The first one that fits is the default.
-ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
-    "all_reduce": {"all_reduce": "across_shards"},
-    "all_to_all": {"all_to_all": "across_shards"},
-    "permute_shards": {"collective_permute": "across_shards"},
-    "reduce": {},
-    "transfer": {"transfer": "across_shards"},
-}
 # Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
 ROTATIONS = {
-    ("all_gather", "p2p"): "local_first",
-    ("all_gather", "ring"): "local_first",
-    ("all_gather", "put"): "local_first",
-    ("reduce_scatter", "p2p"): "local_last",
-    ("reduce_scatter", "ring"): "local_last",
-    ("reduce_scatter", "put"): "local_last",
+    (kind, way): rotation
+    for kind, rotation in (("all_gather", "local_first"), ("reduce_scatter", "local_last"))
+    for way in ("p2p", "ring", "put")
 }
 
 

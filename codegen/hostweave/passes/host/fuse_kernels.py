@@ -35,7 +35,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no kernel reads what the one before it computed, as far as one kernel can compute both."""
     program = _unshared(program)
     while True:
-        links = _Links(program)
+        links = Links(program)
         changes: dict[int, tree.Instruction | tree.Body] = {}  # the number of an instruction -> what replaces it
         kernels = {kernel.name: kernel for kernel in program.kernels}
         for producer in reversed(links.launches):
@@ -68,7 +68,7 @@ class _Merged:
     kernel: ir.Kernel
 
 
-class _Links:
+class Links:
     """The launches of a program, and what reads the result of each."""
 
     def __init__(self, program: ir.HostProgram):
@@ -193,7 +193,7 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 # --- two kernels as one -----------------------------------------------------------------------------------------------
 
 
-def _merged(links: _Links, place: Place, into: Place, kept: list[str]) -> _Merged:
+def _merged(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:
     """Both launches as one, in place of the consumer and under its names, which still writes the producer's kept results."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
@@ -266,7 +266,7 @@ def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[st
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
     """A kernel for each launch, with its location and under the names of its buffers where it was written for others."""
-    links = _Links(program)
+    links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
     for place, launch in links.launches.items():
@@ -309,7 +309,7 @@ def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgra
     return replace(program, body=tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch")))
 
 
-def _explained(program: ir.HostProgram, links: _Links) -> ir.HostProgram:
+def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:
     """Every kernel with the reason why it ends."""
     reasons: dict[str, dict[str, None]] = {}
     for place, launch in links.launches.items():

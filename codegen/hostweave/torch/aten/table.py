@@ -16,28 +16,13 @@ import torch
 import hostweave as hw
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.frontend.recording import record
+from hostweave.types.tensor import DTYPES as BY_NAME
 from hostweave.types.tensor import Dim, DType, TensorType
 
 Number = int | float | bool
 Sizes = tuple[int | str, ...]
 
-DTYPES = {
-    torch.float64: hw.f64,
-    torch.float32: hw.f32,
-    torch.float16: hw.f16,
-    torch.bfloat16: hw.bf16,
-    torch.float8_e4m3fn: hw.f8e4m3,
-    torch.float8_e5m2: hw.f8e5m2,
-    torch.int64: hw.i64,
-    torch.int32: hw.i32,
-    torch.int16: hw.i16,
-    torch.int8: hw.i8,
-    torch.uint64: hw.u64,
-    torch.uint32: hw.u32,
-    torch.uint16: hw.u16,
-    torch.uint8: hw.u8,
-    torch.bool: hw.bool_,
-}
+DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for dtype in BY_NAME.values()}
 
 
 @dataclass(frozen=True)

@@ -72,10 +72,11 @@ struct ProgramTable {
   List<const char*> channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
   List<SubmeshChannel> submesh_channels;
   List<const char*> one_sided_channels{};  // by the same
+  bool prepares_together = false;          // ranks wait for one another when they prepare
   Calls calls;
 };
 
-constexpr int kAbi = 7;
+constexpr int kAbi = 8;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

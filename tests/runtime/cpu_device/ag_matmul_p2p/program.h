@@ -4,7 +4,7 @@
 
 namespace ag_matmul {
 
-constexpr int64_t D = HW_RANKS;  // size of mesh axis x
+inline int64_t D = 8;  // size of mesh axis x; the test says another
 
 struct Inputs {
   hw::Tensor x;  // bf16[M@x, K]: this rank's M / 8 rows

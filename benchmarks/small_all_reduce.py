@@ -1,0 +1,103 @@
+"""All-reduces of few rows with the residual and the norm that follow, beside torch: NCCL's all_reduce and a kernel of torch.compile.
+
+16 steps, each of which needs the one before: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term.
+Microseconds a step of the slowest rank, the median of calls that all ranks begin together behind a spin, each way in a CUDA graph;
+random bf16 data. A process a GPU runs all of them in turn, on the same arrays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from decode import in_a_graph
+from peers.torch_ranks import times_on_ranks
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+STEPS = 16
+WIDTH = 8192
+ROWS = (16, 1, 4, 8, 32)
+REPETITIONS = 15
+SPIN = 1_000_000  # cycles, in which the host enqueues
+FASTER = 1.3  # at least, of 16 rows
+TOLERANCE = 0.03  # of the largest element: the norms round in places of their own
+OURS = "in kernels"
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def main() -> None:
+    ranks = len(gpus())
+    for rows, times in zip(ROWS, times_on_ranks(_calls, ranks, REPETITIONS, SPIN), strict=True):
+        micros = {name: statistics.median(ms) / STEPS * 1e3 for name, ms in times.items()}
+        each = ", ".join(f"{name} {us:.2f} us ({us / micros[OURS]:.2f} times {OURS})" for name, us in micros.items())
+        print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {each}; limit {FASTER} times for 16 rows", flush=True)
+
+
+def _program(ranks: int, transport: str) -> hw.Program:
+    factors = {f"p_{i}": hw.bf16[f"{ranks}@tp", "T", WIDTH] for i in range(STEPS)}
+
+    @hw.fusion(mesh=hw.Mesh(tp=ranks), x=hw.bf16["T", WIDTH], n=hw.bf16[WIDTH], **factors)
+    def steps(x: hw.Tensor, n: hw.Tensor, **factors: hw.Tensor) -> hw.Tensor:
+        for p in factors.values():
+            x = hw.rms_norm(x + hw.sum(p * x, 0), n)
+        return x
+
+    return hw.compile(steps, target="cuda", options=hw.Options(transport=transport))
+
+
+def _calls(rank: int, ranks: int) -> Iterator[Calls]:
+    """For every number of rows the steps in each way. Raises AssertionError where results differ."""
+    import torch
+    import torch.distributed as dist
+
+    hw.init()
+    programs = {OURS: _program(ranks, "auto"), "by NCCL": _program(ranks, "two_sided")}
+    n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+    begin, step = (torch.compile(function, dynamic=False) for function in (_first_term, _step))
+    for rows in ROWS:
+        x = torch.randn(rows, WIDTH, device="cuda").bfloat16()
+        dist.broadcast(x, 0)
+        factors = [(torch.randn(rows, WIDTH, device="cuda") * 0.1).bfloat16() for _ in range(STEPS)]
+        with torch.no_grad():
+            eager = partial(_in_torch, _first_term, _step, x, n, factors)
+            compiled = partial(_in_torch, begin, step, x, n, factors)
+            captured = {name: program.capture(x, n, *(p[None] for p in factors)) for name, program in programs.items()}
+            calls: Calls = {**captured, "torch.compile in a graph": in_a_graph(compiled)}
+            wanted = eager()
+            for name, call in calls.items():
+                error = float((call() - wanted).abs().max() / wanted.abs().max())
+                assert error <= TOLERANCE, f"{name}: {error}"
+            yield calls
+        torch.compiler.reset()  # which compiles a function for few shapes only
+    for program in programs.values():
+        program.close()
+
+
+def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: Any, factors: list[Any]) -> Any:
+    import torch.distributed as dist
+
+    term = begin(x, factors[0])
+    for p in [*factors[1:], factors[0]]:  # the last term is not used
+        dist.all_reduce(term)
+        x, term = step(x, term, n, p)
+    return x
+
+
+def _first_term(x: Any, p: Any) -> Any:
+    return x * p
+
+
+def _step(x: Any, term: Any, n: Any, p: Any) -> tuple[Any, Any]:
+    import torch
+
+    x = torch.nn.functional.rms_norm(x + term, n.shape, n, 1e-6)
+    return x, x * p
+
+
+if __name__ == "__main__":
+    main()

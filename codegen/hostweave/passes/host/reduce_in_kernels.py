@@ -1,0 +1,112 @@
+"""Host to host: an all_reduce of few bytes is done by the kernel that uses its result, or by one of its own.
+
+    all_reduce sum %h_partial -> %h on x            if T <= 32 {
+    launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
+                                        becomes     } else {
+                                                      all_reduce sum %h_partial -> %h on x
+                                                      launch @add_y %h, %x -> %y
+                                                    }
+
+The kernels of all ranks send each other their terms, which takes less time than a collective takes to begin. It waits for others on
+the device, so that no communication may run beside it: a program that communicates on streams of its own keeps its collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.analysis.def_use import Place, def_use
+from hostweave.base.names import unique_name
+from hostweave.fusion_ir.ir import MeshAxes, Op, Value
+from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import bodies, joined
+from hostweave.host_ir.dead_code import eliminate_dead_code, launched
+from hostweave.host_ir.expr import Binary, Const, Symbol
+from hostweave.options import Options
+from hostweave.passes.host.fuse_kernels import Links
+from hostweave.transports.transport import DEFAULT
+from hostweave.tune.cost import most_in_kernel
+from hostweave.types.size import product
+from hostweave.types.tensor import Dim, TensorType
+
+
+def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
+    """After it an all_reduce that is known to be of few bytes is part of a kernel, and one that may be is under a condition on its size."""
+    parts = bodies(program)
+    used = {program.channel(i.channel) for part in parts for i in tree.walk(part.body) if isinstance(i, ir.Communication)}
+    beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
+    if options.transport != "auto" or options.figures.no_peers or beside or any(channel.transport.has_windows for channel in used):
+        return program
+    return joined([_Reducing(part, options).program() for part in parts])
+
+
+class _Reducing:
+    """One body."""
+
+    def __init__(self, program: ir.HostProgram, options: Options):
+        self.given, self.options = program, options
+        self.uses = def_use(program)
+        self.kernels = {kernel.name: kernel for kernel in program.kernels}
+
+    def program(self) -> ir.HostProgram:
+        reduces = [(place, i) for place in self.uses.places if isinstance(i := place.instruction, ir.AllReduce)]
+        found = [(place, i, most) for place, i in reduces if (most := self.most(place, i))]
+        if not found:
+            return self.given
+        alone = {place.number: self.alone(i) for place, i, _ in found}
+        links = Links(replace(self.given, body=tree.edited(self.given.body, alone), kernels=tuple(self.kernels.values())))
+        edits: dict[int, tree.Instruction | tree.Body] = {}
+        for place, i, most in found:
+            launch, end = alone[place.number], place
+            merged = links.union(links.uses.places[place.number])
+            for one in merged if isinstance(merged, list) else ():  # there is one at most
+                between = self.uses.places[place.number + 1 : one.consumer.number]
+                if one.consumer.number not in edits and not any(isinstance(p.instruction, ir.Communication) for p in between):
+                    name = f"{links.launches[one.consumer].kernel}_of_terms"
+                    launch, end = self.named(one.launch, one.kernel, name), self.uses.places[one.consumer.number]
+            if not self.is_over(launch):
+                edits[place.number] = ()
+                edits[end.number] = self.chosen(place, i, launch, end, most)
+        body = eliminate_dead_code(tree.edited(self.given.body, edits))
+        return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
+
+    def most(self, place: Place, i: ir.AllReduce) -> int:
+        """The most elements that a kernel is to reduce; 0 where none is."""
+        if i.op != "sum" or place.loop or place.mesh_body or place.statement != place.number:
+            return 0
+        channel, type = self.given.channel(i.channel), self.uses.types[i.src]
+        is_here = channel.transport.name == DEFAULT and channel.mesh == self.given.mesh
+        if not is_here or type.dtype.name not in ir.EXCHANGED or not 1 < channel.size <= ir.EXCHANGE_RANKS:
+            return 0
+        size, most = product(type.shape), most_in_kernel(self.options.figures, channel.size) // type.dtype.itemsize
+        is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # for a simple condition
+        return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
+
+    def alone(self, i: ir.AllReduce) -> ir.Launch:
+        """The launch of a kernel that does nothing else, as if it were of this rank alone."""
+        type, term = self.uses.types[i.src], self.uses.root(i.src)
+        tensor = TensorType(type.dtype, tuple(map(Dim, type.shape)))
+        facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)
+        op = Op("all_reduce", (term,), Value(unique_name(self.uses.root(i.dst), {term}), tensor), facts, i.location)
+        kernel = ir.Kernel("", (ir.Parameter(term, tensor),), (op,))
+        return self.named(ir.Launch("", (i.src,), (i.dst,), location=i.location), kernel, kernel.telling_name)
+
+    def named(self, launch: ir.Launch, kernel: ir.Kernel, name: str) -> ir.Launch:
+        same = next((name for name, other in self.kernels.items() if other == replace(kernel, name=name)), None)
+        name = same or unique_name(name, self.kernels)
+        self.kernels[name] = replace(kernel, name=name)
+        return replace(launch, kernel=name)
+
+    def is_over(self, launch: ir.Launch) -> bool:
+        """Whether a result lies where the term does, of which other threads may still send a part."""
+        return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
+
+    def chosen(self, place: Place, i: ir.AllReduce, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
+        few = ir.LaunchAllReduce(launch.kernel, launch.srcs, launch.dsts, i.channel, location=i.location)
+        size = product(self.uses.types[i.src].shape)
+        if size.is_int:
+            return few
+        (name,) = (factor for factor in size.factors if isinstance(factor, str))
+        condition = Binary("<=", Symbol(name), Const(most // size.coefficient))
+        return ir.If(condition, (few,), (i,) if end is place else (i, end.instruction), location=i.location)

@@ -1,0 +1,160 @@
+"""All-reduces inside of kernels on GPUs: their sums, in captures and beside them, several calls in flight, and a rank that never comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError
+from hostweave.build.cuda import gpus
+
+torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+
+RANKS = min(len(gpus()), 8)
+CALLS = 200
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(RANKS < 2, reason="needs 2 GPUs")]
+
+DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
+
+
+def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
+    """y = x + all_reduce(p), and what begins with its row sums: a kernel that reads what it reduces in two walks."""
+
+    @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
+    def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        y = x + hw.sum(p, 0)
+        return y, y - hw.sum(y, 1, keepdims=True)
+
+    program = hw.compile(reduced, target="cuda", options=hw.Options(transport=transport))
+    assert ("launch_all_reduce" in program.host_ir) == (transport == "auto")
+    return program
+
+
+def integers(*shape: int, seed: int) -> Any:
+    """Of -1, 0 and 1, on the CPU: sums are exact, and all ranks make the same ones."""
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Rank:
+    """The arrays of one rank, and what it must give."""
+
+    def __init__(self, rank: int, rows: int, width: int, dtype: hw.DType = hw.bf16):
+        self.rank, self.shape, self.dtype = rank, (rows, width), getattr(torch, DTYPES[dtype])
+        self.x = torch.zeros(rows, width, device=f"cuda:{rank}", dtype=self.dtype)
+        self.p = torch.zeros(1, rows, width, device=f"cuda:{rank}", dtype=self.dtype)
+
+    def fill(self, seed: int) -> Any:
+        x, p = integers(*self.shape, seed=seed), integers(RANKS, *self.shape, seed=seed + 1000)
+        self.x.copy_(x)
+        self.p.copy_(p[self.rank][None])
+        y = x + p.sum(0)
+        return y.to(self.dtype), (y - y.sum(1, keepdim=True)).to(self.dtype)
+
+
+def expect(got: Any, want: Any) -> None:
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=0)
+
+
+def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
+    threads = hw.Threads(RANKS)
+
+    def on_rank(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        with torch.cuda.stream(torch.cuda.Stream(rank)):
+            group = hw.init(threads, **options)
+            body(rank, group)
+            torch.cuda.synchronize()
+            group.check()
+
+    threads.run(on_rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums(dtype: hw.DType) -> None:
+    """Of rows that fill packets and of rows that do not, up to the largest and beyond, where NCCL reduces."""
+    programs = [(width, reducing(width, dtype)) for width in (8192, 96, 31)]
+
+    def body(rank: int, group: hw.Group) -> None:
+        for width, program in programs:
+            for rows in (16, 1, 3, 64, 1000):
+                mine = Rank(rank, rows, width, dtype)
+                for seed in range(5):
+                    want = mine.fill(seed)
+                    expect(program(mine.x, mine.p), want)
+
+    on_ranks(body)
+
+
+def test_as_nccl_rounds() -> None:
+    """On two ranks there is one way to round a sum."""
+    programs = [reducing(8192), reducing(8192, transport="two_sided")]
+
+    def body(rank: int, group: hw.Group) -> None:
+        x, p = torch.randn(16, 8192, device=f"cuda:{rank}").bfloat16(), torch.randn(1, 16, 8192, device=f"cuda:{rank}").bfloat16()
+        x.copy_(torch.randn(16, 8192, generator=torch.Generator().manual_seed(1)))
+        ours, theirs = (program(x, p)[0] for program in programs)
+        if RANKS == 2:
+            expect([ours], [theirs.cpu()])
+        torch.testing.assert_close(ours, theirs)
+
+    on_ranks(body)
+
+
+def test_captured_and_not_with_many_in_flight() -> None:
+    """Launches of two graphs and calls of two programs, of several sizes, nobody waiting in between: packets are counted all the same."""
+    program, other = reducing(8192), reducing(256)
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine, small, wide = Rank(rank, 16, 8192), Rank(rank, 5, 256), Rank(rank, 2, 8192)
+        wants = [one.fill(seed) for seed, one in enumerate((mine, small, wide))]
+        step, tiny = program.capture(mine.x, mine.p), other.capture(small.x, small.p)
+        program(wide.x, wide.p)
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream(rank) for _ in range(3)]
+        outs = [tuple(map(torch.empty_like, (wide.x, wide.x))) for _ in range(CALLS)]
+        for i, out in enumerate(outs):
+            step(stream=streams[i % 3])
+            if i % 2:
+                tiny(stream=streams[(i + 1) % 3])
+            program(wide.x, wide.p, out=out, stream=streams[(i + 2) % 3])
+        torch.cuda.synchronize()
+        expect(step.outputs, wants[0])
+        expect(tiny.outputs, wants[1])
+        for out in outs:
+            expect(out, wants[2])
+        for seed in range(20):
+            want = mine.fill(seed)
+            expect(step(), want)
+            if seed % 3 == 0:
+                expect(program(mine.x, mine.p), want)
+
+    on_ranks(body)
+
+
+def test_a_rank_that_never_comes() -> None:
+    """The kernels that wait for it end when the call is given up, and the GPU is free afterwards."""
+    program = reducing(8192)
+    ended = threading.Event()
+
+    def body(rank: int, group: hw.Group) -> None:
+        mine = Rank(rank, 16, 8192)
+        want = mine.fill(0)
+        step = program.capture(mine.x, mine.p)
+        expect(step(), want)
+        if rank == 0:
+            step()
+            torch.cuda.synchronize()  # until the watchdog ends what it waits for
+            with pytest.raises(ExecutionError, match="is not done after 5 seconds"):
+                group.check()
+            ended.set()
+        else:
+            assert ended.wait(90)
+
+    with pytest.raises(ExecutionError):
+        on_ranks(body, call_timeout=5)

@@ -1,0 +1,306 @@
+"""All-reduces inside of kernels: on simulated ranks against NumPy, around the size up to which kernels do them; what is left to NCCL;
+what the verifier and the check refuse; and the protocol of the packets, in every order of events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cuda_here import needs_cuda
+from whole_programs import compiled, expect, integer_arrays, lowered, random_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.base.paths import RUNTIME
+from hostweave.build.nvrtc import Nvrtc, units_of
+from hostweave.check.check import check
+from hostweave.check.sizes import sizes_to_check
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import seeded
+from hostweave.runtime.group import Group
+from hostweave.targets.target import find_target
+from hostweave.tune.cost import most_in_kernel
+from hostweave.types.machine import H200
+from hostweave.types.tensor import DType
+
+WIDTH = 4096  # of rows of which a few are small
+
+
+def mlp(dtype: DType, ranks: int) -> Fusion:
+    """In a function that is called twice: a residual and a norm behind the all_reduce; one that is used whole; and one that is returned."""
+
+    @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
+    def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        y = x + hw.reshard(hw.matmul(hw.matmul(x, w), v), "T", WIDTH)
+        return y, y - hw.max(y, 1, keepdims=True)
+
+    @hw.fusion(
+        mesh=hw.Mesh(tp=ranks), x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH], u=dtype[WIDTH, 3]
+    )
+    def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, u: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y, z = layer(x, w, v)
+        y, z = layer(hw.maximum(hw.minimum(z, 1), -1), w, v)
+        whole = hw.reshard(hw.matmul(hw.matmul(x, w), v), "T", WIDTH)
+        return y, z, hw.matmul(whole, u), hw.sum(hw.reshard(hw.matmul(hw.matmul(x * 2, w), v), "T", WIDTH), 0)
+
+    return mlp
+
+
+def launches(host: HostProgram) -> list[ir.LaunchAllReduce]:
+    parts = (host.body, *(function.body for function in host.functions))
+    return [i for body in parts for i in tree.walk(body) if isinstance(i, ir.LaunchAllReduce)]
+
+
+@pytest.mark.parametrize(("dtype", "ranks"), [(hw.bf16, 2), (hw.f32, 3), (hw.f16, 4)], ids=str)
+def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
+    fusion, most = mlp(dtype, ranks), most_in_kernel(H200, ranks) // (WIDTH * dtype.itemsize)
+    host = lowered(fusion)
+    assert len(launches(host)) == 3
+    assert {str(i.condition) for part in (host.body, host.functions[0].body) for i in tree.walk(part) if isinstance(i, ir.If)} == {
+        f"T <= {most}"
+    }
+    assert [sizes["T"] > most for sizes in sizes_to_check(host)] == [False, True]
+    for rows in (0, 1, 3, most, most + 1):
+        arrays = random_arrays(fusion, {"T": rows}, seed=rows)
+        expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+
+
+def test_of_any_schedule() -> None:
+    """Several calls in flight, all memory NaN before each."""
+    fusion = reduced(hw.f32, ranks=3)
+    calls = [integer_arrays(fusion, {}, number) for number in range(3)]
+    for seed in range(10):
+        with seeded(seed):
+            results = compiled(fusion).run_in_flight(calls, poison=True)
+        for arrays, got in zip(calls, results, strict=True):
+            expect(fusion, arrays, got)
+
+
+def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: int | str = 64) -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(tp=ranks), p=dtype[f"{ranks}@tp", rows, width])
+    def reduced(p: hw.Tensor) -> hw.Tensor:
+        return hw.maximum(hw.sum(p, 0), 0)
+
+    return reduced
+
+
+def test_what_is_left_to_the_library() -> None:
+    """What may be large; what a kernel does not add up; what stands beside other communication; more ranks; where the user says so."""
+    assert launches(lowered(reduced()))
+    assert launches(lowered(reduced(ranks=8, rows="T")))
+    for fusion, options in (
+        (reduced(rows="T", width="E"), Options()),
+        (reduced(rows=1 << 15), Options()),
+        (reduced(hw.i32), Options()),
+        (reduced(ranks=16), Options()),
+        (reduced(), Options(transport="two_sided")),
+        (reduced(), Options(transport="one_sided")),
+        (reduced(), Options(machine=H200.without_peers("here"))),
+    ):
+        assert not launches(lower(fusion, options)), str(fusion)
+    most = most_in_kernel(H200, 2)
+    assert f"%sum_p = all_reduce of %sum_p_partial: up to {most} bytes in the kernel that uses it" in hw.compile(reduced()).explain()
+    assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
+
+
+def test_captured_beside_calls() -> None:
+    """Graphs and calls of two programs, which take turns on their channel."""
+    ranks = 2
+    program, other = compiled(reduced(hw.f32, ranks)), compiled(reduced(hw.f32, ranks, rows="T", width=8))
+    p = np.arange(ranks * 4 * 64, dtype=np.float32).reshape(ranks, 4, 64) - 100
+    q = np.arange(ranks * 3 * 8, dtype=np.float32).reshape(ranks, 3, 8) - 20
+    threads = hw.Threads(ranks)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        mine, small = p[rank : rank + 1].copy(), q[rank : rank + 1].copy()
+        step, tiny = program.capture(mine), other.capture(small)
+        for times in range(1, 4):
+            mine[:], small[:] = p[rank] * times, q[rank] * times
+            for _ in range(2):
+                np.testing.assert_array_equal(step(), np.maximum(p.sum(0) * times, 0))
+                np.testing.assert_array_equal(other(small[:, :2]), np.maximum(q.sum(0)[:2] * times, 0))
+                np.testing.assert_array_equal(tiny(), np.maximum(q.sum(0) * times, 0))
+                np.testing.assert_array_equal(program(mine), step.outputs)
+
+    threads.run(on_rank)
+
+
+def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "hosts", 2)
+    program, threads = hw.compile(reduced(hw.f32, rows=2)), hw.Threads(2)
+    p = np.arange(256, dtype=np.float32).reshape(2, 2, 64)
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        np.testing.assert_array_equal(program(p[rank : rank + 1].copy()), p.sum(0))
+
+    threads.run(on_rank)
+    assert "launch_all_reduce" in program.host_ir
+    assert "launch_all_reduce" not in program._on_several_hosts.host_ir
+
+
+# --- the verifier and the check -----------------------------------------------------------------------------------------
+
+KERNEL = """
+kernel @add(%p: f32[4], %x: f32[4]) {
+  %s: f32[4] = all_reduce(%p, axes=(tp), reduction=sum)
+  %y: f32[4] = add(%s, %x)
+}
+"""
+BODY = "launch_all_reduce @add %p, %x -> %y on tp"
+
+
+def program(kernel: str = KERNEL, body: str = BODY, more: str = "", outputs: str = "%y: f32[8@tp]") -> HostProgram:
+    head = f"host @sums(%p: f32[8@tp], %x: f32[8@tp]) -> ({outputs}) mesh(tp=2) channels(tp: tp two_sided){more}"
+    return HostProgram.parse(f"{kernel}{head} {{\n{body}\n}}")
+
+
+def test_the_verifier() -> None:
+    verify_host(program())
+    for wrong, message in (
+        (
+            program(body="launch @add %p, %x -> %y  all_reduce sum %y -> %y on tp"),
+            "@add adds up what several ranks have: use launch_all_reduce",
+        ),
+        (program(KERNEL.replace("(%s, %x)", "(%s, %p)")), "which nothing else of it reads"),
+        (program(KERNEL.replace("all_reduce(%p", "all_reduce(%x")), "does not begin with the all_reduce of %p"),
+        (program(KERNEL.replace("reduction=sum", "reduction=max")), "has a max of f32, and kernels add up f16, bf16, f32: use all_reduce"),
+        (program(KERNEL.replace("axes=(tp)", "axes=(dp)")), "adds up along dp: use the channel along these, of up to 8 ranks"),
+        (program(body=f"if rank == 0 {{ {BODY} }}"), "a collective cannot stand under `if rank == 0`"),
+        (program(body=BODY.replace("%p, %x", "%p")), "@add takes 2 buffers, not 1"),
+    ):
+        with pytest.raises(ProgramError, match=message.replace("(", r"\(").replace("[", r"\[")):
+            verify_host(wrong)
+
+
+STREAMS = " streams(a[1], b[1])"
+TWO = """
+fork a  fork b
+stream a[0] { launch_all_reduce @add %p, %x -> %y on tp }
+stream b[0] { SECOND }
+join a  join b
+"""
+KERNELS = {
+    "another kernel": "launch_all_reduce @add %p, %x -> %z on tp",
+    "a collective of the library": "all_reduce sum %p -> %z on tp",
+}
+
+
+@pytest.mark.parametrize("second", KERNELS)
+def test_kernels_that_exchange_take_turns(second: str) -> None:
+    """With one another, and with the library's on the same channel, which are put in order among themselves alone."""
+    apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
+    with pytest.raises(ProgramError, match="not both the library's, which orders its own, and nothing orders them on the rank"):
+        check(apart)
+    in_turn = [i for i in apart.body if not isinstance(i, ir.Fork) or i.stream == "a"]
+    at = next(number for number, i in enumerate(in_turn) if isinstance(i, ir.OnStream) and i.stream == "b")
+    check(replace(apart, body=(*in_turn[:at], ir.Join("a"), ir.Fork("b"), *in_turn[at:])))
+
+
+def test_a_schedule_shows_two_kernels_at_once() -> None:
+    apart = program(body=TWO.replace("SECOND", KERNELS["another kernel"]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
+    built = hw.compile(apart, options=Options(check=False))
+    p, x = np.arange(8, dtype=np.float32), np.ones(8, np.float32)
+
+    def fails(seed: int) -> bool:
+        with seeded(seed):
+            try:
+                return not all(np.array_equal(y, np.tile(p[:4] + p[4:], 2) + 1) for y in built.run(p, x))
+            except ExecutionError:
+                return True
+
+    assert any(fails(seed) for seed in range(20))
+
+
+def test_mutations() -> None:
+    """A launch that is missing, one whose result lies over its term, and one whose term is written beside it."""
+    host = program()
+    check(host)
+    with pytest.raises(ProgramError, match="nothing writes bytes 0 to 16 of the output %y"):
+        check(replace(host, body=()))
+    text = "%t = allocate f32[4]  copy %p -> %t  %u = reshape %t to [4]  launch_all_reduce @add %t, %x -> %u on tp  copy %u -> %y"
+    with pytest.raises(ProgramError, match="writes %u over the bytes of %t that it reads: give it memory of its own"):
+        check(program(body=text))
+    text = f"%t = allocate f32[4]  fork a  stream a[0] {{ copy %p -> %t }}  {BODY.replace('%p', '%t')}  join a"
+    with pytest.raises(ProgramError, match=r"reads %t while .* writes it: nothing orders them; add join a between them"):
+        check(program(body=text, more=" streams(a[1])"))
+
+
+# --- the protocol of the packets, as a model: hostweave/terms.h -----------------------------------------------------------
+
+
+def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
+    """Whether, in some order of events, a rank finds a packet gone that it has not read: another one lies in its place.
+
+    Each rank's kernels follow one another. A kernel sends a packet to each peer and receives one of each, in any order, and ends when it
+    has done all that; what it received it may read again until then. A packet has the number of its exchange.
+    """
+    sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
+    start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)
+    seen, ahead = {start}, deque([start])
+    while ahead:
+        done, sent, got, landing = ahead.popleft()
+        following = []
+        for k, (rank, peer) in enumerate(sends):
+            number = done[rank] + 1
+            place = k * slots + number % slots
+            if number <= exchanges and sent[k] < number:
+                if got[k] < landing[place] or (landing[place] and done[peer] < landing[place]):
+                    return True  # the peer has yet to read it, or may do so again
+                following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
+            number = done[peer] + 1
+            if number <= exchanges and got[k] < number and (landing[k * slots + number % slots] == number or not waits):
+                following.append((done, sent, _with(got, k, number), landing))
+        for rank in range(ranks):
+            number = done[rank] + 1
+            own = [k for k, pair in enumerate(sends) if rank in pair]
+            if number <= exchanges and all((sent if sends[k][0] == rank else got)[k] == number for k in own):
+                following.append((_with(done, rank, number), sent, got, landing))
+        for state in following:
+            if state not in seen:
+                seen.add(state)
+                ahead.append(state)
+    assert any(done == (exchanges,) * ranks for done, *_ in seen), "no rank comes to the end"
+    return False
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def test_two_slots_are_enough_and_needed() -> None:
+    assert not lost(2, slots=2, exchanges=6)
+    assert not lost(3, slots=2, exchanges=3)
+    assert lost(2, slots=1, exchanges=2)
+    assert lost(3, slots=1, exchanges=2)
+    assert lost(2, slots=2, exchanges=3, waits=False)
+
+
+# --- CUDA -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_limits_are_those_of_the_runtime() -> None:
+    header = (RUNTIME / "include" / "hostweave" / "terms.h").read_text()
+    assert f"kExchangeRanks = {ir.EXCHANGE_RANKS};" in header
+    assert f"kExchangeBytes = int64_t{{{ir.EXCHANGE_BYTES >> 10}}} << 10;" in header
+
+
+@needs_cuda
+@pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
+def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
+    """On rows that fill packets, and on rows that do not."""
+    found = find_target("cuda").toolchain().kernel_compiler
+    assert isinstance(found, Nvrtc)
+    made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))
+    (unit,) = (unit for unit in units_of(made.sources["kernels.cu"]) if "hw::Terms<hw::bf16" in unit.text)
+    assert unit.name.encode() in replace(found, arch=arch).compile(unit, tmp_path)
