@@ -429,11 +429,10 @@ class Program:
 
     def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any) -> LocalProgram:
         """The program on this process's or thread's rank of a group, where the first call has these arrays."""
-        from hostweave.runtime.group import current
-        from hostweave.runtime.local import LocalProgram, stream_of_call
-
         if self._unbound:
             return self._unbound._local(group, arrays, stream)
+        from hostweave.runtime.group import current
+
         self._expect_open()
         group = group or current()
         if group is None:
@@ -443,6 +442,8 @@ class Program:
             return self._by_sends(figures)._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
+            from hostweave.runtime.local import LocalProgram, stream_of_call
+
             local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
             group.programs[self] = local
             self._locals.add(local)
@@ -506,5 +507,5 @@ class Program:
             self._expect_open()
             if self._session is None or self._session.broken:
                 self._session = None
-                self._session = Session(self.module, self.target.name, self.mesh.size)
+                self._session = Session(self.module, self.target, self.mesh.size, self._options.tune)
             return self._session

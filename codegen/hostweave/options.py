@@ -46,6 +46,10 @@ class Options:
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
       short operations, where the time of the host shows. By default nothing is captured by itself.
+    - `tune`: measures for every product and its sizes, when the program is prepared for them, the algorithms that cuBLASLt recommends, with
+      the epilogue of the program, and takes the fastest instead of the first; the memory of a product's workspace bounds them. All ranks
+      take the same ones. What was found is kept in the cache folder, by GPU and version of cuBLASLt, for later runs. On the CPU target
+      there is one algorithm, and nothing to measure.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
@@ -63,6 +67,7 @@ class Options:
     transport: str = "auto"
     verify_calls: bool = False
     graph: str | None = None
+    tune: bool = False
     machine: Machine | None = field(default=None, repr=False)
     ways: Mapping[str, str] = field(default_factory=dict, hash=False)
 

@@ -1,7 +1,9 @@
 #include "hostweave/attention.h"
 
+#include <algorithm>
 #include <string>
 
+#include "hostweave/check.h"
 #include "hostweave/errors.h"
 
 namespace hw {
@@ -33,6 +35,14 @@ void Attentions::prepare_for(const AttentionProblem& problem) {
     if (!problem.is_empty() && !options_.blind_zeros) expect_columns(problem);
     return plan(problem);
   });
+}
+
+const std::shared_ptr<const Attentions::Plan>& Attentions::plan_for(cudaStream_t stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  HW_CHECK(cudaStreamGetCaptureInfo(stream, &status));
+  const bool in_graph = status != cudaStreamCaptureStatusNone;
+  if (current_ && in_graph && std::ranges::find(of_graphs_, current_) == of_graphs_.end()) of_graphs_.push_back(current_);
+  return current_;
 }
 
 void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {

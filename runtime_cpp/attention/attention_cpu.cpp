@@ -25,14 +25,15 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
-  return hw_cpu_attend(&current_->problem, q, k, v, o, beside.lse, beside.lengths, stream);
+  return hw_cpu_attend(&plan_for(stream)->problem, q, k, v, o, beside.lse, beside.lengths, stream);
 }
 
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
-  return hw_cpu_attend_backward(&current_->problem, &current_->gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient,
-                                v_gradient, lengths, stream);
+  const Plan& plan = *plan_for(stream);
+  return hw_cpu_attend_backward(&plan.problem, &plan.gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient,
+                                lengths, stream);
 }
 
 }  // namespace hw

@@ -406,22 +406,23 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
-  if (!current_) return cudaSuccess;
-  if (std::optional<AttentionF32> p = current_->f32) {
+  const auto& current = plan_for(stream);
+  if (!current) return cudaSuccess;
+  if (std::optional<AttentionF32> p = current->f32) {
     const auto read = [](const void* base) { return static_cast<const float*>(base); };
     p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = static_cast<float*>(o);
     p->lse = beside.lse, p->lengths = beside.lengths;
     return attend_f32(*p, stream);
   }
-  const auto& [q_heads, k_heads, v_heads, o_heads, diagonal, gradients] = current_->whole;
-  const int64_t blind = current_->blind, rows = q_heads.rows;
+  const auto& [q_heads, k_heads, v_heads, o_heads, diagonal, gradients] = current->whole;
+  const int64_t blind = current->blind, rows = q_heads.rows;
   cudaError_t status = hw::clear(o, o_heads, 0, blind, stream);
   if (status == cudaSuccess && beside.lse && blind) {
     constexpr int kLeast = 0xfe;  // of which the bytes of -1.7e38 are
     status =
         cudaMemset2DAsync(beside.lse, rows * sizeof(float), kLeast, blind * sizeof(float), q_heads.batch * q_heads.heads, stream);
   }
-  for (const auto& [first, engine] : current_->parts) {
+  for (const auto& [first, engine] : current->parts) {
     if (status != cudaSuccess) return status;
     std::vector<const void*> values{static_cast<const char*>(q) + first * q_heads.row_stride * 2, k, v,
                                     static_cast<const char*>(o) + first * o_heads.row_stride * 2};
@@ -436,8 +437,9 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
-  if (!current_) return clear(k_gradient, v_gradient, 0, stream);
-  if (std::optional<AttentionF32> p = current_->f32) {
+  const auto& current = plan_for(stream);
+  if (!current) return clear(k_gradient, v_gradient, 0, stream);
+  if (std::optional<AttentionF32> p = current->f32) {
     const auto read = [](const void* base) { return static_cast<const float*>(base); };
     const auto written = [](const void* base) { return const_cast<float*>(static_cast<const float*>(base)); };
     p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = written(o), p->o_gradient.base = read(o_gradient);
@@ -445,12 +447,12 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
     p->lse = const_cast<float*>(lse), p->lengths = lengths;
     return differentiate_f32(*p, stream);
   }
-  if (current_->parts.empty()) return clear(k_gradient, v_gradient, 0, stream);
-  if (const cudaError_t status = clear(k_gradient, v_gradient, current_->columns, stream); status != cudaSuccess) return status;
+  if (current->parts.empty()) return clear(k_gradient, v_gradient, 0, stream);
+  if (const cudaError_t status = clear(k_gradient, v_gradient, current->columns, stream); status != cudaSuccess) return status;
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (lengths) values.push_back(lengths);
-  return current_->parts.front().engine.run(std::move(values), stream);
+  return current->parts.front().engine.run(std::move(values), stream);
 }
 
 // What columns have that no row sees.

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "glue.h"
+#include "hostweave/algorithms.h"
 #include "hostweave/errors.h"
 #include "hostweave/instance.h"
 
@@ -105,6 +106,22 @@ void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, co
   without_gil([&] { instance.launch(schedule, graph, stream_at(stream)); });
 }
 
+std::map<std::string, py::bytes> measured_algorithms() {
+  std::map<std::string, py::bytes> result;
+  for (const auto& [problem, algorithm] : hw::measured_algorithms().known())
+    result[problem] = py::bytes(reinterpret_cast<const char*>(&algorithm), sizeof algorithm);
+  return result;
+}
+
+void set_measured_algorithms(const std::map<std::string, std::string>& algorithms) {
+  for (const auto& [problem, bytes] : algorithms) {
+    cublasLtMatmulAlgo_t algorithm;
+    if (bytes.size() != sizeof algorithm) throw hw::ArgumentError("an algorithm of " + std::to_string(bytes.size()) + " bytes");
+    std::memcpy(&algorithm, bytes.data(), sizeof algorithm);
+    hw::measured_algorithms().set(problem, algorithm);
+  }
+}
+
 // Calls made, calls done, and for how many seconds the first of the others has been waited for.
 py::tuple progress(hw::Instance& instance) {
   const hw::Progress::State state = without_gil([&] { return instance.progress(); });
@@ -129,14 +146,18 @@ void bind_member(py::module_& m) {
   m.def("out_of_reach", out_of_reach, py::arg("member"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
 
+  m.def("blas_version", [] { return cublasLtGetVersion(); });
+  m.def("measured_algorithms", measured_algorithms);
+  m.def("set_measured_algorithms", set_measured_algorithms, py::arg("algorithms"));
+
   py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
-      .def(py::init([](hw::Member& member) {
-             return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table())); });
+      .def(py::init([](hw::Member& member, bool measures) {
+             return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table(), measures)); });
            }),
-           py::arg("member"), py::keep_alive<1, 2>())
+           py::arg("member"), py::arg("measures"), py::keep_alive<1, 2>())
       .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"))
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"))

@@ -80,10 +80,10 @@ void bind_world(py::module_& m) {
       .def_readonly("total_ms", &hw::Timing::total_ms);
 
   py::class_<hw::Runner, Holder<hw::Runner>>(m, "Runner", py::module_local())
-      .def(py::init([](hw::World& world) {
-             return without_gil([&] { return Holder<hw::Runner>(new hw::Runner(world, table(), signal_raised)); });
+      .def(py::init([](hw::World& world, bool measures) {
+             return without_gil([&] { return Holder<hw::Runner>(new hw::Runner(world, table(), measures, signal_raised)); });
            }),
-           py::arg("world"), py::keep_alive<1, 2>())
+           py::arg("world"), py::arg("measures"), py::keep_alive<1, 2>())
       .def("run", run)
       .def("measure", measure);
 }

@@ -1,9 +1,12 @@
 // cuBLASLt: descriptors, and the matmul as an op. Descriptors and host scalars are read at the call.
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "errors.h"
 #include "gemm.h"
@@ -15,6 +18,11 @@ using namespace hostweave::cpu;
 namespace {
 
 std::atomic<std::uint64_t> live_matmuls = 0;
+
+constexpr int kMostAlgorithms = 8;
+constexpr auto kSlowness = std::chrono::milliseconds(10);  // of an algorithm, for each that comes behind it
+std::atomic<int> algorithms = 1;
+std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 
 struct Desc {
   cublasComputeType_t compute;
@@ -120,6 +128,14 @@ extern "C" {
 
 uint64_t hw_cpu_live_matmuls(void) { return live_matmuls; }
 
+void hw_cpu_set_algorithms(int count) {
+  algorithms = std::clamp(count, 1, kMostAlgorithms);
+  for (auto& each : runs) each = 0;
+}
+uint64_t hw_cpu_runs_of_algorithm(int algorithm) { return runs.at(algorithm); }
+
+size_t cublasLtGetVersion(void) { return 0; }
+
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   Call call;
   if (Machine::get().fault("cublasLtCreate")) return error(CUBLAS_STATUS_ALLOC_FAILED, "cublasLtCreate: made to fail");
@@ -187,7 +203,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t prefer
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
-  // All of them narrow down the choice among algorithms, and here there is one, which needs nothing.
+  // All of them narrow down the choice among algorithms, and here none needs anything.
   std::uint64_t wide;
   std::uint32_t narrow;
   return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
@@ -206,17 +222,21 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
   if (requested < 1) return invalid("no algorithm was requested");
   const cublasStatus_t status = check(*content(desc), *content(a), *content(b), *content(c), *content(d));
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  results[0] = {};
-  results[0].state = CUBLAS_STATUS_SUCCESS;
-  results[0].wavesCount = 1;
-  *found = 1;
+  *found = std::min<int>(requested, algorithms);
+  for (int i = 0; i < *found; ++i) {
+    results[i] = {};
+    results[i].algo.data[0] = i;
+    results[i].state = CUBLAS_STATUS_SUCCESS;
+    results[i].wavesCount = 1;
+  }
   return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc_handle, const void* alpha, const void* a,
                               cublasLtMatrixLayout_t a_handle, const void* b, cublasLtMatrixLayout_t b_handle, const void* beta,
                               const void* c, cublasLtMatrixLayout_t c_handle, void* d, cublasLtMatrixLayout_t d_handle,
-                              const cublasLtMatmulAlgo_t*, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+                              const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t workspace_bytes,
+                              cudaStream_t stream) {
   if (!handle) return error(CUBLAS_STATUS_NOT_INITIALIZED, "cublasLtMatmul: no handle");
   if (!desc_handle || !a_handle || !b_handle || !c_handle || !d_handle || !alpha || !beta) return invalid("a null argument");
   const Desc& desc = *content(desc_handle);
@@ -238,7 +258,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(ld.type)));
   // cuBLASLt may use all of the workspace, so two matmuls at once must not share one.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
-  op->work = [g, la, lb, lc, ld, a, b, c, d, bias = has_bias ? desc.bias : nullptr] {
+  const int chosen = algorithm ? static_cast<int>(algorithm->data[0] % kMostAlgorithms) : 0;
+  op->work = [g, la, lb, lc, ld, a, b, c, d, chosen, bias = has_bias ? desc.bias : nullptr] {
+    ++runs[chosen];
+    if (chosen + 1 < algorithms) std::this_thread::sleep_for((algorithms - 1 - chosen) * kSlowness);
     for (std::int64_t i = 0; i < ld.batch_count; ++i) {
       Gemm one = g;
       one.a = shift(a, i * la.batch_stride, g.type_a);

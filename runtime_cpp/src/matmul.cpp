@@ -3,22 +3,29 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "hostweave/algorithms.h"
 #include "hostweave/check.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
 #include "hostweave/few_rows_plan.h"
 #include "hostweave/plan_cache.h"
+#include "hostweave/streams.h"
 #include "hostweave/threads.h"
 
 namespace hw {
 namespace {
 
-constexpr uint32_t kAlignment = 16;  // of operands, that the fast kernels ask for
-constexpr size_t kMostPlans = 4096;  // of one product in a program, some 2 KiB each
+constexpr uint32_t kAlignment = 16;              // of operands, that the fast kernels ask for
+constexpr size_t kMostPlans = 4096;              // of one product in a program, some 2 KiB each
+constexpr int kMeasured = 16;                    // algorithms of a product, of those that are recommended the first
+constexpr int kTimings = 7;                      // of each
+constexpr float kClearly = 0.98f;                // what differs by less may be as fast
+constexpr size_t kColdBytes = size_t{64} << 20;  // more than caches hold
 
 struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
@@ -155,8 +162,9 @@ struct MatmulPlan::Plan {
   cublasLtMatmulDesc_t description = nullptr;
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
-  cublasLtMatmulAlgo_t aligned{}, unaligned{};
-  const void* zeros = nullptr;  // the operands of an empty sum
+  cublasLtMatmulAlgo_t recommended{}, unaligned{};
+  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or one that was measured
+  const void* zeros = nullptr;                         // the operands of an empty sum
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
@@ -179,7 +187,27 @@ struct MatmulPlan::Plan {
     return std::max(problem.a.rows, problem.b.columns);
   }
 
-  bool find_algorithm(cublasLtHandle_t blas, uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) const {
+  // Elements from the first to past the last of an operand, of the largest one.
+  int64_t span() const {
+    const Problem& p = problem;
+    return std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
+                     p.c.span() + (p.batch.count - 1) * p.batch.c});
+  }
+
+  // What the algorithm hangs on, with these types and epilogue.
+  std::string text(std::initializer_list<int> types) const {
+    std::string result;
+    for (const int type : types) result += std::to_string(type) + " ";
+    for (const Matrix& x : {problem.a, problem.b, problem.c}) {
+      for (const int64_t size : {x.rows, x.columns, x.row_stride, x.column_stride}) result += std::to_string(size) + " ";
+    }
+    const Batch& batch = problem.batch;
+    for (const int64_t size : {batch.count, batch.a, batch.b, batch.c}) result += std::to_string(size) + " ";
+    return result;
+  }
+
+  // The first `most` that are recommended.
+  std::vector<cublasLtMatmulAlgo_t> find_algorithms(cublasLtHandle_t blas, uint32_t alignment, int most) const {
     cublasLtMatmulPreference_t preference = nullptr;
     HW_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
@@ -190,14 +218,17 @@ struct MatmulPlan::Plan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    cublasLtMatmulHeuristicResult_t best{};
+    std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
     // The operands change places: what is row-major here is the transpose, column-major, there.
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout, preference, 1, &best, &found);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout,
+                                                                 preference, most, results.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);
-    *algorithm = best.algo;
-    return status == CUBLAS_STATUS_SUCCESS && found > 0;
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    for (int i = 0; i < found && status == CUBLAS_STATUS_SUCCESS; ++i) {
+      if (results[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(results[i].algo);
+    }
+    return algorithms;
   }
 };
 
@@ -267,36 +298,74 @@ void MatmulPlan::describe(Plan& plan) const {
   plan.a_layout = make_layout(operands_, p.a, p.batch.count, p.batch.a);
   plan.b_layout = make_layout(operands_, p.b, p.batch.count, p.batch.b);
   plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
-  const auto find = [&](uint32_t alignment, cublasLtMatmulAlgo_t* algorithm) {
+  const auto find = [&](uint32_t alignment, int most) {
     const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // whose address says how it is aligned
     if (has_bias()) HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
-    return plan.find_algorithm(rank_.blas(), alignment, algorithm);
+    return plan.find_algorithms(rank_.blas(), alignment, most);
   };
-  if (!find(kAlignment, &plan.aligned)) {
+  const std::vector<cublasLtMatmulAlgo_t> found = find(kAlignment, rank_.measures() ? kMeasured : 1);
+  if (found.empty()) {
     throw ExecutionError("matmul: cuBLASLt has no algorithm for " + shape_text(p.a) + " times " + shape_text(p.b) +
                          (epilogue_ == CUBLASLT_EPILOGUE_DEFAULT ? "" : " with a bias or an activation"));
   }
-  plan.aligned_only = !find(size_of(operands_), &plan.unaligned);
+  plan.recommended = found.front();
+  if (found.size() > 1) {
+    const auto measure = [&] { return fastest(plan, found.data(), static_cast<int>(found.size())); };
+    plan.aligned = measured_algorithms().find(plan.text({operands_, result_, epilogue_, compute_}), measure);
+  }
+  const std::vector<cublasLtMatmulAlgo_t> unaligned = find(size_of(operands_), 1);
+  plan.aligned_only = unaligned.empty();
+  if (!plan.aligned_only) plan.unaligned = unaligned.front();
 }
 
-// The first launch of a kernel loads it, and to load one beside an NCCL kernel that waits for another rank can hang. So
-// what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs.
+// By its median, of products whose operands come from memory, as weights do. All of them have run then.
+cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
+  const Stream stream = rank_.stream("ring", 0);
+  HW_CHECK(cudaDeviceSynchronize());
+  DeviceMemory memory, other;
+  void* const scratch = memory.reserve(plan.span() * std::max(size_of(operands_), size_of(result_)));
+  HW_CHECK(cudaMemsetAsync(scratch, 0, memory.bytes(), stream));
+  const Event begin(cudaEventDefault), end(cudaEventDefault);
+  float least = 0;
+  for (const cublasLtMatmulAlgo_t& algorithm : std::span(algorithms, count)) {
+    plan.aligned = &algorithm;
+    std::array<float, kTimings> times;
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first one loads kernels
+      HW_CHECK(cudaMemsetAsync(other.reserve(kColdBytes), 0, kColdBytes, stream));
+      HW_CHECK(cudaEventRecord(begin, stream));
+      status = one_batch(plan, scratch, scratch, scratch, stream, {.bias = has_bias() ? scratch : nullptr});
+      HW_CHECK(cudaEventRecord(end, stream));
+      HW_CHECK(cudaEventSynchronize(end));
+      HW_CHECK(cudaEventElapsedTime(&times[std::max(i, 0)], begin, end));
+    }
+    std::ranges::nth_element(times, times.begin() + kTimings / 2);
+    if (status != CUBLAS_STATUS_SUCCESS || (least != 0 && times[kTimings / 2] > kClearly * least)) continue;
+    least = times[kTimings / 2];
+    plan.recommended = algorithm;
+  }
+  plan.aligned = &plan.recommended;
+  return plan.recommended;
+}
+
+// The first launch of a kernel loads it, which takes milliseconds, and to load one beside an NCCL kernel that waits for another
+// rank can hang. So what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs: also what
+// cuBLASLt launches where something is added to the product, as that may be another kernel.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
     HW_CHECK(plan.few_rows->load());
     return;
   }
-  const Problem& p = plan.problem;
   const size_t size = std::max(size_of(operands_), size_of(result_));
-  const int64_t elements = std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
-                                     p.c.span() + (p.batch.count - 1) * p.batch.c});
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
   DeviceMemory memory;
-  auto* const scratch = static_cast<char*>(memory.reserve((elements + 1) * size));
+  auto* const scratch = static_cast<char*>(memory.reserve((plan.span() + 1) * size));
   const auto run_at = [&](char* memory) {
-    return one_batch(plan, memory, memory, memory, stream, {.bias = has_bias() ? memory : nullptr});
+    const void* const bias = has_bias() ? memory : nullptr;
+    const cublasStatus_t status = one_batch(plan, memory, memory, memory, stream, {.bias = bias});
+    return status ? status : one_batch(plan, memory, memory, memory, stream, {.accumulate = memory, .bias = bias});
   };
   cublasStatus_t status = run_at(scratch);
   if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));
@@ -360,7 +429,7 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
   return cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta,
-                        accumulate ? accumulate : c, plan.c_layout, c, plan.c_layout, aligned ? &plan.aligned : &plan.unaligned,
+                        accumulate ? accumulate : c, plan.c_layout, c, plan.c_layout, aligned ? plan.aligned : &plan.unaligned,
                         stream.workspace, kWorkspaceBytes, stream);
 }
 

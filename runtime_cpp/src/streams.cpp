@@ -22,6 +22,16 @@ void Events::out_of_range(int64_t i) const {
   throw ExecutionError("event " + std::to_string(i) + " of " + std::to_string(count()) + ": the index is out of range");
 }
 
+namespace {
+
+thread_local bool of_kernels = false;
+
+}  // namespace
+
+CallOrder::OfKernels::OfKernels() { of_kernels = true; }
+
+CallOrder::OfKernels::~OfKernels() { of_kernels = false; }
+
 cudaError_t CallOrder::begin_call(cudaStream_t caller) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long capture = 0;
@@ -29,12 +39,14 @@ cudaError_t CallOrder::begin_call(cudaStream_t caller) {
   capturing_ = status != cudaStreamCaptureStatusNone;
   if (!capturing_) return cudaStreamWaitEvent(caller, last_call_[0], 0);
   const bool first = std::exchange(capture_, capture) != capture;
+  if (of_kernels) return cudaSuccess;
   return first ? cudaStreamWaitEvent(caller, last_call_[0], cudaEventWaitExternal)
                : cudaStreamWaitEvent(caller, in_capture_[0], 0);
 }
 
 cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (!capturing_) return cudaEventRecord(last_call_[0], caller);
+  if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
   return cudaEventRecord(in_capture_[0], caller);  // after the node before: of two calls in one graph the later one records last
 }

@@ -159,14 +159,14 @@ size_t WindowArena::offset(const void* place) const {
   return offset;
 }
 
-cudaError_t WindowArena::begin_call(cudaStream_t caller) {
+cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
   for (const auto& users : users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t WindowArena::end_call(cudaStream_t caller) {
+cudaError_t WindowArena::end_call(cudaStream_t caller) const {
   for (const auto& users : users_) {
     if (const cudaError_t error = users->calls.end_call(caller)) return error;
   }

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from cuda_here import nccl
 
 import hostweave as hw
-from hostweave.base.errors import CaptureError
+from hostweave.base.errors import CaptureError, ExecutionError
 from hostweave.build.cuda import gpus
 
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
@@ -153,6 +154,38 @@ def test_calls_are_captured_by_themselves(ranks: int) -> None:
             expect(program(mine.x, *mine.weights), want)
 
     on_ranks(ranks, body)
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
+def test_a_rank_that_does_not_launch() -> None:
+    """The watchdog ends the launches of the others, and says of which call."""
+    program, threads = mlp_on(2), hw.Threads(2)
+    captured, failed = threading.Barrier(2), threading.Event()
+
+    def on_rank(rank: int) -> None:
+        torch.cuda.set_device(rank)
+        with torch.cuda.stream(torch.cuda.Stream(rank)):
+            group = hw.init(threads)
+            mine = Rank(rank, 2)
+            want = mine.fill(0)
+            step = program.capture(mine.x, *mine.weights)
+            expect(step(), want)
+            captured.wait(60)
+            group.call_timeout = 3  # what comes before, as planning, has the usual time
+            if rank == 1:
+                failed.wait(60)
+                return
+            step()
+            deadline = time.monotonic() + 30
+            while group.failure is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            failed.set()
+            with pytest.raises(ExecutionError, match=r"rank 0: call 3 of mlp is not done after 3 seconds"):
+                group.check()
+            with pytest.raises(ExecutionError, match="has failed"):
+                step()
+
+    threads.run(on_rank)
 
 
 # --- captured by torch ------------------------------------------------------------------------------------------------

@@ -309,6 +309,37 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
     threads.run(on_rank)
 
 
+@pytest.mark.usefixtures("streams_given")
+@pytest.mark.parametrize("before", [0, 1, 2, 5])
+def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
+    """However many were done before, between which nobody has looked."""
+    program, threads = PROGRAMS[1], hw.Threads(1)
+
+    def on_rank(rank: int) -> None:
+        group = hw.init(threads)
+        captures, arrays = Captures(rank), list(arrays_of(4).values())
+        stream = captures.stream()
+        step = program.capture(*arrays, stream=stream)
+        for _ in range(before):
+            step(stream)
+        go = threading.Event()
+        held = CFUNCTYPE(None, c_void_p)(lambda _: go.wait(20) and None)
+        captures.call("hw_cpu_launch", c_char_p(b"held"), c_void_p(stream), held, None, c_size_t(0), None, 0)
+        waiting = threading.Thread(target=lambda: step(stream))
+        waiting.start()
+        try:
+            time.sleep(0.1)  # a look in between would find out more
+            name, made, done = "", 0, 0
+            while made < before + 2:
+                name, made, done, _ = next(iter(group.programs.values())).progress
+            assert (name, made, done) == ("mlp", before + 2, before + 1)
+        finally:
+            go.set()
+            waiting.join()
+
+    threads.run(on_rank)
+
+
 def test_a_rank_that_does_not_launch() -> None:
     """The others hear that it is late, as in a call."""
     program, threads = PROGRAMS[2], hw.Threads(2)

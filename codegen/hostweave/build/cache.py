@@ -133,6 +133,14 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
     return entry
 
 
+def replace(name: str, make: Callable[[Path], object]) -> Path:
+    """The folder of entry `name`, made anew. Who reads the one before at the same time may find none."""
+    with _told(), _lock(name):
+        _own((root() / name).parent)
+        _remove(root() / name)
+    return get_or_make(name, make)
+
+
 def entries() -> tuple[Entry, ...]:
     """What the cache holds, failed builds included, and builds that did not end."""
     with _told(), contextlib.suppress(FileNotFoundError):

@@ -18,6 +18,7 @@ NEEDED_GPUS = {
     "kernels": 1,
     "layer": 1,
     "model": 1,
+    "tune": 1,
     "overlap": 2,
     "comm": 2,
     "small_all_reduce": 2,

@@ -78,6 +78,8 @@ BY_LANE_PARTS = ThreadSchedule(
     "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
 )
 BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
+BY_CLUSTER_LANES = replace(BY_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length})")
+OF_BLOCKS = (BY_BLOCK_LANES, BY_CLUSTER_LANES)
 
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
@@ -238,7 +240,7 @@ class Loops:
         """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
         if self.takes_lanes:
             if self.lanes[stored(results[0])].stride == ONE:
-                return BY_BLOCK_LANES
+                return BY_CLUSTER_LANES if any(OPS[op.kind].in_clusters for op in self.kernel.ops) else BY_BLOCK_LANES
             return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in self.kernel.ops) else BY_LANES
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
@@ -387,7 +389,7 @@ class Loops:
         if self.schedule == BY_COLUMNS:
             columns = product(tuple(dim.size for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
-        by_row = dict.fromkeys((BY_BLOCK, BY_ANY_ROW, BY_BLOCK_LANES), "hw::kRowThreads")
+        by_row = dict.fromkeys((BY_BLOCK, BY_ANY_ROW, *OF_BLOCKS), "hw::kRowThreads")
         return {BY_ROW: str(self.row_threads), **by_row}.get(self.schedule, "")
 
     @property

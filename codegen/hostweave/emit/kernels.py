@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
-from hostweave.emit.kernel_loops import BY_BLOCK_LANES, BY_LANE_PARTS, ONE, Loops, stored
+from hostweave.emit.kernel_loops import BY_LANE_PARTS, OF_BLOCKS, ONE, Loops, stored
 from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
@@ -238,7 +238,8 @@ class KernelEmitter:
     def lanes(self) -> Kernel:
         """A call for each lane, which one thread or all of a block make together."""
         (op,) = self.ops
-        group = {BY_BLOCK_LANES: "hw::BlockLanes()", BY_LANE_PARTS: self.loops.element}.get(self.loops.schedule, "hw::Lanes()")
+        by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
+        group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.loops.schedule, "hw::Lanes()")
         total = accumulator_type(self.types[op.tensors[0]].dtype)
         total = f"hw::Sum<{total}>" if op.result.type.dtype.kind == "float" else total
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}

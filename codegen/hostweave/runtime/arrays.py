@@ -6,6 +6,7 @@ Each library is one object with the same few methods. Arrays are sliced and assi
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +26,10 @@ class Library(Protocol):
     def accept(self, array: Array) -> Array:
         """The array as this object works with it, without a copy where that can be. Raises TypeError with a reason."""
         return array
+
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        """All that a call asks of an array, its memory included, where that is quickly told: arrays of one state are one to it."""
+        return None
 
     def give(self, array: Array) -> Array:
         """A result as the caller wants it."""
@@ -88,19 +93,28 @@ class Buffer(NamedTuple):
 def library_of(array: Array) -> Library:
     """The library of an array. Raises TypeError where it is no array."""
     if isinstance(array, np.ndarray):
-        return NumpyLibrary()
+        return _NUMPY
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # subclasses of other packages, too
-        return _Torch()
+        return _TORCH
     if isinstance(array, Buffer):
-        return _Buffers()
+        return _BUFFERS
     package = type(array).__module__.partition(".")[0]
     if package == "cupy":
-        return _Cupy()
+        return _CUPY
     if package in ("jax", "jaxlib"):
-        return _Jax()
+        return _JAX
     if hasattr(array, "__dlpack__"):
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
+
+
+def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
+    """The states of arrays, of which some may be None; nothing where one has none that is quickly told, or is no array."""
+    try:
+        states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
+    except (TypeError, RuntimeError):  # as of arrays without memory
+        return None
+    return None if None in states else states
 
 
 class NumpyLibrary(Library):
@@ -108,6 +122,10 @@ class NumpyLibrary(Library):
         if not array.dtype.isnative:
             raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
         return array
+
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        at = array.__array_interface__
+        return array.dtype, at["shape"], at["strides"], at["data"]  # and whether it can be written to
 
     def device(self, array: Array) -> int:
         return CPU_DEVICE
@@ -135,6 +153,9 @@ class NumpyLibrary(Library):
 
 
 class _Buffers(NumpyLibrary):
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        return tuple(array)
+
     def accept(self, array: Array) -> Array:
         return array
 
@@ -157,6 +178,9 @@ class _Buffers(NumpyLibrary):
 class _Jax(NumpyLibrary):
     """Its arrays cannot be written to, so they go through NumPy."""
 
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        return None
+
     def accept(self, array: Array) -> Array:
         return np.asarray(array)
 
@@ -171,6 +195,9 @@ class _AnyDLPack(NumpyLibrary):
 
     def __init__(self, array: Array):
         self._namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else np
+
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        return None
 
     def accept(self, array: Array) -> Array:
         try:
@@ -198,6 +225,14 @@ class _Torch(Library):
         if array.requires_grad and torch.is_grad_enabled():
             raise TypeError("requires grad, and programs have no gradients; call .detach(), or run the program under torch.no_grad()")
         return array.detach()
+
+    def state(self, array: Array) -> tuple[Any, ...] | None:
+        torch = sys.modules["torch"]
+        if type(array) not in (torch.Tensor, torch.nn.Parameter) or array.layout != torch.strided or array.is_neg():
+            return None
+        if array.requires_grad and torch.is_grad_enabled():
+            return None
+        return array.dtype, array.shape, array.device, array.data_ptr(), array.is_contiguous()
 
     def dtype(self, array: Array) -> DType | str:
         return dtype_of_name(str(array.dtype).removeprefix("torch."))
@@ -271,3 +306,6 @@ class _Cupy(Library):
         cupy = sys.modules["cupy"]
         with cupy.cuda.Device(device):
             cupy.cuda.get_current_stream().synchronize()
+
+
+_NUMPY, _JAX, _TORCH, _CUPY, _BUFFERS = NumpyLibrary(), _Jax(), _Torch(), _Cupy(), _Buffers()

@@ -91,8 +91,10 @@ def init(
 
 def current(group: str = "default") -> Group | None:
     """The group of that name that this thread, or else this process, has joined; None if there is none."""
-    joined = (_thread.groups.get(group), _process_groups.get(group))
-    return next((one for one in joined if one and not one.closed), None)
+    for joined in (_thread.groups, _process_groups):
+        if (one := joined.get(group)) and not one.closed:
+            return one
+    return None
 
 
 class Group:
@@ -247,7 +249,7 @@ class Group:
             raise ExecutionError(f"{signature.program}: {difference}")
         return signatures
 
-    def connected(self, member: Any, module: ModuleType) -> Any:
+    def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
         try:
             with native_calls:
@@ -259,7 +261,7 @@ class Group:
                         for key, rank in process_groups
                     }
                     module.connect(member, ids, self.timeout)
-                return module.Instance(member)
+                return module.Instance(member, tune)
         except BaseException as error:
             self.fail(f"rank {self.rank}: {error}")
             raise

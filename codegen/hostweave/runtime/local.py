@@ -6,7 +6,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -19,8 +20,9 @@ from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
+from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import accept, expect_writable, local_part
-from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of
+from hostweave.runtime.arrays import Array, Library, NumpyLibrary, library_of, states_of
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.captured import Captured
 from hostweave.runtime.cpu import Schedule, schedule
@@ -37,6 +39,7 @@ T = TypeVar("T")
 Output = tuple[Library, Array] | None  # None where this rank has none of it
 
 _building = threading.Lock()  # ranks that are threads want the module at the same time
+_MOST_TAKEN = 64  # sets of arrays, with one that is bound
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Table:
     spans: tuple[Span, ...]
     digest: str  # "" where nothing is bound
     native: Any
+    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # with it in calls before, by the states of all arrays
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
         """The shapes of all inputs, of which a call has these."""
@@ -57,7 +61,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Taken:
-    """The inputs of a call, beside those that are bound."""
+    """The inputs of a call, beside those that are bound, and where its outputs go. It keeps no array alive."""
 
     table: Table
     library: Library | None  # of the first that this rank has
@@ -65,8 +69,8 @@ class Taken:
     shapes: tuple[Shape, ...]
     sizes: tuple[tuple[str, int], ...]  # that the caller knows
     stream: int  # cudaStream_t
-    given: tuple[Output, ...] | None  # as out=
-    donated: tuple[Output, ...]  # for each output
+    given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and shapes of what the rank has of it
+    donated: tuple[int, ...]  # of each output the address of the input that it takes over, else 0
     spans: tuple[Span, ...]  # of what is taken and given
 
     @property
@@ -96,7 +100,11 @@ class LocalProgram:
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+        if options.tune and group.count > 1 and not (group.in_process or group.can_meet):
+            where = f"{host.name}: tune: the ranks of group {group.name!r} have nowhere to agree on algorithms"
+            raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
+        self._makes = [self._holds(output) and not output.memory for output in host.outputs]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), program.target.name))
         self._ready_for: Any = None  # the shapes of the last call
@@ -116,8 +124,9 @@ class LocalProgram:
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
-        self._native: Any = group.connected(self._member, self._module)
+        self._native: Any = group.connected(self._member, self._module, options.tune)
         self.out_of_reach: str = self._module.out_of_reach(self._member)  # why its ranks cannot reach each other's memory; the same on all
+        self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -132,7 +141,7 @@ class LocalProgram:
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
-        _, outputs = self._call(bound, arrays, out, stream, sizes)
+        _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
         return self._given_back(bound, arrays, outputs) if out is None else out
 
     def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -146,7 +155,7 @@ class LocalProgram:
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
             for shapes in global_shapes:
                 expect_divided(self._host, shapes)
-            with native_calls:
+            with native_calls, self._measuring():
                 for shapes in global_shapes:
                     pairs = zip(self._host.inputs, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self._holds(p) else () for p, shape in pairs]
@@ -159,11 +168,11 @@ class LocalProgram:
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
-        taken, outputs = self._call(bound, arrays, out, stream, sizes)
+        taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
         name, native, member = self._host.name, self._native, self._member
 
         def make() -> Any:
-            return self._group.run(name, member, lambda: native.capture(*_arguments(taken, outputs)))
+            return self._group.run(name, member, lambda: native.capture(taken.table.native, taken.addresses, addresses))
 
         graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
@@ -180,7 +189,8 @@ class LocalProgram:
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
-    ) -> tuple[Taken, Sequence[Output]]:
+    ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
+        """Makes a call. Returns also the outputs that were made for it, and where all of them are."""
         group = self._group
         group.expect_working()
 
@@ -188,10 +198,10 @@ class LocalProgram:
             return self._take(bound, arrays, out, stream, sizes)
 
         taken = self._ready_together(take) if self._meets else self._ready_alone(take)
-        outputs = self._outputs_of(taken, stream is not None)
-        arguments = *_arguments(taken, outputs), taken.stream, self._schedule(), self._graphs
+        outputs, addresses = self._outputs_of(taken, stream is not None)
+        arguments = taken.table.native, taken.addresses, addresses, taken.stream, self._schedule(), self._graphs
         group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
-        return taken, outputs
+        return taken, outputs, addresses
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
         """What the caller gets: of a donated input the array that he gave."""
@@ -202,9 +212,13 @@ class LocalProgram:
         )
         return results[0] if len(results) == 1 else results
 
-    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> Sequence[Output]:
+    def _outputs_of(self, taken: Taken, on_given_stream: bool) -> tuple[Sequence[Output], tuple[int, ...]]:
         try:
-            return self._made(taken, on_given_stream) if taken.given is None else self._fitting(taken.given)
+            if taken.given is None:
+                made = self._made(taken, on_given_stream)
+                return made, tuple(map(int.__or__, taken.donated, _places(made)[0]))
+            self._expect_fitting(taken.given[1])
+            return (), taken.given[0]
         except BaseException as error:
             if self._meets:  # the others are on their way
                 self._group.fail(f"rank {self._group.rank}: {error}")
@@ -275,11 +289,33 @@ class LocalProgram:
     # --- inputs
 
     def _take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
-        name, parameters = self._host.name, bound.free
+        table = self._tables.get(bound) or self._table(bound)
+        outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
+        states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
+        key = states and (states, len(arrays), outs is None, known)
+        taken = table.taken.get(key) if key else None
+        if taken is None:
+            taken = self._checked_arrays(table, bound.free, arrays, outs, known)
+            if key:
+                if len(table.taken) == _MOST_TAKEN:
+                    table.taken.clear()
+                table.taken[key] = taken
+        handle = self._handle(stream, taken.library)
+        return taken if taken.stream == handle else replace(taken, stream=handle)
+
+    def _checked_arrays(
+        self,
+        table: Table,
+        parameters: Sequence[Parameter],
+        arrays: Sequence[Array],
+        outs: Sequence[Array] | None,
+        sizes: tuple[tuple[str, int], ...],
+    ) -> Taken:
+        """What is taken of arrays that fit the program, each by itself and all together."""
+        name = self._host.name
         if len(arrays) != len(parameters):
             signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
             raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
-        table = self._tables.get(bound) or self._table(bound)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
         library = next((one[0] for one in accepted if one), table.library)
         by_name = dict(zip((p.name for p in parameters), accepted, strict=True))
@@ -287,7 +323,7 @@ class LocalProgram:
         for p, one in zip(self._host.outputs, donated, strict=True):
             if one:
                 expect_writable(f"{name}: {p.memory}", *one)
-        given = None if out is None else self._given(out, donated)
+        given = None if outs is None else self._given(outs, donated)
         taken_for = {p.memory for p in self._host.outputs}
         new = [None if p.memory else one for p, one in zip(self._host.outputs, given or (), strict=False)]
         spans = (
@@ -295,8 +331,8 @@ class LocalProgram:
             *self._spans(self._host.outputs, new, [True] * len(new)),
         )
         self._expect_apart(table.spans, spans)
-        known = tuple((sizes or {}).items())
-        taken = Taken(table, library, *_places(accepted), known, self._handle(stream, library), given, donated, spans)
+        where = None if given is None else (_places(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
+        taken = Taken(table, library, *_places(accepted), sizes, 0, where, _places(donated)[0], spans)
         if sizes and self._meets:
             self._global_shapes(taken)  # what the ranks find out together is to be what the caller says
         return taken
@@ -353,7 +389,7 @@ class LocalProgram:
     def _prepare(self, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         shapes = taken.all_shapes
         expect_divided(self._host, global_shapes or list(map(self._if_even, self._host.inputs, shapes)))
-        with native_calls:
+        with native_calls, self._measuring():
             self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
         return True
 
@@ -361,6 +397,22 @@ class LocalProgram:
         """The shape of the global array of which this rank holds a block of that shape, as all others do."""
         mesh = parameter.type.mesh_in(self._host.mesh)
         return tuple(size * mesh.size_of(dim.axes) for dim, size in zip(parameter.type.dims, shape, strict=bool(shape)))
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before."""
+        alone = self._group.count == 1 or self._group.in_process
+        if self._measured and not alone:
+            self._measured.agree(self._gathered)
+        yield
+        if self._measured:
+            if not alone:
+                self._measured.agree(self._gathered)
+            self._measured.keep()
+
+    def _gathered(self, record: str) -> list[str]:
+        signature = CallSignature(f"{self._host.name}: tune", str(self._host.mesh), "", bound=record)
+        return [one.bound for one in self._group.agree(signature, "", self._group.timeout)]
 
     def _global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
         """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""
@@ -406,23 +458,21 @@ class LocalProgram:
     # --- outputs
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
-        """New outputs, for use on the stream of the call, and those that were donated."""
-        held = [self._holds(parameter) and not parameter.memory for parameter in self._host.outputs]
-        library = taken.library
+        """New outputs, for use on the stream of the call; None for those that take over an input."""
+        held, library = self._makes, taken.library
         if library is None:
             if any(held):
                 why = f"rank {self._group.rank} passes no array, so nothing says of which library its outputs are to be"
                 raise ArgumentError(f"{self._host.name}: {why}; pass them as out=")
-            return list(taken.donated)
+            return [None] * len(held)
         with library.on_stream(taken.stream if on_given_stream else None, self._device):
             return [
-                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else donated
-                for parameter, shape, here, donated in zip(self._host.outputs, self._outputs, held, taken.donated, strict=True)
+                (library, library.empty(shape, parameter.type.dtype, self._device)) if here else None
+                for parameter, shape, here in zip(self._host.outputs, self._outputs, held, strict=True)
             ]
 
-    def _given(self, out: Any, donated: Sequence[Output]) -> tuple[Output, ...]:
+    def _given(self, arrays: Sequence[Array], donated: Sequence[Output]) -> tuple[Output, ...]:
         parameters = self._host.outputs
-        arrays = (out,) if len(parameters) == 1 else tuple(out)
         if len(arrays) != len(parameters):
             raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
         pairs = zip(parameters, arrays, donated, strict=True)
@@ -437,12 +487,11 @@ class LocalProgram:
                 )
         return outputs
 
-    def _fitting(self, given: Sequence[Output]) -> Sequence[Output]:
-        for parameter, shape, output in zip(self._host.outputs, self._outputs, given, strict=True):
-            if output and tuple(output[1].shape) != shape:
+    def _expect_fitting(self, given: Sequence[Shape | None]) -> None:
+        for parameter, shape, here in zip(self._host.outputs, self._outputs, given, strict=True):
+            if here is not None and here != shape:
                 where = f"{self._host.name}: out=: {parameter.name}"
-                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(output[1].shape)}")
-        return given
+                raise ArgumentError(f"{where}: expected the local shape {list(shape)}, got {list(here)}")
 
     def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
         for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
@@ -489,11 +538,6 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
-
-
-def _arguments(taken: Taken, outputs: Sequence[Output]) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-    """The arrays of a call, as the native calls take them."""
-    return taken.table.native, taken.addresses, _places(outputs)[0]
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.call import Call
 from hostweave.runtime.cpu import schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices
+from hostweave.targets.target import Target
 
 _worlds: dict[tuple[str, int], Any] = {}  # the ranks, by target and number: a thread and a device each, for all programs
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -32,11 +34,12 @@ class Timing:
 class Session:
     """A program on every rank of a world. Raises ExecutionError where there are too few devices."""
 
-    def __init__(self, module: ModuleType, target: str, ranks: int):
+    def __init__(self, module: ModuleType, target: Target, ranks: int, tune: bool = False):
         self._module = module
         with native_calls:
-            self._world = _world_of(module, target, ranks)
-            self._runner = module.Runner(self._world)
+            self._world = _world_of(module, target.name, ranks)
+            self._runner = module.Runner(self._world, tune)
+        self._measured = Measured(module, target.device_name()) if tune else None
         _sessions.add(self)
 
     @property
@@ -50,10 +53,14 @@ class Session:
             call.expect_shapes_of(calls[0])
         with native_calls:
             self._runner.run(self._schedule(), [call.for_glue() for call in calls], poison)
+        if self._measured:
+            self._measured.keep()
 
     def measure(self, call: Call, warmups: int, repetitions: int) -> list[list[Timing]]:
         with native_calls:
             times = self._runner.measure(self._schedule(), call.for_glue(), warmups, repetitions)
+        if self._measured:
+            self._measured.keep()
         return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
 
     def close(self) -> None:

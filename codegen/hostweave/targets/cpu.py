@@ -37,6 +37,9 @@ class _Cpu(Target):
     def has_devices(self, ranks: int) -> bool:
         return True
 
+    def device_name(self) -> str:
+        return "cpu"
+
     def report(self) -> Iterator[tuple[str, str]]:
         try:
             find_compiler()

@@ -48,6 +48,9 @@ class _Cuda(Target):
     def has_devices(self, ranks: int) -> bool:
         return len(cuda.gpus()) >= ranks
 
+    def device_name(self) -> str:
+        return next((gpu.name for gpu in cuda.gpus()), "")
+
     def report(self) -> Iterator[tuple[str, str]]:
         found = cuda.find_cuda()
         for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn):

@@ -58,6 +58,9 @@ class Target(Protocol):
         """Raises TypeError with a reason where arrays of that device are not for this target. By default all are."""
         return
 
+    def device_name(self) -> str:
+        """Of the devices here, which what is measured on them is kept by."""
+
     def stream(self, given: Any) -> int | None:
         """The native stream of a call that passes `stream=`; None: the current one of the caller's library.
 

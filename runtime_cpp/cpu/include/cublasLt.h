@@ -77,6 +77,7 @@ typedef enum {
 } cublasLtMatmulPreferenceAttributes_t;
 
 const char* cublasLtGetStatusString(cublasStatus_t status);
+size_t cublasLtGetVersion(void);
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle);
 cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle);

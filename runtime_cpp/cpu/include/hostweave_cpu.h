@@ -82,6 +82,10 @@ typedef struct hw_cpu_counters {
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // How many descriptions of cublasLtMatmul there are.
 uint64_t hw_cpu_live_matmuls(void);
+// So many algorithms cublasLtMatmul is said to have, where it has one: all compute the same, the later ones sooner, and the last
+// is the fastest by far. How often the given one has run since.
+void hw_cpu_set_algorithms(int count);
+uint64_t hw_cpu_runs_of_algorithm(int algorithm);
 
 // Memory that a kernel touches: `rows` pieces of `bytes` bytes, `pitch` bytes apart (rows 1 for a plain range).
 // A kernel that reads and writes the same bytes declares both.

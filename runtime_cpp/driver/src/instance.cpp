@@ -15,10 +15,6 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // of one program
 
-bool is_same(const Tensor& a, const Tensor& b) {
-  return a.data == b.data && a.shape == b.shape && a.global_shape == b.global_shape;
-}
-
 // Lets this thread ask for events while another one captures: what it asks is no part of that.
 class BesideCaptures {
  public:
@@ -125,20 +121,28 @@ void Progress::begin() {
 void Progress::end(cudaStream_t caller) {
   const std::lock_guard lock(mutex_);
   enqueuing_ = false;
+  if (newest_.call != 0) {
+    const BesideCaptures beside;
+    advance();  // which may show the one before as done, whose mark this call would take
+  }
   Mark& mark = older_.call == 0 ? older_ : newest_;
   HW_CHECK(cudaEventRecord(events_[mark.event], caller));
   mark.call = made_;
   mark.at = began_;
 }
 
-Progress::State Progress::look() {
-  const std::lock_guard lock(mutex_);
-  const BesideCaptures beside;
+void Progress::advance() {
   while (older_.call != 0 && cudaEventQuery(events_[older_.event]) == cudaSuccess) {
     done_ = older_.call;
     older_.call = 0;
     std::swap(older_, newest_);
   }
+}
+
+Progress::State Progress::look() {
+  const std::lock_guard lock(mutex_);
+  const BesideCaptures beside;
+  advance();
   State state{made_, done_, 0};
   const auto since = [](Clock::time_point at) { return std::chrono::duration<double>(Clock::now() - at).count(); };
   if (older_.call != 0) {
@@ -159,7 +163,8 @@ Progress::State Instance::progress() {
   return progress_->look();
 }
 
-Instance::Instance(Member& member, const ProgramTable& program) : member_(member), program_(program) {
+Instance::Instance(Member& member, const ProgramTable& program, bool measures)
+    : member_(member), program_(program), measures_(measures) {
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
@@ -193,8 +198,11 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
     inputs_[i].global_shape = inputs[i].global_shape;
   }
   program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
+  member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data());
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].shape = outputs[i];
+  const auto known = std::ranges::find_if(seen_, [&](const Seen& seen) { return *seen.shapes == inputs; });
+  shapes_ = known != seen_.end() ? known->shapes : std::make_shared<const std::vector<Input>>(inputs);
   return outputs;
 }
 
@@ -220,7 +228,7 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   const Graph* const graph = graphs ? graph_of_taken() : nullptr;
   make_call(caller, [&] {
     if (graph) {
-      HW_CHECK(cudaGraphLaunch(graph->exec(), caller));
+      launch(*graph, caller);
     } else {
       program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
     }
@@ -232,7 +240,13 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
-  make_call(caller, [&] { HW_CHECK(cudaGraphLaunch(graph.exec(), caller)); });
+  make_call(caller, [&] { launch(graph, caller); });
+}
+
+void Instance::launch(const Graph& graph, cudaStream_t caller) const {
+  HW_CHECK(program_.calls.begin_call(instance_, caller));
+  HW_CHECK(cudaGraphLaunch(graph.exec(), caller));
+  HW_CHECK(program_.calls.end_call(instance_, caller));
 }
 
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
@@ -269,6 +283,7 @@ void Instance::enqueue_captured(cudaStream_t caller) {
 std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
     const CapturedStream stream;
+    const CallOrder::OfKernels order;
     auto graph = stream.capture([&] { program_.calls.run(instance_, inputs_.data(), outputs_.data(), stream); });
     HW_CHECK(cudaGraphUpload(graph->exec(), stream));
     HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
@@ -278,12 +293,14 @@ std::unique_ptr<Graph> Instance::capture_taken() {
 
 // Null: the first call with these arrays.
 const Graph* Instance::graph_of_taken() {
-  const auto found = std::ranges::find_if(seen_, [&](const Seen& seen) {
-    return std::ranges::equal(seen.inputs, inputs_, is_same) && std::ranges::equal(seen.outputs, outputs_, is_same);
-  });
+  std::vector<void*> data;
+  data.reserve(inputs_.size() + outputs_.size());
+  for (const auto* tensors : {&inputs_, &outputs_})
+    for (const Tensor& tensor : *tensors) data.push_back(tensor.data);
+  const auto found = std::ranges::find_if(seen_, [&](const Seen& seen) { return seen.shapes == shapes_ && seen.data == data; });
   if (found == seen_.end()) {
     if (seen_.size() == kGraphs) seen_.pop_back();
-    seen_.push_front({inputs_, outputs_, nullptr});
+    seen_.push_front({std::move(data), shapes_, nullptr});
     return nullptr;
   }
   seen_.splice(seen_.begin(), seen_, found);

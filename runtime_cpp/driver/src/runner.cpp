@@ -205,8 +205,8 @@ class Runner::Watch {
   Clock::time_point since_ = Clock::now();
 };
 
-Runner::Runner(World& world, const ProgramTable& program, const GiveUp& give_up)
-    : world_(world), program_(program), seats_(world.ranks()) {
+Runner::Runner(World& world, const ProgramTable& program, bool measures, const GiveUp& give_up)
+    : world_(world), program_(program), measures_(measures), seats_(world.ranks()) {
   world_.connect({}, program, give_up);
   try {
     world_.each_alone({}, [&](Rank& rank) { seats_[rank.index()] = std::make_unique<Seat>(rank, program_); });
@@ -232,6 +232,7 @@ void Runner::prepare(const Schedule& schedule, std::vector<Call>& calls, const G
   };
   const auto prepare = [&](Rank& rank) {
     const int index = static_cast<int>(rank.index());
+    rank.set_measures(measures_);
     seats_[index]->prepare(calls, index);
     world_.synchronize(seats_[index]->caller());
   };

@@ -22,8 +22,8 @@ class Arena {
   void reserve(MemoryPlan& plan);
 
   // As of CallOrder.
-  cudaError_t begin_call(cudaStream_t caller) { return calls_->begin_call(caller); }
-  cudaError_t end_call(cudaStream_t caller) { return calls_->end_call(caller); }
+  cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
+  cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 
   // All of it, to `visit` with its bytes.
   template <class Visit>

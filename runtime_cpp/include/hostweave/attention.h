@@ -66,8 +66,9 @@ class Attentions {
   // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
   // lengths.
   void prepare_for(const AttentionProblem& problem);
-
-  std::shared_ptr<const Plan> current_;  // none where the device has nothing to compute
+  // Of the last problem, for a call on this stream; none where the device has nothing to compute. Where the stream is captured,
+  // the plan stays as long as the program: a graph may read what it owns.
+  const std::shared_ptr<const Plan>& plan_for(cudaStream_t stream) const;
 
  private:
   std::shared_ptr<const Plan> plan(const AttentionProblem& problem) const;
@@ -78,6 +79,8 @@ class Attentions {
   AttentionOptions options_;
   static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> plans_{kMostPlans};
+  std::shared_ptr<const Plan> current_;
+  mutable std::vector<std::shared_ptr<const Plan>> of_graphs_;
 };
 
 // o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v. All operands have three or

@@ -2,6 +2,7 @@
 // has kProductColumns columns, and each of its warps adds up the terms of a part of the depth. The sums of warps meet in one
 // order, so that results do not change from run to run. Several products of one x are computed together.
 #pragma once
+#include "hostweave/cluster.h"
 #include "hostweave/kernel.h"
 #include "hostweave/products.h"
 
@@ -199,40 +200,6 @@ struct NarrowSums {
   }
 };
 
-// The thread blocks of a cluster, which read each other's shared memory. Before compute capability 9.0 it is one block.
-struct Cluster {
-#if __CUDA_ARCH__ >= 900
-  __device__ static int rank() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-  }
-  __device__ static int size() {
-    int size;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-  }
-  __device__ static void meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-  }
-  // What another block has where an element of shared memory lies here.
-  __device__ static float of(int rank, const float& here) {
-    unsigned there;
-    float value;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there)
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(&here))), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
-    return value;
-  }
-#else
-  __device__ static int rank() { return 0; }
-  __device__ static int size() { return 1; }
-  __device__ static void meet() { __syncthreads(); }
-  __device__ static float of(int, const float& here) { return here; }
-#endif
-};
-
 // The part of the products that a warp of a block has: a step of terms in so many.
 struct WarpPart {
   int64_t begin, step;
@@ -289,7 +256,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
       of_blocks[product][row][column] = sum;
     }
   }
-  blocks > 1 ? Cluster::meet() : __syncthreads();
+  Cluster::meet();
   for (int i = rank * kProductThreads + threadIdx.x; i < elements; i += kProductThreads * blocks) {
     const int row = i / kProductColumns, column = i % kProductColumns;
     if (first + column >= p.columns) continue;

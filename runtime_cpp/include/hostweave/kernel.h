@@ -126,18 +126,19 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_pdl does not wait for that.
-// Nothing that a kernel before may write is read until then.
-HW_DEVICE void griddep_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // From now on the next kernel on the stream may launch, which waits for the end of this one by itself.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_pdl does not wait for that.
+// Nothing that a kernel before may write is read until then. The next kernel may come to wait for this one.
+HW_DEVICE void griddep_wait() {
+  griddep_launch();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

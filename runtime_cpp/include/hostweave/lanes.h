@@ -1,6 +1,7 @@
 // What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has
 // a lane of its own, or a part of one, where neighbouring lanes lie side by side, else a block has it.
 #pragma once
+#include "hostweave/cluster.h"
 #include "hostweave/index.h"
 #include "hostweave/rows.h"
 
@@ -63,8 +64,13 @@ HW_DEVICE T from_total(const Total& total) {
 struct Lanes : ThreadGroup<1> {
   static __device__ void sync() {}
 };
+// A block, or each of a cluster of them.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
+  static __device__ Walk<int64_t> of(int64_t n) {
+    const int blocks = Cluster::size();
+    return {blockIdx.x / blocks, n, gridDim.x / blocks};
+  }
 };
 
 // The sum of what threads up to this one have, and that of all.

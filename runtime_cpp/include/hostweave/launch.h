@@ -36,6 +36,7 @@ constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of
 constexpr int64_t kBlocksAtOnce = 128;
 constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
+constexpr int64_t kBlocksOfOrders = 264;  // of kRowThreads, that run at once
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
@@ -54,6 +55,14 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
   const int64_t each = clamped(rows * accesses / kThreadsAtOnce, 1, kRowAccesses);
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
+}
+
+// A cluster of blocks for each row of n elements that are ordered, where more than one block has something to do, and has room.
+constexpr Grid grid_of_orders(int64_t rows, int64_t n) {
+  const Grid row = grid_of_rows(rows, n);
+  const int64_t most = clamped(kBlocksOfOrders / clamped(rows, 1, kBlocksOfOrders), 1, kMostBlocks);
+  const int64_t cluster = clamped(ceil_div(n, kSorted), 1, most);
+  return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
 }
 
 // A block for each tile of n columns.

@@ -39,7 +39,8 @@ class MatmulPlan {
   MatmulPlan(MatmulPlan&&) = delete;
 
   // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
-  // for what the device has in flight. Throws ExecutionError where cuBLASLt has none.
+  // for what the device has in flight. Where the rank measures, of those that cuBLASLt recommends the fastest is taken. Throws
+  // ExecutionError where cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
   // c = activation(scale a b + accumulate + bias), as prepared last: one cublasLtMatmul, or one for each of the outer leading
@@ -56,6 +57,7 @@ class MatmulPlan {
   Plan* planned(const Strided& a, const Strided& b, const Strided& c) const;  // a new one
   void describe(Plan& plan) const;
   void load_kernels(const Plan& plan) const;
+  cublasLtMatmulAlgo_t fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const;
   const void* zeros(size_t bytes) const;
 
   Rank& rank_;

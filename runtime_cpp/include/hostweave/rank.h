@@ -54,11 +54,16 @@ class Rank {
   // nothing but communication, "comm", "puts" and "arrivals", have the highest priority.
   Stream stream(const char* name, int i);
 
+  // Whether the plans that are made now measure the algorithms of a product, and take the fastest.
+  bool measures() const { return measures_; }
+  void set_measures(bool measures) { measures_ = measures; }
+
  private:
   struct Pools;
   int device_;
   int64_t index_;
   int64_t size_;
+  bool measures_ = false;
   Hidden<Pools> pools_;
 };
 

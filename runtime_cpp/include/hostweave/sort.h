@@ -37,8 +37,6 @@ HW_DEVICE auto sort_key(T element) {
 }
 
 #ifdef __CUDACC__
-constexpr int kSorted = 2048;  // numbers that a block orders in shared memory
-
 __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
 // Orders the numbers of a tile, by a network in which the smaller of two goes to the smaller place: what is past the end would
@@ -189,41 +187,80 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). The memory of
-// `order` has the indices twice, in halves of 32 bits.
+// Has n indices of 32 bits, in the first or in the second half of `order`, take all of it, of 64 bits. Of those left, as many at
+// once as have places of their own and of what has moved already.
+__device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
+  const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
+  const int64_t thread = int64_t{blockDim.x} * Cluster::rank() + threadIdx.x, threads = int64_t{blockDim.x} * Cluster::size();
+  const auto move = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin + thread; i < end; i += threads) {
+      const uint32_t index = from[i];
+      order[i] = index;
+    }
+    Cluster::meet();
+  };
+  if (in_first_half) {
+    for (int64_t end = n; end > 0;) {
+      const int64_t begin = end > 1 ? (end + 1) / 2 : 0;
+      move(begin, end);
+      end = begin;
+    }
+  } else {
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t end = begin + 1 < n ? (n + begin) / 2 : n;
+      move(begin, end);
+      begin = end;
+    }
+  }
+}
+
+// The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). Each block of
+// the cluster has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigits = 256, kEach = 4;
-  __shared__ uint32_t begins[kDigits], of_tile[kDigits];
+  __shared__ uint32_t counts[kDigits], begins[kDigits], of_tile[kDigits];
   __shared__ bool is_needed;
   auto* const of_warps = reinterpret_cast<uint16_t*>(tile);  // [warp][digit]
-  const int64_t n = x.length;
+  const int64_t n = x.length, part = (n + Cluster::size() - 1) / Cluster::size(), begin = Cluster::rank() * part;
+  const int64_t end = begin + part < n ? begin + part : n;
   auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
   const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
-  for (int64_t i = thread; i < n; i += threads) from[i] = static_cast<uint32_t>(i);
+  for (int64_t i = begin + thread; i < end; i += threads) from[i] = static_cast<uint32_t>(i);
   for (int shift = 0; shift < static_cast<int>(sizeof(Key)) * 8; shift += 8) {
-    block.sync();
-    for (int d = thread; d < kDigits; d += threads) begins[d] = 0;
+    const auto digit_of = [&](uint32_t index) {
+      return static_cast<uint32_t>((sort_key<kDescending>(x[index]) >> shift) % kDigits);
+    };
+    for (int d = thread; d < kDigits; d += threads) counts[d] = 0;
     if (thread == 0) is_needed = true;
     block.sync();
-    for_each_key<kDescending>(block, x, [&](int64_t, Key key) { atomicAdd(&begins[(key >> shift) % kDigits], 1u); });
-    block.sync();
+    for (int64_t i = begin + thread; i < end; i += threads) atomicAdd(&counts[digit_of(from[i])], 1u);
+    Cluster::meet();
     for (int d = thread; d < kDigits; d += threads) {
-      if (begins[d] == n) is_needed = false;
+      uint32_t before = 0, all = 0;
+      for (int other = 0; other < Cluster::size(); ++other) {
+        const uint32_t count = Cluster::of(other, counts[d]);
+        before += other < Cluster::rank() ? count : 0;
+        all += count;
+      }
+      begins[d] = all, of_tile[d] = before;
+      if (all == n) is_needed = false;
     }
-    block.sync();
+    Cluster::meet();  // before anything is counted anew
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
-    for (int64_t first = 0; first < n; first += threads * kEach) {
+    for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
+    block.sync();
+    for (int64_t first = begin; first < end; first += threads * kEach) {
       for (int i = thread; i < warps * kDigits; i += threads) of_warps[i] = 0;
       block.sync();
       uint32_t index[kEach], digit[kEach], rank[kEach];
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
         const int64_t i = first + (warp * kEach + e) * 32 + place;
-        index[e] = i < n ? from[i] : 0;
-        digit[e] = i < n ? (sort_key<kDescending>(x[index[e]]) >> shift) % kDigits : kDigits;
+        index[e] = i < end ? from[i] : 0;
+        digit[e] = i < end ? digit_of(index[e]) : kDigits;
       }
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
@@ -254,16 +291,9 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     }
     auto* const last = from;
     from = to, to = last;
+    Cluster::meet();
   }
-  const bool is_first_half = from < to;  // whose places are written from the end on, as they are twice as wide
-  const int64_t steps = (n + threads - 1) / threads;
-  for (int64_t done = 0; done < steps; ++done) {
-    const int64_t i = (is_first_half ? steps - 1 - done : done) * threads + thread;
-    block.sync();
-    const uint32_t index = i < n ? from[i] : 0;
-    block.sync();
-    if (i < n) order[i] = index;
-  }
+  widen(order, n, from < to);
 }
 
 // The indices of x in the order of its elements, of equal ones in their own: all, or up to kSorted of the first ones.
@@ -276,6 +306,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
+    if (Cluster::rank() > 0) return;  // one block is enough
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }

@@ -46,9 +46,18 @@ class CallOrder {
  public:
   // The work of a call stands between these two: `caller` first waits for the call before. Where `caller` is being captured,
   // wait and record are nodes of the graph: each of its launches waits for the call or launch before it, and is waited for by
-  // the next. Then nothing depends on what lies outside of the capture.
+  // the next. Then nothing depends on what lies outside of the capture. Inside of OfKernels there are no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
+
+  // While it lives, this thread captures calls whose launches are each made between `begin_call` and `end_call`: a graph that is
+  // all kernels, one after another, is launched in the same time however many they are.
+  class OfKernels {
+   public:
+    OfKernels();
+    ~OfKernels();
+    OfKernels(OfKernels&&) = delete;
+  };
 
   // Whether a call was captured, so that a graph may be launched at any time.
   bool in_graphs() const { return capture_ != 0; }

@@ -60,8 +60,8 @@ class WindowArena {
   void reserve(MemoryPlan& plan);
 
   // As of CallOrder, of all programs on these channels.
-  cudaError_t begin_call(cudaStream_t caller);
-  cudaError_t end_call(cudaStream_t caller);
+  cudaError_t begin_call(cudaStream_t caller) const;
+  cudaError_t end_call(cudaStream_t caller) const;
 
   // All of it, to `visit` with its bytes.
   template <class Visit>

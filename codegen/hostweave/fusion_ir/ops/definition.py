@@ -63,6 +63,7 @@ class OpDef:
     cpp_of_ints: str = ""  # where theirs is another
     lane: str = ""  # a function that takes all along one dim, of one kernel alone
     parts_lanes: bool = False  # threads that share a lane need not meet: each has elements of the result of its own
+    in_clusters: bool = False  # several blocks may have a lane of elements side by side together
     updates: bool = False  # its first operand, in place: of the result it writes some elements alone
     cost: int = 1  # of an element, in additions
     combine: Combine | None = None  # of a reduction

@@ -264,4 +264,6 @@ def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 
 OPS["cumsum"] = OpDef(
     1, _sums_so_far, _whole_rows, lambda np, x, axis: np.cumsum(x, axis, x.dtype), (AXIS,), lane="hw::cumsum<{total}>", whole="added up"
 )
-OPS["argsort"] = OpDef(1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", whole="ordered")
+OPS["argsort"] = OpDef(
+    1, _order, _whole_rows, _argsort, (AXIS, DESCENDING, FIRST), lane="hw::argsort<{descending}>", in_clusters=True, whole="ordered"
+)

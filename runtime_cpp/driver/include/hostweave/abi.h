@@ -56,6 +56,9 @@ struct Calls {
   void (*prepare)(void* program, const Tensor* inputs);
   // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
+  // The work of a call of the program stands between these two on `caller`, as of CallOrder; `run` enqueues them, too.
+  cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
+  cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
   // Of the memory that the program allocated for its temporaries a part, or nothing; tests fill it with NaN before a call.
   void* (*arena)(void* program, size_t part, size_t* bytes);
 };
@@ -113,6 +116,8 @@ constexpr Calls calls_of() {
           [](void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
             static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
           },
+      .begin_call = [](void* program, cudaStream_t caller) { return static_cast<Program*>(program)->arena().begin_call(caller); },
+      .end_call = [](void* program, cudaStream_t caller) { return static_cast<Program*>(program)->arena().end_call(caller); },
       .arena = [](void* program, size_t part, size_t* bytes) -> void* {
         void* found = nullptr;
         static_cast<Program*>(program)->arena().each_memory([&](void* memory, size_t size) {

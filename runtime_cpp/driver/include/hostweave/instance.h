@@ -62,12 +62,15 @@ class Progress {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A call whose end an event marks. Two are enough: when the older is done, the newest becomes the older.
+  // A call whose end an event marks. Two are enough: when the older is done, the newest becomes the older. Of more calls in
+  // flight, those between the two are not known to be done before the newest is.
   struct Mark {
     int event;
     int64_t call = 0;
     Clock::time_point at{};
   };
+
+  void advance();
 
   std::mutex mutex_;
   Events events_{2};
@@ -107,14 +110,16 @@ class Table {
 
 class Instance {
  public:
-  // The member outlives it, and has the channels of the program.
-  Instance(Member& member, const ProgramTable& program);
+  // The member outlives it, and has the channels of the program. With `measures` it takes the fastest algorithms of products.
+  Instance(Member& member, const ProgramTable& program, bool measures = false);
   ~Instance();
   Instance(Instance&&) = delete;
 
   struct Input {
     Shape shape;         // of this rank's block
     Shape global_shape;  // of the global array, or of no dims where all ranks hold blocks of one shape
+
+    bool operator==(const Input&) const = default;
   };
   // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
   // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.
@@ -137,21 +142,25 @@ class Instance {
  private:
   // The arrays of a call, and from the second such call on its graph.
   struct Seen {
-    std::vector<Tensor> inputs, outputs;
+    std::vector<void*> data;
+    std::shared_ptr<const std::vector<Input>> shapes;
     std::unique_ptr<Graph> graph;
   };
 
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
+  void launch(const Graph& graph, cudaStream_t caller) const;  // in its place among the calls
   const Graph* graph_of_taken();
   // Makes a call in use, and tells the other ranks where that fails.
   void make_call(cudaStream_t caller, const std::function<void()>& enqueue);
 
   Member& member_;
   const ProgramTable& program_;
+  bool measures_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
+  std::shared_ptr<const std::vector<Input>> shapes_;  // of the inputs; one object for all calls that are seen to have them
   std::optional<Progress> progress_;
   std::list<Seen> seen_;  // the last one first
 };

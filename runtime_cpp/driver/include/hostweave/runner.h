@@ -33,7 +33,8 @@ struct Timing {
 class Runner {
  public:
   // Both live longer than the runner. Throws what making the program on some rank throws.
-  Runner(World& world, const ProgramTable& program, const GiveUp& give_up = {});
+  // With `measures` it takes the fastest algorithms of products.
+  Runner(World& world, const ProgramTable& program, bool measures = false, const GiveUp& give_up = {});
   ~Runner();
   Runner(Runner&&) = delete;
 
@@ -57,6 +58,7 @@ class Runner {
 
   World& world_;
   const ProgramTable& program_;
+  bool measures_;
   std::timed_mutex turn_;                     // to prepare and run: calls of several threads do not mix
   std::vector<std::unique_ptr<Seat>> seats_;  // one a rank
 };

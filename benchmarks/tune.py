@@ -1,0 +1,48 @@
+"""Products whose algorithm was measured, `Options(tune=True)`, beside the first that cuBLASLt recommends: on one GPU, in turn.
+
+A call has several products of one operand, with weights of their own that are more than the GPU's cache holds, as layers of a model have.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import hostweave as hw
+
+COLD_BYTES = 256 << 20  # of weights
+ROUNDS, REPETITIONS = 3, 10
+ROWS = (16, 64, 128, 512, 2048)
+SHAPES = {"8B, gate": (4096, 14336), "8B, down": (14336, 4096), "70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192)}
+
+
+def main() -> None:
+    for rows in ROWS:
+        for name, (depth, columns) in SHAPES.items():
+            _compare(name, rows, depth, columns)
+
+
+def _compare(name: str, rows: int, depth: int, columns: int) -> None:
+    import torch
+
+    count = max(2, COLD_BYTES // (2 * depth * columns))
+    types = {f"w_{i}": hw.bf16[depth, columns] for i in range(count)}
+    arrays = {"x": torch.randn(rows, depth, device="cuda").bfloat16()}
+    arrays |= {w: (torch.randn(depth, columns, device="cuda") * depth**-0.5).bfloat16() for w in types}
+
+    @hw.fusion(x=hw.bf16["T", depth], **types)
+    def products(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return tuple(hw.silu(x @ w) for w in weights.values())
+
+    programs = {tune: hw.compile(products, target="cuda", options=hw.Options(tune=tune)) for tune in (False, True)}
+    times: dict[bool, list[float]] = {tune: [] for tune in programs}
+    for _ in range(ROUNDS):
+        for tune, program in programs.items():
+            times[tune] += [timing.total_ms for timing in program.measure(**arrays, warmups=2, repetitions=REPETITIONS)[0]]
+    first, tuned = (statistics.median(times[tune]) * 1e3 / count for tune in programs)
+    print(f"{name}, {rows} rows: recommended {first:.1f} us, measured {tuned:.1f} us, {first / tuned:.2f} times as fast", flush=True)
+    for program in programs.values():
+        program.close()
+
+
+if __name__ == "__main__":
+    main()
