@@ -207,6 +207,7 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, 
   std::uint64_t wide;
   std::uint32_t narrow;
   return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
+              {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, narrow},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, narrow},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, narrow},
               {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, narrow},

@@ -19,6 +19,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime import search
 from hostweave.runtime.group import Group
 from hostweave.runtime.local import LocalProgram
+from hostweave.targets.target import find_target
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 from hostweave.types.shards import shard
@@ -288,6 +289,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them."""
     if "hosts" in why:
         monkeypatch.setattr(Group, "hosts", 2)
+        monkeypatch.setattr(type(find_target("cpu")), "needs_one_host", False)
     else:
         monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
     program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
