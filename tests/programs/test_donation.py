@@ -217,7 +217,11 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
     assert len(launches) == 1
     assert not any(isinstance(i, ir.Copy) for i in tree.walk(host.body))
     posted = [type(i).__name__ for i in tree.walk(host.body) if isinstance(i, ir.Communication)]
-    expected = {"zero_1": ["LaunchAllReduce", "AllReduce", "AllGather"], "zero_2": ["ReduceScatter", "AllGather"], "fsdp": ["ReduceScatter"]}
+    expected = {
+        "zero_1": ["LaunchAllReduce", "AllReduce", "AllGather"],
+        "zero_2": ["ReduceScatter", "AllGather"],
+        "fsdp": ["ReduceScatter"],
+    }
     assert posted == (expected[stage] if ranks > 1 else [])
     random = np.random.default_rng(0)
     w = random.standard_normal(22).astype(np.float32)  # which 4 ranks do not share evenly

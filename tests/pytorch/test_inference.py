@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
 from hostweave.build.cuda import gpus  # noqa: E402
+from hostweave.torch.plan import layouts  # noqa: E402
 
 SEQUENCE_PARALLEL = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -198,3 +199,10 @@ def test_other_modules(make: type[nn.Module], arguments: Any, plan: dict[str, st
     compiled = hostweave.torch.compile(module, hw.Mesh(dp=2, tp=2), plan, arguments)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*arguments), module(*arguments), rtol=1e-4, atol=1e-5)
+
+
+def test_the_last_word_of_a_pattern_is_that_of_a_name() -> None:
+    mesh = hw.Mesh(dp=2, tp=2)
+    found = layouts({"blocks.*": "dp, -", "blocks.*.[13].weight": "-, tp", "*ast.bias": "tp"}, Residuals(), {}, mesh)
+    assert set(found.outputs) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert set(found.parameters) == {*(f"blocks.{i}.{part}.weight" for i in range(3) for part in (1, 3)), "last.bias"}

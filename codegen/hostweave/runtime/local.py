@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -28,6 +28,7 @@ from hostweave.runtime.captured import Captured
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
+from hostweave.runtime.taken import Table, Taken
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
 
@@ -40,42 +41,6 @@ Output = tuple[Library, Array] | None  # None where this rank has none of it
 
 _building = threading.Lock()  # ranks that are threads want the module at the same time
 _MOST_TAKEN = 64  # sets of arrays, with one that is bound
-
-
-@dataclass(frozen=True)
-class Table:
-    """The inputs that a program has bound on a rank, checked, and a place for each of the others."""
-
-    library: Library | None  # of the first that this rank has
-    shapes: tuple[Shape | None, ...]  # of all inputs; None where a call has it
-    spans: tuple[Span, ...]
-    digest: str  # "" where nothing is bound
-    native: Any
-    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # with it in calls before, by the states of all arrays
-
-    def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """The shapes of all inputs, of which a call has these."""
-        rest = iter(shapes)
-        return tuple(next(rest) if shape is None else shape for shape in self.shapes)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The inputs of a call, beside those that are bound, and where its outputs go. It keeps no array alive."""
-
-    table: Table
-    library: Library | None  # of the first that this rank has
-    addresses: tuple[int, ...]
-    shapes: tuple[Shape, ...]
-    sizes: tuple[tuple[str, int], ...]  # that the caller knows
-    stream: int  # cudaStream_t
-    given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and shapes of what the rank has of it
-    donated: tuple[int, ...]  # of each output the address of the input that it takes over, else 0
-    spans: tuple[Span, ...]  # of what is taken and given
-
-    @property
-    def all_shapes(self) -> tuple[Shape, ...]:
-        return self.table.joined(self.shapes)
 
 
 class CompiledProgram(Protocol):

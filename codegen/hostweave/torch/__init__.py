@@ -44,7 +44,7 @@ def compile(
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may leave out the
-    first words of a path:
+    first words of a path, and its last word is the last one of what it names:
 
     - a parameter, a buffer or an input: `"q_proj.weight": "tp, -"`, for each dim a mesh axis (`dp+tp` for two) or `-`;
     - what a module returns: `"layers.*": "-, tp, -"`;

@@ -72,8 +72,14 @@ def _tensors(module: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
-    names = list(names)
-    matching = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")]
+    """The last word of a name matches that of the pattern, so that `layers.*` are the layers, and nothing inside of them."""
+    names, (path, _, word) = list(names), pattern.rpartition(".")
+    split = ((name, *name.rpartition(".")[::2]) for name in names)
+    matching = [
+        name
+        for name, before, last in split
+        if fnmatchcase(last, word) and (not path or fnmatchcase(before, path) or fnmatchcase(before, f"*.{path}"))
+    ]
     if not matching:
         near = get_close_matches(pattern.replace("*", "0"), names, 1, 0.3)
         remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names[:5])}, ..."

@@ -15,6 +15,7 @@ from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of
 from hostweave.tune.cost import most_in_kernel
 from hostweave.tune.overlaps import Candidate, candidates
+from hostweave.types.tensor import f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
@@ -52,7 +53,8 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
-            yield f"%{name} = attention: one call of the library, without the matrix of scores in memory{joined}"
+            by = "a kernel of this package" if types[op.tensors[0]].dtype == f32 else "one call of the library"
+            yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has a mask or dropout"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
