@@ -137,6 +137,7 @@ def test_captured_beside_calls() -> None:
 
 def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "hosts", 2)
+    monkeypatch.setattr(type(find_target("cpu")), "needs_one_host", False)
     program, threads = hw.compile(reduced(hw.f32, rows=2)), hw.Threads(2)
     p = np.arange(256, dtype=np.float32).reshape(2, 2, 64)
 
