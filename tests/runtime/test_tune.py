@@ -114,20 +114,23 @@ def test_nothing_is_measured_unless_that_is_asked_for() -> None:
     assert known(program) == before
 
 
+class Module:
+    """What a program's module knows of algorithms."""
+
+    def __init__(self, **algorithms: int) -> None:
+        self.algorithms = {problem: bytes([number]) * 64 for problem, number in algorithms.items()}
+
+    def blas_version(self) -> int:
+        return 7
+
+    def measured_algorithms(self) -> dict[str, bytes]:
+        return dict(self.algorithms)
+
+    def set_measured_algorithms(self, algorithms: dict[str, bytes]) -> None:
+        self.algorithms.update(algorithms)
+
+
 def test_ranks_that_are_processes_take_what_the_first_of_them_knows() -> None:
-    class Module:
-        def __init__(self, **algorithms: int) -> None:
-            self.algorithms = {problem: bytes([number]) * 64 for problem, number in algorithms.items()}
-
-        def blas_version(self) -> int:
-            return 7
-
-        def measured_algorithms(self) -> dict[str, bytes]:
-            return self.algorithms
-
-        def set_measured_algorithms(self, algorithms: dict[str, bytes]) -> None:
-            self.algorithms.update(algorithms)
-
     modules = [Module(a=1), Module(a=2, b=2), Module(b=3, c=3)]
     measured = [Measured(module, "a GPU of no machine") for module in modules]  # type: ignore[arg-type]
     records: list[str] = []
@@ -136,6 +139,22 @@ def test_ranks_that_are_processes_take_what_the_first_of_them_knows() -> None:
     for one in measured:
         one.agree(lambda _: records)
     assert [module.algorithms for module in modules] == [{name: bytes([n]) * 64 for name, n in zip("abc", (1, 2, 3), strict=True)}] * 3
+
+
+def test_ranks_that_are_threads_keep_what_they_find_at_the_same_time() -> None:
+    module = Module()
+
+    def on_rank(rank: int) -> None:
+        for number in range(10):
+            measured = Measured(module, "a GPU of threads")  # type: ignore[arg-type]
+            module.algorithms[f"{rank} {number}"] = bytes([number]) * 64
+            measured.keep()
+
+    hw.Threads(4).run(on_rank)
+    again = Module()
+    Measured(again, "a GPU of threads")  # type: ignore[arg-type]
+    assert again.algorithms == module.algorithms
+    assert len(module.algorithms) == 40
 
 
 def test_ranks_that_cannot_agree() -> None:

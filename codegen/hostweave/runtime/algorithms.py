@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +13,8 @@ from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
 _MOST = 10_000  # problems that are kept: some 2 MB
+
+_keeping = threading.Lock()  # ranks that are threads
 
 Algorithms = dict[str, str]  # by problem: the bytes of a cublasLtMatmulAlgo_t in hex
 
@@ -31,10 +35,11 @@ class Measured:
 
     def keep(self) -> None:
         """Writes down what is new."""
-        kept, known = self._kept(), self._known()
-        if new := {problem: algorithm for problem, algorithm in known.items() if kept.get(problem) != algorithm}:
-            every = list({**kept, **new}.items())[-_MOST:]
-            replace(self._entry, lambda folder: _write(folder / _FILE, dict(every)))
+        with _keeping:
+            kept, known = self._kept(), self._known()
+            if new := {problem: algorithm for problem, algorithm in known.items() if kept.get(problem) != algorithm}:
+                every = list({**kept, **new}.items())[-_MOST:]
+                replace(self._entry, lambda folder: _write(folder / _FILE, dict(every)))
 
     def _known(self) -> Algorithms:
         return {problem: algorithm.hex() for problem, algorithm in self._module.measured_algorithms().items()}
@@ -43,8 +48,10 @@ class Measured:
         self._module.set_measured_algorithms({problem: bytes.fromhex(algorithm) for problem, algorithm in algorithms.items()})
 
     def _kept(self) -> Algorithms:
-        folder = lookup(self._entry)
-        return {} if folder is None else json.loads((folder / _FILE).read_text())
+        with contextlib.suppress(FileNotFoundError):  # another process writes it anew
+            if folder := lookup(self._entry):
+                return dict(json.loads((folder / _FILE).read_text()))
+        return {}
 
 
 def _write(file: Path, algorithms: Algorithms) -> None:
