@@ -55,7 +55,7 @@ TRIALS = [
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("processes")]
 everywhere = pytest.mark.parametrize("place", PLACES)
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: pip install mpich")
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install torch")
 
 
@@ -121,7 +121,7 @@ def test_torchrun_beside_torch_distributed(place: Place) -> None:
 @pytest.mark.parametrize("provider", ["environment", "mpi"])
 def test_mpirun(place: Place, provider: str) -> None:
     if provider == "mpi":
-        pytest.importorskip("mpi4py")
+        pytest.importorskip("mpi4py", reason="needs mpi4py: pip install mpi4py")
     check_output(place, run(place, mpirun(place), provider))
 
 

@@ -73,7 +73,7 @@ def jax_call(program: Program) -> Callable[..., Any]:
         outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.outputs], shapes, group.rank)
         made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.outputs, strict=True))
         with _adding:
-            key = known.setdefault((id(group), given), len(_calls))
+            key = known.setdefault((group, given), len(_calls))
             if key == len(_calls):
                 _calls.append(_Call(program, group, given, made, _device(jax, program)))
         types = [jax.ShapeDtypeStruct(shape, numpy_dtype(dtype)) for shape, dtype in made]

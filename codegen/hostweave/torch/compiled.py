@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +30,13 @@ class Copied(NamedTuple):
 
 
 class Part:
-    """A program and the tensors of the module that it reads. It is called with the others, by name."""
+    """A program and the tensors of the module that it reads. It is called with the others, by name.
 
-    def __init__(self, program: Program, graph: Graph, module: nn.Module):
-        self.program, self.graph = program, graph
+    `numbers` says which of its arguments are among those of the joint graph of a forward and backward pass, and which ones.
+    """
+
+    def __init__(self, program: Program, graph: Graph, module: nn.Module, numbers: Mapping[str, int] | None = None):
+        self.program, self.graph, self._numbers = program, graph, numbers or {}
         donated = graph.update.donated if graph.update else ()
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
         self._bound: dict[int | None, tuple[Program, list[Copied]]] = {}  # by rank of the group, None for all ranks in this process
@@ -49,6 +52,10 @@ class Part:
         given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
         made = program(**given, group=group) if group else program.run(**given)
         return made if isinstance(made, tuple) else (made,)
+
+    def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Of what the joint graph takes, the arguments of this program, by name."""
+        return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, list[Copied]]:
         """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""

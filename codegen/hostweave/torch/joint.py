@@ -102,7 +102,7 @@ class Joint:
         graph.placed = {node: self.axes_of(origin) for node, origin in given if isinstance(node, Node)}
         return graph
 
-    @property
+    @cached_property
     def saved(self) -> list[Node]:
         """The nodes of the forward graph that the backward graph takes."""
         (output,) = (node for node in self.forward.graph.nodes if node.op == "output")
@@ -111,6 +111,11 @@ class Joint:
     def source_of(self, node: Node) -> int | None:
         """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
         return int(node.name.removeprefix("primals_")) - 1 if node.name.startswith("primals_") else None
+
+    def numbers_of(self, graph: Graph) -> dict[str, int]:
+        """The arguments of a program that are sources, by name, with the number of each."""
+        named = ((graph.names[node], self.source_of(node)) for node in graph.arguments if node in graph.names)
+        return {name: number for name, number in named if number is not None}
 
     def axes_of(self, origin: Origin) -> Axes:
         """The sharding of what an origin is, and of its gradient."""
@@ -166,7 +171,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         return made
 
     known = {name.partition(".")[0] for name in TABLE}
-    decompositions = {op: rule for op, rule in _core().items() if str(op).split(".")[1] not in known}
+    every: dict[Any, Any] = core_aten_decompositions()
+    decompositions = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
     made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
     if not any(differentiable):
         why = "no result depends on what requires grad"
@@ -181,10 +187,6 @@ def _losses(results: list[Node]) -> list[Node]:
         why = f"a step has one result that is a scalar, the loss, and the module returns {len(found)}"
         raise ProgramError(f"optimizer: {why}; return one, or leave optimizer= out and call backward() and step()")
     return found
-
-
-def _core() -> dict[Any, Any]:
-    return core_aten_decompositions()
 
 
 def _origin_of(outer: Graph, node: Node) -> Origin:

@@ -59,7 +59,7 @@ class TrainingStep(Differentiated):
         graph.update = self._update(graph)
         program = compile_program(traced(graph, f"{name}_step", options), target=target, options=options)
         super().__init__(module, exported, joint.outer, program)
-        self._part = Part(program, graph, module)
+        self._part = Part(program, graph, module, joint.numbers_of(graph))
         _ = self._wants  # as they are now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class TrainingStep(Differentiated):
                     f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
                 )
         part = self._part
-        made = iter(part({**self._arguments(part, given), **self._written(), **self._rates()}, group))
+        made = iter(part({**part.taken(given), **self._written(), **self._rates()}, group))
         nodes = part.graph.outputs[: len(self._joint.results)]
         results = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in nodes]
         for one in self._updated:  # which torch does not see written
@@ -140,14 +140,14 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
     for number, group in enumerate(optimizer.param_groups):
         if used := [key for key in _UNUSED if group.get(key)]:
             raise ProgramError(f"optimizer: parameter group {number} has {used[0]}=True, which a step does not compute; leave it False")
-    group_of = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
+    group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     names = {of: name for name, of in graph.parameters.items()}
     found = []
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:
             continue
         tensor = tensor_of(module, origin.name) if origin.kind == "parameter" else None
-        if tensor is None or id(tensor) not in group_of:
+        if tensor is None or tensor not in group_of:
             raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
-        found.append(_Updated(names[origin.name], tensor, group_of[id(tensor)]))
+        found.append(_Updated(names[origin.name], tensor, group_of[tensor]))
     return found

@@ -61,12 +61,6 @@ class Differentiated(CompiledModule):
     def _device(self) -> torch.device:
         return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
 
-    def _arguments(self, part: Part, given: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-        """Of what the joint graph takes, the arguments of one of the programs, by its names."""
-        numbers = {node: number for node in part.graph.arguments if (number := self._joint.source_of(node)) is not None}
-        names = part.graph.names
-        return {names[node]: given[number].detach() for node, number in numbers.items() if node in names}
-
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Node, torch.Tensor], tuple[Any, ...]]:
         """The arguments of a call by their nodes, and what the joint graph takes. Raises ArgumentError for others than at compile."""
         self._expect_unchanged()
@@ -86,11 +80,11 @@ class TrainingModule(Differentiated):
         forward_graph = joint.forward_graph()
         program = compile_program(traced(forward_graph, name, options), target=target, options=options)
         super().__init__(module, exported, joint.outer, program)
-        self._joint, self._part = joint, Part(program, forward_graph, module)
+        self._joint, self._part = joint, Part(program, forward_graph, module, joint.numbers_of(forward_graph))
         _ = self._wants  # as they are now
         backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
         self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
-        self._backward = Part(self.backward, backward_graph, module)
+        self._backward = Part(self.backward, backward_graph, module, joint.numbers_of(backward_graph))
         self._options, self._lock = options, threading.Lock()
         self._gather: Program | None = None
 
@@ -103,7 +97,7 @@ class TrainingModule(Differentiated):
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results, and what is saved for the backward pass."""
         part = self._part
-        made = iter(part(self._arguments(part, given), group))
+        made = iter(part(part.taken(given), group))
         values = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in part.graph.outputs]
         return values[: len(self._joint.results)], values[len(self._joint.results) :]
 
@@ -112,7 +106,7 @@ class TrainingModule(Differentiated):
         part, joint = self._backward, self._joint
         named = dict(zip((node.name for node in joint.saved), saved, strict=True))
         named |= {f"tangents_{number + 1}": tangent.contiguous() for number, tangent in enumerate(tangents)}
-        arrays = self._arguments(part, given)
+        arrays = part.taken(given)
         arrays |= {
             part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names
         }
