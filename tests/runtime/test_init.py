@@ -23,9 +23,9 @@ from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
 from hostweave.runtime.arrays import NumpyLibrary
 from hostweave.runtime.cpu import seeded
-from hostweave.runtime.local import LocalProgram
 from hostweave.runtime.meeting import CallSignature, StoreMeeting
 from hostweave.runtime.stores import MemoryStore, Store
+from hostweave.runtime.taken import Arguments
 from hostweave.targets.cuda import handle_of
 from hostweave.targets.target import find_target
 
@@ -425,12 +425,11 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
         def stream(self, device: int) -> int:
             raise TypeError("in the library")
 
-    local = object.__new__(LocalProgram)
-    local.__dict__.update(_target=find_target("cuda"), _device=0, _host=SimpleNamespace(name="ag_matmul"))
+    arguments = Arguments(AG_MATMUL._host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False)
     with pytest.raises(TypeError, match=r"^in the library$"):
-        local._handle(None, Broken())
+        arguments.handle(None, Broken())
     with pytest.raises(ArgumentError, match=r"^ag_matmul: stream=: expected an int"):
-        local._handle("main", Broken())
+        arguments.handle("main", Broken())
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
