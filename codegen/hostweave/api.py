@@ -18,9 +18,9 @@ from hostweave.base.signatures import checked
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
+from hostweave.fusion_ir.calls import needs_ranks, on_one_device
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options

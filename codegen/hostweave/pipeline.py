@@ -7,7 +7,7 @@ from typing import Any
 
 from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.verify import ADDS_RULES, verify_fusion
+from hostweave.fusion_ir.verify import LEVELS, verify_fusion
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
@@ -113,7 +113,13 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
-    elif program != before or name in ADDS_RULES:
-        verify_fusion(program, after=name)
+    elif program != before or name in LEVELS:
+        verify_fusion(program, after=level_of(name))
     if observe:
         observe(name, program)
+
+
+def level_of(stage: str) -> str:
+    """The last one of LEVELS up to a stage of a fusion."""
+    stages = ["input", *(apply.__name__ for apply in PASSES)]
+    return next(name for name in stages[stages.index(stage) :: -1] if name in LEVELS)
