@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
@@ -21,7 +21,6 @@ from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.bound import Bound
-from hostweave.runtime.captured import Captured
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
@@ -37,23 +36,16 @@ T = TypeVar("T")
 _building = threading.Lock()  # ranks that are threads want the module at the same time
 
 
-class CompiledProgram(Protocol):
-    """What a rank needs of a `Program`."""
-
-    target: Target
-
-    @property
-    def module(self) -> ModuleType: ...
-
-
 class LocalProgram:
     """A program, ready on this rank. All ranks of the group make it at the same time."""
 
-    def __init__(self, program: CompiledProgram, host: HostProgram, options: Options, group: Group, stream: int):
-        """Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
+    def __init__(self, host: HostProgram, target: Target, module: Callable[[], ModuleType], options: Options, group: Group, stream: int):
+        """`module` builds and loads it where that is not done.
+
+        Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
         CaptureError where the stream of the first call is being captured."""
         group.expect_working()
-        self._host, self._target, self._group = host, program.target, group
+        self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
         self._graphs = options.graph == "auto"
         if self._meets and not group.can_meet:
@@ -64,7 +56,7 @@ class LocalProgram:
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.outputs]
         self._waits_for = _first_communication(host)
-        self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), program.target.name))
+        self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
         self._ready_for: Any = None  # the shapes of the last call
         self._bound_spans: tuple[Span, ...] = ()  # of all ranks, in the last call
         self._outputs: list[Shape] = []
@@ -73,10 +65,10 @@ class LocalProgram:
         def on_this_rank() -> tuple[Any, Any]:
             self._check_group()
             with _building:
-                module = program.module
-            if stream and module.is_captured(stream):
+                loaded = module()
+            if stream and loaded.is_captured(stream):
                 raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
-            return module, group.member(module, self._target)
+            return loaded, group.member(loaded, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
@@ -305,6 +297,34 @@ class LocalProgram:
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
+
+
+class Captured:
+    """A call with fixed arrays, captured as a CUDA graph. Made by `Program.capture`.
+
+    Calling it computes `outputs` anew from what its input arrays hold.
+
+    Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
+    """
+
+    def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Callable[[], Any]):
+        self._launch = launch
+        self._inputs = inputs  # whose memory the graph reads
+        self._outputs = outputs
+
+    @property
+    def outputs(self) -> Any:
+        """The array that the last launch wrote, or a tuple of them. They are always in the same memory."""
+        return self._outputs()
+
+    def __call__(self, stream: Any = None) -> Any:
+        """Launches the graph as a call of the program is enqueued: after what `stream` holds, by default the library's current one.
+
+        Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError where the group has failed or
+        the program is closed, CaptureError where the stream is being captured itself.
+        """
+        self._launch(stream)
+        return self.outputs
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:

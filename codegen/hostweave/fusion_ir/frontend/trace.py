@@ -22,10 +22,9 @@ from hostweave.fusion_ir.frontend.indexing import indexed
 from hostweave.fusion_ir.frontend.naming import names_of
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
-from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.definition import INTS
-from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
