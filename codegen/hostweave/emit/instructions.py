@@ -162,7 +162,7 @@ class Emitter:
 
     def handle(self, i: ir.Communication) -> str:
         """What a call of the transport ends with."""
-        return f"{self.channel(i)}.comm(), {self.stream}"
+        return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
         """Of a communication, or of all that a group posts."""

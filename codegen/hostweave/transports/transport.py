@@ -17,6 +17,8 @@ class Transport:
     name: str
     carries: frozenset[str]  # what may be posted on it: the trait `posts` of instructions
     template: str  # the file of templates/instructions that has a macro for each instruction
+    handle: str  # what a call takes of the channel, in C++
+    library: str  # what makes the calls, for messages
     algorithms: frozenset[str]  # of chunk loops
     reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
     posts_in_group: int  # the most calls that can be posted together

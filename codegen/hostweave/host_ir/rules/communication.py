@@ -101,7 +101,7 @@ def _reduction(c: Checker, i: Any) -> None:
         c.fail(f"unknown reduction {i.op!r}; one of {', '.join(REDUCTIONS)}")
     transport, dtype = c.channel(i).transport, c.types[i.src].dtype.name
     if dtype in transport.reduced_as:
-        c.fail(f"NCCL cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
+        c.fail(f"{transport.library} cannot reduce {dtype}: cast to {transport.reduced_as[dtype]} before it and back after it")
 
 
 def _routed(c: Checker, i: ir.Routed, size: int) -> None:
