@@ -151,10 +151,10 @@ class Emitter:
         return self.integers.expr(expr)
 
     def pool(self, i: ir.Fork | ir.Join | ir.OnStream) -> str:
-        return self.context.streams[i.stream].member
+        return self.context.streams[i.stream]
 
     def event(self, i: ir.Record | ir.Wait) -> str:
-        return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
+        return f"{self.context.events[i.event]}[{self.expr(i.index)}]"
 
     def channel(self, i: ir.Communication) -> str:
         """The member that is the channel of a communication."""
@@ -192,12 +192,13 @@ class Emitter:
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
+        count = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member, in_window=i.in_window)
+        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool, in_window=i.in_window)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
-        if least is None or least < 0 or greatest is None or greatest >= pool.count:
-            index = index % pool.count
+        if least is None or least < 0 or greatest is None or greatest >= count:
+            index = index % count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
 
     def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
