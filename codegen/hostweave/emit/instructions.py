@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hostweave.analysis.kernel_indices import updated
@@ -376,11 +377,13 @@ class Emitter:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
             tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
+        ends = ("send", "sender", "sent", "receiver") if i.posts == "send" else ("recv", "receiver", "received", "sender")
+        macro = partial(lay_out, "Routed", self.transport(i).template, e=self, i=i, name=name, ends=ends, routes=tables[i.routes][0])
         if not isinstance(i.count, int):
-            return self.lay_out(i, routes=tables[i.routes][0])
+            return macro()
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes][0], route=route, count=self.integers.size(block), times=times)
+        return macro(route=route, count=self.integers.size(block), times=times)
 
     def emit_group(self, i: ir.Group) -> str:
         self.in_group = True
