@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
-from hostweave.build.toolchain import Toolchain
+from hostweave.build.toolchain import ENQUEUING, Toolchain
 from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
-PROGRAM, KERNELS = "program.cpp", "kernels.cu"
+PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 LIBRARY = "-fvisibility=default"  # an option of the runtime's library alone
 HEADERS_OF = {
     ("cpu", PROGRAM): HEADERS,
