@@ -191,13 +191,13 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
 // once as have places of their own and of what has moved already.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
-  const int64_t thread = int64_t{blockDim.x} * Cluster::rank() + threadIdx.x, threads = int64_t{blockDim.x} * Cluster::size();
+  const int64_t thread = int64_t{blockDim.x} * Team::rank() + threadIdx.x, threads = int64_t{blockDim.x} * Team::size();
   const auto move = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin + thread; i < end; i += threads) {
       const uint32_t index = from[i];
       order[i] = index;
     }
-    Cluster::meet();
+    Team::meet();
   };
   if (in_first_half) {
     for (int64_t end = n; end > 0;) {
@@ -215,7 +215,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
 }
 
 // The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). Each block of
-// the cluster has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits.
+// the team has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits; where the next ones go,
+// blocks that are in no cluster find each other's counts.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -223,7 +224,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
   __shared__ uint32_t counts[kDigits], begins[kDigits], of_tile[kDigits];
   __shared__ bool is_needed;
   auto* const of_warps = reinterpret_cast<uint16_t*>(tile);  // [warp][digit]
-  const int64_t n = x.length, part = (n + Cluster::size() - 1) / Cluster::size(), begin = Cluster::rank() * part;
+  const int64_t n = x.length, part = (n + Team::size() - 1) / Team::size(), begin = Team::rank() * part;
   const int64_t end = begin + part < n ? begin + part : n;
   auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
   const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
@@ -236,18 +237,23 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     if (thread == 0) is_needed = true;
     block.sync();
     for (int64_t i = begin + thread; i < end; i += threads) atomicAdd(&counts[digit_of(from[i])], 1u);
-    Cluster::meet();
+    block.sync();
+    for (int d = thread; Team::is_grid() && d < kDigits; d += threads) to[Team::rank() * kDigits + d] = counts[d];
+    Team::meet();
+    const auto count_of = [&](int other, int d) {
+      return Team::is_grid() ? to[other * kDigits + d] : Cluster::of(other, counts[d]);
+    };
     for (int d = thread; d < kDigits; d += threads) {
       uint32_t before = 0, all = 0;
-      for (int other = 0; other < Cluster::size(); ++other) {
-        const uint32_t count = Cluster::of(other, counts[d]);
-        before += other < Cluster::rank() ? count : 0;
+      for (int other = 0; other < Team::size(); ++other) {
+        const uint32_t count = count_of(other, d);
+        before += other < Team::rank() ? count : 0;
         all += count;
       }
       begins[d] = all, of_tile[d] = before;
       if (all == n) is_needed = false;
     }
-    Cluster::meet();  // before anything is counted anew
+    Team::meet();  // before anything is counted anew
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
@@ -291,7 +297,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     }
     auto* const last = from;
     from = to, to = last;
-    Cluster::meet();
+    Team::meet();
   }
   widen(order, n, from < to);
 }
@@ -306,7 +312,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Cluster::rank() > 0) return;  // one block is enough
+    if (Team::rank() > 0) return;  // one block is enough
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }
