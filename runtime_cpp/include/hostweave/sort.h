@@ -188,16 +188,18 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
 }
 
 // Has n indices of 32 bits, in the first or in the second half of `order`, take all of it, of 64 bits. Of those left, as many at
-// once as have places of their own and of what has moved already.
+// once as have places of their own and of what has moved already; the last few are one block's.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
-  const int64_t thread = int64_t{blockDim.x} * Team::rank() + threadIdx.x, threads = int64_t{blockDim.x} * Team::size();
   const auto move = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin + thread; i < end; i += threads) {
+    const bool is_alone = end - begin <= kSorted;
+    const int64_t block = is_alone ? 0 : Team::rank(), blocks = is_alone ? 1 : Team::size();
+    if (is_alone && Team::rank() > 0) return;
+    for (int64_t i = begin + blockDim.x * block + threadIdx.x; i < end; i += blockDim.x * blocks) {
       const uint32_t index = from[i];
       order[i] = index;
     }
-    Team::meet();
+    is_alone ? __syncthreads() : Team::meet();
   };
   if (in_first_half) {
     for (int64_t end = n; end > 0;) {
@@ -240,18 +242,23 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     block.sync();
     for (int d = thread; Team::is_grid() && d < kDigits; d += threads) to[Team::rank() * kDigits + d] = counts[d];
     Team::meet();
-    const auto count_of = [&](int other, int d) {
-      return Team::is_grid() ? to[other * kDigits + d] : Cluster::of(other, counts[d]);
-    };
-    for (int d = thread; d < kDigits; d += threads) {
-      uint32_t before = 0, all = 0;
-      for (int other = 0; other < Team::size(); ++other) {
-        const uint32_t count = count_of(other, d);
-        before += other < Team::rank() ? count : 0;
-        all += count;
+    const auto add_counts = [&](auto count_of) {
+      for (int d = thread; d < kDigits; d += threads) {
+        uint32_t before = 0, all = 0;
+#pragma unroll 16
+        for (int other = 0; other < Team::size(); ++other) {
+          const uint32_t count = count_of(other, d);
+          before += other < Team::rank() ? count : 0;
+          all += count;
+        }
+        begins[d] = all, of_tile[d] = before;
+        if (all == n) is_needed = false;
       }
-      begins[d] = all, of_tile[d] = before;
-      if (all == n) is_needed = false;
+    };
+    if (Team::is_grid()) {
+      add_counts([&](int other, int d) { return to[other * kDigits + d]; });
+    } else {
+      add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
     Team::meet();  // before anything is counted anew
     if (!is_needed) continue;
