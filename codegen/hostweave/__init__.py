@@ -2,7 +2,6 @@
 
 from difflib import get_close_matches
 from importlib import import_module
-from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
     from hostweave.runtime.providers import Threads as Threads
     from hostweave.runtime.providers import TorchStore as TorchStore
 
-imported_at = time_ns()  # a file of the package that was edited later may run here as it was before
 _LAZY = {
     "hostweave.api": ("Program", "compile"),
     "hostweave.host_ir.ir": ("HostProgram",),
