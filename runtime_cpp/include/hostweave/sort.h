@@ -2,12 +2,6 @@
 #pragma once
 #include "hostweave/lanes.h"
 
-#ifndef __CUDACC__
-#include <algorithm>
-#include <numeric>
-#include <vector>
-#endif
-
 namespace hw {
 
 template <int kBytes>
@@ -349,9 +343,11 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   }
 }
 
+#endif  // __CUDACC__
+
 // By a heap of the first ones so far, of which the root comes last.
 template <bool kDescending, class T>
-__device__ void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
+HW_DEVICE void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
   const int64_t n = order.length;
   const auto comes_first = [&](int64_t a, int64_t b) {
     const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
@@ -376,18 +372,5 @@ __device__ void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
     sift(0, end, index);
   }
 }
-#else
-template <bool kDescending, class T>
-void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
-  std::vector<int64_t> indices(x.length);
-  std::iota(indices.begin(), indices.end(), int64_t{0});
-  const auto end = indices.begin() + order.length;
-  std::partial_sort(indices.begin(), end, indices.end(), [&](int64_t a, int64_t b) {
-    const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
-    return key_a < key_b || (key_a == key_b && a < b);
-  });
-  for (int64_t i = 0; i < order.length; ++i) order[i] = indices[i];
-}
-#endif
 
 }  // namespace hw
