@@ -130,17 +130,21 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t least = SIZE_MAX;
   std::vector<size_t> tried(buffers.size());
   const auto end_of = [&](size_t i) { return tried[i] + padded(buffers[i].bytes); };
-  for (auto* order : {&by_size, &by_area, &in_order}) {
-    for (int moved = 0; moved <= kMoved && least > bound; ++moved) {
-      const size_t total = place_in(*order, buffers, tried);
-      if (total < least) {
-        least = total;
-        std::ranges::copy(tried, offsets.begin());
-      }
-      const auto highest = std::ranges::max_element(*order, {}, end_of);  // found no gap: next time it comes first
-      if (highest != order->end()) std::rotate(order->begin(), highest, highest + 1);
+  std::vector<size_t>* best = nullptr;
+  const auto attempt = [&](std::vector<size_t>& order) {
+    const size_t total = place_in(order, buffers, tried);
+    if (total < least) {
+      least = total;
+      best = &order;
+      std::ranges::copy(tried, offsets.begin());
     }
+    const auto highest = std::ranges::max_element(order, {}, end_of);  // found no gap: next time it comes first
+    if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
+  };
+  for (auto* order : {&by_size, &by_area, &in_order}) {
+    if (least > bound) attempt(*order);
   }
+  for (int moved = 0; moved < kMoved && least > bound; ++moved) attempt(*best);
   return least;
 }
 
