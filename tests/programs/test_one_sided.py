@@ -77,6 +77,20 @@ def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 3)
 
 
+def test_blocks_that_are_scattered_leave_one_by_one() -> None:
+    """Several products at once would end together, and the first block leave late."""
+    host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
+    assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
+    assert (
+        host.count("fork ring\n")
+        == host.count("join ring\n")
+        == host.count("fork ring first 1\n")
+        == host.count("join ring first 1\n")
+        == 1
+    )
+    assert "streams(ring[1], puts[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
+
+
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 

@@ -196,7 +196,7 @@ class Overlap:
         if self.kind == "all_gather":
             return LOOP + _after_arrival(own * multiply, [transfer] * others, multiply)
         summed = self.adding(machine, one_sided) if by_shard else 0.0
-        return LOOP + _before_departure([transfer] * others, multiply, own * multiply, 2 if one_sided else 1) + summed
+        return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
 
     def adding(self, machine: Machine, one_sided: bool) -> float:
         """The kernel that adds up what has come from all ranks, or what another one takes longer for it."""
@@ -228,14 +228,10 @@ def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> 
     return computed
 
 
-def _before_departure(transfers: Sequence[float], multiply: float, here: float, at_once: int) -> float:
-    """Each chunk leaves once it is computed, one after the other; what is computed here comes last.
-
-    So many matmuls run at a time, on streams that begin together: the first may end with the last of these.
-    """
-    behind = (at_once - 1) * multiply
-    computed, departed = behind, 0.0
+def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
+    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
+    computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply
         departed = max(departed, computed) + transfer
-    return max(departed, computed - behind + here)
+    return max(departed, computed + here)

@@ -10,7 +10,7 @@
 //   %y: bf16[M/4, N] = astype(%term_6)
 // }
 // host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x one_sided)
-// streams(ring[2], puts[1]) events(made[3]) {
+// streams(ring[1], puts[1]) events(made[3]) {
 //   %y_landing = allocate_window bf16[3, 1, M/4, N]
 //   %matmul_w = allocate_window bf16[M, N]
 //   fork puts
@@ -66,7 +66,7 @@ namespace programs::matmul_rs_put {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
-      ring_(rank, "ring", 2),
+      ring_(rank, "ring", 1),
       puts_(rank, "puts", 1),
       made_(3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
