@@ -3,8 +3,9 @@
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
 reduce_scatter), in sequence, as the compiler chooses (by puts with NCCL 2.29 or later), and that captured; also at the sizes that a rank
 of 8 has. torch.compile fuses the collectives of the sequence-parallel form with matmuls, too (asynchronous tensor parallelism).
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. A process a GPU runs all of them
-in turn, on the same arrays: matmuls run against the power limit of a GPU, so that what is measured later is measured on a warmer one.
+Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. Ours and torch have the weights
+of gate and up as one. A process a GPU runs all of them in turn, on the same arrays: matmuls run against the power limit of a GPU, so that
+what is measured later is measured on a warmer one.
 Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
@@ -20,9 +21,7 @@ from typing import Any
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
-from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
-from hostweave.cli.programs import load_file
 
 REPETITIONS = 15
 WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count, as in a model it is hidden
@@ -63,14 +62,15 @@ def _compare(cases: tuple[Case, ...], ranks: int) -> None:
 
 
 def _program(case: Case, ranks: int, overlap: str) -> hw.Program:
-    swiglu = load_file(EXAMPLES / "transformer.py").swiglu
-    x = hw.bf16["T@tp" if case.parallel == "sp" else "T", case.hidden]
-    columns = hw.bf16[case.hidden, f"{case.inner}@tp"]
-    weights = {"wg": columns, "wu": columns, "wd": hw.bf16[f"{case.inner}@tp", case.hidden]}
+    inner, rows = case.inner // ranks, "T@tp" if case.parallel == "sp" else "T"
+    gate_up, down = hw.bf16[case.hidden, f"{ranks}@tp", 2, inner], hw.bf16[f"{case.inner}@tp", case.hidden]
 
-    @hw.fusion(mesh=hw.Mesh(tp=ranks), x=x, **weights)
-    def mlp(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
-        return hw.reshard(swiglu(x, wg, wu, wd), "T@tp" if case.parallel == "sp" else "T", case.hidden)
+    @hw.fusion(mesh=hw.Mesh(tp=ranks), x=hw.bf16[rows, case.hidden], wgu=gate_up, wd=down)
+    def mlp(x: hw.Tensor, wgu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
+        y = hw.matmul(x, hw.reshape(wgu, case.hidden, 2 * case.inner))
+        y = hw.reshape(y, "T", ranks, 2, inner)
+        gated = hw.silu(y[:, :, 0]) * y[:, :, 1]
+        return hw.reshard(hw.matmul(hw.reshape(gated, "T", case.inner), wd), rows, case.hidden)
 
     return hw.compile(mlp, target="cuda", options=hw.Options(overlap=overlap, sizes={"T": case.tokens}))
 
@@ -92,14 +92,15 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
         rows = case.tokens // ranks if case.parallel == "sp" else case.tokens
         inner = case.inner // ranks
-        arrays = random(rows, case.hidden), random(case.hidden, inner), random(case.hidden, inner), random(inner, case.hidden)
+        x, wgu, wd = arrays = random(rows, case.hidden), random(case.hidden, 2 * inner), random(inner, case.hidden)
+        blocks = x, wgu.view(case.hidden, 1, 2, inner), wd
         ways = {"in sequence": _program(case, ranks, "off")} | ({"as chosen": _program(case, ranks, "auto")} if ranks > 1 else {})
         eager = _torch_mlp(case.parallel, ranks)
-        calls: Calls = {name: partial(way, *arrays, group=group) for name, way in ways.items()}
+        calls: Calls = {name: partial(way, *blocks, group=group) for name, way in ways.items()}
         if rank == 0 and "as chosen" in ways:
             print(*(f"  {choice}" for choice in ways["as chosen"].choices), sep="\n", flush=True)
         if "as chosen" in ways:
-            calls["captured"] = ways["as chosen"].capture(*arrays, group=group)
+            calls["captured"] = ways["as chosen"].capture(*blocks, group=group)
         peers = {"torch eager": eager, "torch.compile": torch.compile(eager, dynamic=False)}
         if ranks > 1 and case.parallel == "sp":
             peers["torch async TP"] = _async_tp()
@@ -125,9 +126,9 @@ def _async_tp() -> Callable[..., Any]:
     assert group is not None
     enable_symm_mem_for_group(group.group_name)
 
-    def mlp(x: Any, wg: Any, wu: Any, wd: Any) -> Any:
-        whole = all_gather_tensor(x, 0, group)
-        return reduce_scatter_tensor((torch.nn.functional.silu(whole @ wg) * (whole @ wu)) @ wd, "sum", 0, group)
+    def mlp(x: Any, wgu: Any, wd: Any) -> Any:
+        gate, up = (all_gather_tensor(x, 0, group) @ wgu).chunk(2, -1)
+        return reduce_scatter_tensor((torch.nn.functional.silu(gate) * up) @ wd, "sum", 0, group)
 
     return torch.compile(mlp, dynamic=False, options={"_micro_pipeline_tp": True})
 
@@ -136,12 +137,13 @@ def _torch_mlp(parallel: str, ranks: int) -> Callable[..., Any]:
     import torch
     import torch.distributed as dist
 
-    def mlp(x: Any, wg: Any, wu: Any, wd: Any) -> Any:
+    def mlp(x: Any, wgu: Any, wd: Any) -> Any:
         if parallel == "sp":
             whole = torch.empty(x.shape[0] * ranks, x.shape[1], device=x.device, dtype=x.dtype)
             dist.all_gather_into_tensor(whole, x)
             x = whole
-        y = (torch.nn.functional.silu(x @ wg) * (x @ wu)) @ wd
+        gate, up = (x @ wgu).chunk(2, -1)
+        y = (torch.nn.functional.silu(gate) * up) @ wd
         if parallel == "sp":
             shared = torch.empty(y.shape[0] // ranks, y.shape[1], device=y.device, dtype=y.dtype)
             dist.reduce_scatter_tensor(shared, y)

@@ -33,3 +33,10 @@ def mlp_put(x, w_in, w_out):
 def columns_put(x, w, v):
     y = hw.reshard(hw.matmul(x, w), "M", "N@x").stream("N", chunks=2 * D, algorithm="put")  # of columns, which are not contiguous
     return hw.matmul(hw.reshard(hw.clip(y, -1, 1), "M@x", "N"), hw.reshard(v, "N", "E"))  # sums that bf16 has
+
+
+@hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])
+def residual_put(x, h, w):
+    """What is added up goes on to a residual and to a reduction of rows, in one kernel."""
+    y = hw.clip(x + hw.reshard(hw.matmul(h, w), "M@x", "E").stream("M", chunks=2 * D, algorithm="put"), -64, 64)
+    return y - hw.max(y, axis=1, keepdims=True)

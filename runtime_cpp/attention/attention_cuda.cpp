@@ -34,7 +34,13 @@ cudnnDataType_t type_of(cudaDataType_t dtype) {
 }
 
 Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
-Dims strides_of(const Heads& x) { return {x.batch_stride, x.head_stride, x.row_stride, 1}; }
+constexpr int64_t kStep = kAlignment / 2;  // elements
+
+// The stride of a dim of one element leads nowhere, and may be any number; cuDNN wants multiples of what it reads at once.
+Dims strides_of(const Heads& x) {
+  const auto stride_of = [&](int64_t count, int64_t stride) { return count == 1 && stride % kStep ? x.size : stride; };
+  return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};
+}
 std::shared_ptr<void> allocated(int64_t bytes) {
   void* memory = nullptr;
   HW_CHECK(cudaMalloc(&memory, bytes));
@@ -400,8 +406,8 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
   if (dtype == CUDA_R_32F) return std::make_shared<const Plan>(problem, options);
   if (problem.is_empty()) return nullptr;
   for (const Heads& x : problem.operands()) {
-    constexpr int64_t step = kAlignment / 2;  // elements
-    if (x.size % step || x.batch_stride % step || x.head_stride % step || x.row_stride % step) {
+    const Dims strides = strides_of(x);
+    if (x.size % kStep || std::any_of(strides.begin(), strides.end() - 1, [](int64_t stride) { return stride % kStep; })) {
       throw ExecutionError(
           "attention: cuDNN reads 16 bytes at once, and rows of an operand do not begin at multiples of 8 elements: "
           "copy it first");

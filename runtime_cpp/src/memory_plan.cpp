@@ -30,6 +30,7 @@ struct Lifetime {
 };
 
 constexpr size_t kPlace = 256;  // bytes, what cudaMalloc aligns to
+constexpr int kMoved = 8;       // buffers, at most, that an order of placement is changed by
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
@@ -128,13 +129,22 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   const size_t bound = lower_bound(buffers);
   size_t least = SIZE_MAX;
   std::vector<size_t> tried(buffers.size());
-  for (const auto& order : {by_size, by_area, in_order}) {
-    if (least == bound) break;
+  const auto end_of = [&](size_t i) { return tried[i] + padded(buffers[i].bytes); };
+  std::vector<size_t>* best = nullptr;
+  const auto attempt = [&](std::vector<size_t>& order) {
     const size_t total = place_in(order, buffers, tried);
-    if (total >= least) continue;
-    least = total;
-    std::ranges::copy(tried, offsets.begin());
+    if (total < least) {
+      least = total;
+      best = &order;
+      std::ranges::copy(tried, offsets.begin());
+    }
+    const auto highest = std::ranges::max_element(order, {}, end_of);  // found no gap: next time it comes first
+    if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
+  };
+  for (auto* order : {&by_size, &by_area, &in_order}) {
+    if (least > bound) attempt(*order);
   }
+  for (int moved = 0; moved < kMoved && least > bound; ++moved) attempt(*best);
   return least;
 }
 

@@ -94,6 +94,19 @@ def lower_bound(buffers: Sequence[Buffer]) -> int:
     return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
+def test_one_that_finds_no_gap_comes_first() -> None:
+    """The products of a gated layer, one after the other: the fourth lies below the fifth, which is larger."""
+    events, before = Events(), None
+    sizes = (256, 512, 448, 224, 512, 256)
+    for size in sizes:
+        events.allocate(own := events.new(), size * ALIGNMENT)
+        if before:
+            events.free(before)
+        before = own
+    placed = events.place()
+    assert placed.peak == placed.bound == (512 + 448) * ALIGNMENT
+
+
 def test_no_two_in_use_at_once_overlap() -> None:
     """Whatever is allocated, freed, allocated again and joined; and the planner's lower bound is that of the events."""
     for seed in range(200):

@@ -36,6 +36,14 @@ def masks(t: DType, size: int, group: int) -> Fusion:
     return masks
 
 
+@hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
+def merged_projections(qkv):  # type: ignore[no-untyped-def]
+    """Of one group, a dim whose stride leads nowhere: that of 8 heads of the query, the key and the value."""
+    by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
+    q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
+    return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 def expected(q: Any, k: Any, v: Any, size: int) -> tuple[Any, ...]:
     import torch
 
@@ -209,3 +217,13 @@ def test_diagonals_beside_the_corners(diagonal: int) -> None:
             wanted = torch.autograd.grad(want, (queries, keys, values), arrays[2].float())
             for got, expected in zip(gradients, wanted, strict=True):
                 torch.testing.assert_close(got.float(), expected, rtol=3e-2, atol=3e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_parts_of_merged_projections(batch: int) -> None:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    qkv = torch.randn(300, batch, 1, 10, 128, device="cuda").bfloat16()
+    q, k, v = qkv[:, :, 0].permute(1, 2, 0, 3).split([8, 1, 1], 1)
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
+    got = compiled(merged_projections, "cuda").run(qkv)
+    torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)

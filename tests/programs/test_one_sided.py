@@ -12,13 +12,19 @@ from hostweave.check.check import check
 from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 from hostweave.types.shards import block_of
 
-RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [("ag_matmul_pull", 2), ("ag_matmul_pull", 3), ("columns_put", 4)]
+RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
+    ("ag_matmul_pull", 2),
+    ("ag_matmul_pull", 3),
+    ("columns_put", 4),
+    ("residual_put", 3),
+]
 
 
 @pytest.mark.parametrize(("name", "ranks"), RUNS)
@@ -61,6 +67,28 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     assert HostProgram.parse(str(host)) == host
     arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
     expect(fusion, arrays, [rank["y" if "y" in rank else next(iter(rank))] for rank in interpret(host, arrays)], exact=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 9])
+def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
+    host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
+    launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
+    assert len(launches) == (1 if ranks <= 8 else 2)  # more terms than that are a reduction of their own
+    assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 3)
+
+
+def test_blocks_that_are_scattered_leave_one_by_one() -> None:
+    """Several products at once would end together, and the first block leave late."""
+    host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
+    assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
+    assert (
+        host.count("fork ring\n")
+        == host.count("join ring\n")
+        == host.count("fork ring first 1\n")
+        == host.count("join ring first 1\n")
+        == 1
+    )
+    assert "streams(ring[1], puts[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -176,6 +176,7 @@ class Overlap:
     rows: bool = True
     computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
     beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
+    goes_on: bool = False  # whether the kernel that takes what is reduced, which reads it anyway, adds up what was put here
 
     def in_sequence(self, machine: Machine) -> float:
         communicated = communication(machine, self.kind, self.ranks, self.size)
@@ -194,8 +195,13 @@ class Overlap:
         transfer *= 1.0 if one_sided else _kernels_beside(self.ranks)
         if self.kind == "all_gather":
             return LOOP + _after_arrival(own * multiply, [transfer] * others, multiply)
-        summed = machine.launch + (self.ranks + 1) * self.size / self.ranks / machine.memory if by_shard else 0.0
-        return LOOP + _before_departure([transfer] * others, multiply, own * multiply, 2 if one_sided else 1) + summed
+        summed = self.adding(machine, one_sided) if by_shard else 0.0
+        return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
+
+    def adding(self, machine: Machine, one_sided: bool) -> float:
+        """The kernel that adds up what has come from all ranks, or what another one takes longer for it."""
+        shard = self.size / self.ranks / machine.memory
+        return (self.ranks - 1) * shard if self.goes_on and one_sided else machine.launch + (self.ranks + 1) * shard
 
     def transfer(self, machine: Machine, one_sided: bool, size: float) -> float:
         """Of one chunk between two ranks."""
@@ -222,14 +228,10 @@ def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> 
     return computed
 
 
-def _before_departure(transfers: Sequence[float], multiply: float, here: float, at_once: int) -> float:
-    """Each chunk leaves once it is computed, one after the other; what is computed here comes last.
-
-    So many matmuls run at a time, on streams that begin together: the first may end with the last of these.
-    """
-    behind = (at_once - 1) * multiply
-    computed, departed = behind, 0.0
+def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
+    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
+    computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply
         departed = max(departed, computed) + transfer
-    return max(departed, computed - behind + here)
+    return max(departed, computed + here)

@@ -140,7 +140,9 @@ def ways(
     products = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls)
     is_made = _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
-    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made, _beside(op, fusion, sizes, machine, tf32))
+    beside, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
+    goes_on = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
+    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made, beside, goes_on)
     found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
     for algorithm, chunks in _chunked(candidate, candidate.size.bind(sizes)):
         if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):

@@ -1,12 +1,16 @@
-// kernel @fused_y(%matmul_w_own: bf16[M/4, N], %y_landing_own: bf16[3, M/4, N]) {
+// kernel @fused_y(%matmul_w_own: bf16[M/4, N], %y_landing_0: bf16[M/4, N], %y_landing_1: bf16[M/4, N], %y_landing_2: bf16[M/4,
+// N]) {
 //   %term_0: f32[M/4, N] = astype(%matmul_w_own)
-//   %term_1: f32[3, M/4, N] = astype(%y_landing_own)
-//   %term_2: f32[M/4, N] = sum(%term_1, axis=(0,))
-//   %term_3: f32[M/4, N] = add(%term_0, %term_2)
-//   %y: bf16[M/4, N] = astype(%term_3)
+//   %term_1: f32[M/4, N] = astype(%y_landing_0)
+//   %term_2: f32[M/4, N] = add(%term_0, %term_1)
+//   %term_3: f32[M/4, N] = astype(%y_landing_1)
+//   %term_4: f32[M/4, N] = add(%term_2, %term_3)
+//   %term_5: f32[M/4, N] = astype(%y_landing_2)
+//   %term_6: f32[M/4, N] = add(%term_4, %term_5)
+//   %y: bf16[M/4, N] = astype(%term_6)
 // }
 // host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x one_sided)
-// streams(ring[2], puts[1]) events(made[3]) {
+// streams(ring[1], puts[1]) events(made[3]) {
 //   %y_landing = allocate_window bf16[3, 1, M/4, N]
 //   %matmul_w = allocate_window bf16[M, N]
 //   fork puts
@@ -45,9 +49,12 @@
 //   }
 //   join ring
 //   join puts
-//   %y_landing_own = select %y_landing[1: 0]
 //   %matmul_w_own = chunk %matmul_w[0: rank.x of 4]
-//   launch @fused_y %matmul_w_own, %y_landing_own -> %y
+//   %y_landing_shards = reshape %y_landing to [3, M/4, N]
+//   %y_landing_0 = select %y_landing_shards[0: 0]
+//   %y_landing_1 = select %y_landing_shards[0: 1]
+//   %y_landing_2 = select %y_landing_shards[0: 2]
+//   launch @fused_y %matmul_w_own, %y_landing_0, %y_landing_1, %y_landing_2 -> %y
 // }
 #include "program.h"
 
@@ -59,7 +66,7 @@ namespace programs::matmul_rs_put {
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
-      ring_(rank, "ring", 2),
+      ring_(rank, "ring", 1),
       puts_(rank, "puts", 1),
       made_(3),
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF),
@@ -147,8 +154,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
   auto* matmul_w_own = matmul_w_ + rank_x * (M / 4 * N);
+  auto* y_landing_1 = y_landing_ + M / 4 * N;
+  auto* y_landing_2 = y_landing_ + M / 2 * N;
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(matmul_w_own, M / 4 * N),
-                          hw::reads(y_landing_, M / 4 * 3 * N), hw::writes(y, M / 4 * N), M, N));
+                          hw::reads(y_landing_, M / 4 * N), hw::reads(y_landing_1, M / 4 * N), hw::reads(y_landing_2, M / 4 * N),
+                          hw::writes(y, M / 4 * N), M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

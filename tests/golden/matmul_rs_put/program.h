@@ -58,7 +58,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;   // the 4 ranks along x
-  hw::Streams ring_;               // ring[2]
+  hw::Streams ring_;               // ring[1]
   hw::Streams puts_;               // puts[1]
   hw::Events made_;                // made[3]
   hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w_i

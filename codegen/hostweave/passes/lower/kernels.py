@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
@@ -45,10 +46,11 @@ class Kernels:
         self.made[kernel] = kernel
         return kernel.name
 
-    def adding(self, own: str, landed: str, target: str, op: Op) -> str:
-        """The name of the kernel that adds a term and all those along the outermost dim of a buffer, and rounds once."""
+    def adding(self, terms: Sequence[str], target: str, op: Op) -> str:
+        """The name of the kernel that adds terms, the last of which may be all those along an outermost dim, and rounds once."""
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
+        type = replace(result.type, dtype=wide)
         ops: list[Op] = []
 
         def add(kind: str, operands: tuple[str, ...], type: TensorType, *axis: int) -> str:
@@ -56,18 +58,17 @@ class Kernels:
             ops.append(Op(kind, operands, Value(name, type), (("axis", axis),) if axis else (), op.location))
             return name
 
-        def widened(name: str) -> str:
-            type = self.tensor(name)
-            return name if type.dtype == wide else add("astype", (name,), replace(type, dtype=wide))
+        def term(name: str) -> str:
+            here = self.tensor(name)
+            widened = name if here.dtype == wide else add("astype", (name,), replace(here, dtype=wide))
+            return widened if len(here.dims) == len(type.dims) else add("sum", (widened,), type, 0)
 
-        type = replace(result.type, dtype=wide)
-        total = add("add", (widened(own), add("sum", (widened(landed),), type, 0)), type)
+        total = reduce(lambda total, name: add("add", (total, term(name)), type), terms[1:], term(terms[0]))
         if wide == result.type.dtype:
             ops[-1] = replace(ops[-1], result=result)
         else:
             ops.append(Op("astype", (total,), result, (), op.location))
-        inputs = tuple(ir.Parameter(name, self.tensor(name)) for name in (own, landed))
-        kernel = ir.Kernel(f"add_landed_{result.name}", inputs, tuple(ops))
+        kernel = ir.Kernel(f"add_landed_{result.name}", tuple(ir.Parameter(name, self.tensor(name)) for name in terms), tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 

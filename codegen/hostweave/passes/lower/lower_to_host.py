@@ -46,7 +46,9 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32
 
 RING = "ring"
-STREAMS_OF_PUTS = 2  # streams of a loop of puts, so that the end of a matmul and the beginning of the next share the device
+# Streams of a loop of puts. After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves
+# as soon as it is multiplied, which is later for the first blocks where several are at once.
+STREAMS_OF_PUTS = {"all_gather": 2, "reduce_scatter": 1}
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
@@ -85,9 +87,12 @@ class _Lowering:
 
     def most_streams(self) -> int:
         """That a loop of the body uses."""
-        counts = ((loop, iterations(self.flow, loop.ops[0])[0]) for loop in self.loops if self.is_loop(loop))
-        at_once = ((STREAMS_OF_PUTS if algorithm_of(loop) == "put" else self.options.streams, count) for loop, count in counts)
-        return min(self.options.streams, max((min(most, int(count)) if count.is_int else most for most, count in at_once), default=1))
+        return max((self.streams_of(loop) for loop in self.loops if self.is_loop(loop)), default=1)
+
+    def streams_of(self, loop: Loop) -> int:
+        count, op = iterations(self.flow, loop.ops[0])[0], loop.communication
+        most = STREAMS_OF_PUTS[op.kind] if op and algorithm_of(loop) == "put" else self.options.streams
+        return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
         """The body, in a program with so many streams for loops."""
@@ -125,7 +130,8 @@ class _Lowering:
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow
         count, drops_dim = iterations(flow, loop.ops[0])
-        used = int(count) if count.is_int and int(count) < self.streams else None
+        reached = 1 if self.streams_of(loop) == 1 else int(count) if count.is_int else self.streams
+        used = reached if reached < self.streams else None
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
@@ -143,7 +149,7 @@ class _Lowering:
                     for op in loop.ops:
                         self.op(op, steps)
                 b.location = loop.ops[-1].location
-                b.emit(ir.OnStream(RING, steps.index, tuple(on_stream)))
+                b.emit(ir.OnStream(RING, Const(0) if used == 1 else steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
             b.emit(ir.Fork(RING, used))

@@ -25,6 +25,7 @@ from hostweave.types.tensor import BufferType
 
 PUTS = "puts"  # the stream of what a rank puts and signals
 ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
+MOST_TERMS = 8  # that a kernel adds up as operands of its own
 
 
 @dataclass(eq=False)
@@ -221,13 +222,22 @@ class Scatter(PutLoop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        if self.subchunks == 1:
-            self.add(Var("own"))  # which no expression names then
+        stream = self.op.result.stream
+        assert stream is not None
+        if all(size == Size() for size in self.op.result.type.shape[: stream.dim]):  # the pieces lie one behind the other
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size)))  # which no expression names then
         else:
-            self.each(self.subchunks, self.add)
+            self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 
-    def add(self, index: Var) -> None:
-        b, steps = self.b, replace(self.own, index=index)
-        landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{index.name}")
-        own, target = self.term(steps), self.buffers.destination(self.op, steps)
-        b.emit(ir.Launch(self.kernels.adding(own, landed, target, self.op), (own, landed), (target,)))
+    def add(self, steps: Steps) -> None:
+        """Few terms are operands of the kernel each, so that it goes on to what takes the sum, whatever that reduces."""
+        b, own, target = self.b, self.term(steps), self.buffers.destination(self.op, steps)
+        shape = (Size(self.size - 1), *b.types[own].shape)
+        if steps.subchunks == Size():
+            landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
+        else:
+            landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
+        terms = [landed]
+        if self.size <= MOST_TERMS:
+            terms = [b.select(landed, 0, Const(sender), f"{self.landing}_{sender}") for sender in range(self.size - 1)]
+        b.emit(ir.Launch(self.kernels.adding((own, *terms), target, self.op), (own, *terms), (target,)))
