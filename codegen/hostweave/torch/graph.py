@@ -105,6 +105,11 @@ class Graph:
         """The nodes of what the graph returns."""
         return [node for node in self.returned if isinstance(node, Node)]
 
+    @cached_property
+    def fixed(self) -> dict[Node, Any]:
+        """The values that have no gradient: constants and buffers."""
+        return {**self.constants, **{node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}}
+
     def last_of(self, path: str) -> Node:
         """The node that makes what a module returns."""
         return next(node for node in reversed(self.nodes) if path in modules_of(node))

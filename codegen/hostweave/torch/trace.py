@@ -111,7 +111,7 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
         args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
     if op_of(node) == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
         args[1:3], kwargs["enable_gqa"] = pair, True
-    if found := rotated(node, graph.constants):
+    if found := rotated(node, graph.fixed):
         x, cos, sin = (_value(graph, values, part, node) for part in found)
         with stated_location(location(node)):
             values[node] = TABLE["hostweave.rotary.default"](_result(node, values), x, cos, sin)
