@@ -165,7 +165,6 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
         y = ours(local)
         torch.cuda.synchronize()
         _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
-        _say_host_time(rank, ours, local)
         parallel = _parallel(_model(ranks).eval(), mesh)
         _expect_same(rank, "results", y, parallel(local))
         yield {"hostweave": partial(ours, local), "torch eager": partial(parallel, local)}
@@ -175,6 +174,7 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
             _expect_same(rank, "results", y, compiled(local))
             _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
             yield {"hostweave": partial(ours, local), name: partial(compiled, local)}
+        _say_host_time(rank, ours, local)
     group.close()
 
 
@@ -239,7 +239,7 @@ def _say_host_time(rank: int, ours: Any, x: torch.Tensor) -> None:
     for name, call in (("a captured forward", captured), ("a forward", partial(ours, x))):
         call()
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)
+        torch.cuda._sleep(200_000_000)
         started = time.perf_counter()
         for _ in range(20):
             call()

@@ -219,6 +219,42 @@ def test_a_step_is_one_program() -> None:
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
 
 
+class Stack(nn.Module):
+    """Four layers, of which three are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16, bias=at < 3), nn.SiLU()) for at in range(4))
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_layers_of_a_step_are_functions() -> None:
+    """Forward, backward and update of layers that are alike; what is updated is an array of structs."""
+    torch.manual_seed(3)
+    module, x = Stack().train(), torch.randn(8, 16)
+    want = copy.deepcopy(module)
+    plan = {"x": "dp, -", "layers.*.0.weight": "dp, -"}
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (module, want)]
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), plan, (x,), optimizer=optimizers[0])
+    for name, calls in (("sequential", 3), ("sequential_backward", 3), ("adamw_layer", 3)):
+        assert compiled.program.fusion_ir.count(f"function @{name}(") == 1
+        assert compiled.program.fusion_ir.count(f"call @{name}(") == calls
+    assert "in.adamw_layers[0]" in compiled.program.sources["program.cpp"]
+    for _ in range(3):
+        compiled(x)
+        optimizers[1].zero_grad()
+        want(x).backward()
+        optimizers[1].step()
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=lambda why, at=name: f"{at}: {why}")
+
+
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:
     compiled, module = layers
     for factor in (1.0, 1024.0):  # as grad scaling has it

@@ -38,7 +38,7 @@ class Origin:
 class Update:
     """What a program does with gradients, which are the last values of a graph: results in the memory of inputs."""
 
-    types: dict[str, TensorType]  # of the inputs that it has beside those of the graph
+    types: dict[str, TensorType]  # of all inputs, in order: those of the graph, and its own
     donated: dict[str, int]  # for each input that is written the number of the result
     gradients: int  # how many values it takes
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # of all inputs and the gradients
