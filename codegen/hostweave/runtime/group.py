@@ -26,7 +26,7 @@ from hostweave.runtime.watchdog import watch
 from hostweave.targets.target import Target
 
 if TYPE_CHECKING:
-    from hostweave.runtime.local import CompiledProgram, LocalProgram
+    from hostweave.runtime.local import LocalProgram
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class Group:
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
-        self.programs: weakref.WeakKeyDictionary[CompiledProgram, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
+        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
         self.closed = False
         self._lock = threading.RLock()
