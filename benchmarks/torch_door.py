@@ -1,10 +1,11 @@
 """A module of PyTorch, by `hostweave.torch.compile` and by torch's own parallelize_module and torch.compile, with one plan.
 
 4 decoder layers of Llama 70B, at the sizes that a rank of 8 has, sequence-parallel on all GPUs of this machine: the forward pass of 4096
-tokens, in milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. A process a GPU runs
-all ways in turn. torch.compile is per layer, as training frameworks use it, without and with async tensor parallelism. The host's time
-of a captured forward pass, and the time to compile 32 layers, cold. `python benchmarks/torch_door.py forward` measures the first two,
-`... compile` the last one alone.
+tokens, and forward and backward pass with the gradients of parameters and input, in milliseconds of the slowest rank, the median over
+calls that all ranks begin together; random bf16 data. A process a GPU runs all ways in turn. torch.compile is per layer, as training
+frameworks use it, without and with async tensor parallelism. The host's time of a captured forward pass, and the time to compile 32
+layers, cold. `python benchmarks/torch_door.py forward` measures forward passes and the host's time, `... backward` the second, `...
+compile` the last one alone.
 """
 
 from __future__ import annotations
@@ -109,14 +110,18 @@ def plan(layers: int) -> dict[str, Any]:
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
 
-def main(what: str = "forward and compile") -> None:
+def main(what: str = "forward, backward and compile") -> None:
     ranks = len(gpus())
-    if "forward" in what and ranks > 1:
-        print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel", flush=True)
-        for times in times_on_ranks(_calls, ranks, REPETITIONS, WAIT):
+    ways = {"forward": (_calls, WAIT), "backward": (_training_calls, 4 * WAIT)}
+    for name, (make, wait) in ways.items() if ranks > 1 else ():
+        if name not in what:
+            continue
+        passes = "forward" if name == "forward" else "forward and backward"
+        print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
+        for times in times_on_ranks(make, ranks, REPETITIONS, wait):
             ours, *peers = ((name, statistics.median(ms)) for name, ms in times.items())
             beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours[1]:.2f} times ours)" for name, ms in peers)
-            print(f"forward: {ours[0]} {ours[1]:.3f} ms; {beside}", flush=True)
+            print(f"{passes}: {ours[0]} {ours[1]:.3f} ms; {beside}", flush=True)
     if "compile" in what:
         _compile_32_layers()
 
@@ -133,36 +138,75 @@ def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+def _model(ranks: int) -> nn.Module:
+    with torch.device("cuda"):
+        return _weights(Llama(4, ranks).to(torch.bfloat16))
+
+
+def _input() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(1, TOKENS, HIDDEN, device="cuda").bfloat16()
+
+
+def _parallel(module: nn.Module, mesh: Any) -> nn.Module:
+    for layer in module.layers:  # type: ignore[union-attr]
+        parallelize_module(layer, mesh, LAYER_PLAN)
+    return module
+
+
 def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
-
-    def model() -> nn.Module:
-        with torch.device("cuda"):
-            return _weights(Llama(4, ranks).to(torch.bfloat16).eval())
-
-    torch.manual_seed(1)
-    x = torch.randn(1, TOKENS, HIDDEN, device="cuda").bfloat16()
+    x = _input()
     local = x.chunk(ranks, 1)[rank].contiguous()
     with torch.no_grad():  # parallelize_module does not work in inference_mode
-        module = model()
+        module = _model(ranks).eval()
         started = time.perf_counter()
         ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,))
         y = ours(local)
         torch.cuda.synchronize()
         _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
-        parallel = model()
-        for layer in parallel.layers:
-            parallelize_module(layer, mesh, LAYER_PLAN)
-        _expect_same(rank, y, parallel(local))
+        parallel = _parallel(_model(ranks).eval(), mesh)
+        _expect_same(rank, "results", y, parallel(local))
         yield {"hostweave": partial(ours, local), "torch eager": partial(parallel, local)}
         for name, is_async in (("torch.compile", False), ("torch.compile with async TP", True)):
             compiled = _compiled(parallel, mesh, is_async)
             started = time.perf_counter()
-            _expect_same(rank, y, compiled(local))
+            _expect_same(rank, "results", y, compiled(local))
             _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
             yield {"hostweave": partial(ours, local), name: partial(compiled, local)}
-            if not is_async:
-                _say_host_time(rank, ours, local)
+        _say_host_time(rank, ours, local)
+    group.close()
+
+
+def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Of one module, whose parameters are DTensors: the gradients of all of them, and of the input."""
+    group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
+    x = _input().requires_grad_()
+    local, tangent = (t.detach().chunk(ranks, 1)[rank].contiguous() for t in (x, x.flip(1)))
+    module = _parallel(_model(ranks).train(), mesh)
+
+    def step(call: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        module.zero_grad()
+        given = local.detach().requires_grad_()
+        y = call(given)
+        y.backward(tangent)  # type: ignore[no-untyped-call]
+        return [y.detach(), given.grad]  # type: ignore[list-item]
+
+    def gradients() -> list[torch.Tensor]:
+        return [one.grad.full_tensor() for one in module.parameters()]  # type: ignore[union-attr]
+
+    started = time.perf_counter()
+    ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,), training=True)
+    made = [*step(ours), *gradients()]
+    torch.cuda.synchronize()
+    _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
+    for name, is_async in (("torch.compile", False), ("torch.compile with async TP", True)):
+        compiled = _compiled(module, mesh, is_async)
+        started = time.perf_counter()
+        for mine, theirs in zip(made, [*step(compiled), *gradients()], strict=True):
+            _expect_same(rank, f"{tuple(mine.shape)}", mine, theirs)
+        _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
+        yield {"hostweave": partial(step, ours), name: partial(step, compiled)}
     group.close()
 
 
@@ -183,19 +227,19 @@ def _compiled(parallel: nn.Module, mesh: Any, is_async: bool) -> Callable[[torch
     return call
 
 
-def _expect_same(rank: int, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def _expect_same(rank: int, what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-    _say(rank, f"largest difference {difference:.4f}")
-    assert difference <= TOLERANCE
+    _say(rank, f"{what}: largest difference {difference:.4f}")
+    assert difference <= TOLERANCE, what
 
 
 def _say_host_time(rank: int, ours: Any, x: torch.Tensor) -> None:
     """The host's time of a call, and of a captured one, while the GPU is busy with others."""
-    captured = ours._bound[rank].capture(x)
+    captured = ours._part._bound[rank][0].capture(x)
     for name, call in (("a captured forward", captured), ("a forward", partial(ours, x))):
         call()
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)
+        torch.cuda._sleep(200_000_000)
         started = time.perf_counter()
         for _ in range(20):
             call()

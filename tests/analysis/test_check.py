@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import host_text
 import pytest
@@ -12,8 +14,8 @@ from host_programs import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.memory import Pieces
-from hostweave.check.operations import layout
+from hostweave.check.memory import Memory, Pieces
+from hostweave.check.operations import Region, Root, layout
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import bf16
@@ -516,7 +518,17 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # and the right half, 64 bytes further on
     top = layout(bf16, (rows // 2, columns), (columns, 1))
-    pieces = Pieces(rows * columns * 2, frozenset({(0, whole), (0, left), (columns, left), (0, top)}))
-    assert pieces.first_units == [0, 1, rows, rows + 1]
-    assert (pieces.unit, pieces.covered[0, whole]) == (columns, (0, 1, 2, 3))
-    assert (pieces.covered[0, left], pieces.covered[columns, left], pieces.covered[0, top]) == ((0, 2), (1, 3), (0, 1))
+    places = [(offset, of.rows, of.run) for offset, of in ((0, whole), (0, left), (columns, left), (0, top))]
+    pieces = Pieces(rows * columns * 2, frozenset(places))
+    assert pieces.first_segments == [range(start, start + columns) for start in (0, columns, rows * columns, (rows + 1) * columns)]
+    assert [pieces.covered[place] for place in places] == [(0, 1, 2, 3), (0, 2), (1, 3), (0, 1)]
+
+
+def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
+    """Whatever the shapes of views: so a program of many layers takes no longer than one of few."""
+    known: dict[Any, Pieces] = {}
+    root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
+    for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):
+        halves = [Region("x", offset, layout(bf16, shape, strides), 0) for offset in (0, 128)]
+        Memory(root, halves, cast(Any, SimpleNamespace(operation=None)), known)
+    assert len(known) == 1

@@ -162,6 +162,28 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
     assert "if (j.stores()) {" in text
 
 
+def scaled_sums(x, scales):
+    """With a factor for each row: a vector along what is reduced."""
+    return hw.sum(x * hw.expand_dims(scales, 1), 0)
+
+
+def squares_and_sums(x, scales):
+    y = x * x
+    return y, hw.sum(y * hw.expand_dims(scales, 1), 0)
+
+
+@pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
+def test_columns_are_reduced_by_tiles_beside_vectors_and_with_every_element(function: Any) -> None:
+    """Read along the rows of x, whatever lies along its columns."""
+    text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
+    assert "hw::over_columns<kWidth>(4096)" in text
+    assert "over_blocks" not in text
+
+
+def test_elements_of_columns_that_fill_no_tiles_are_stored_by_one_thread() -> None:
+    assert "over_columns" not in kernels(squares_and_sums, x=hw.bf16["M", 4088], scales=hw.bf16["M"])
+
+
 def test_sums_of_few_terms_take_neighbours() -> None:
     text = kernels(column_sums, x=hw.bf16[4, "N"])
     assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
@@ -242,6 +264,22 @@ def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
         np.testing.assert_allclose(squares, np.square(x).mean(0, dtype=np.float64), rtol=1e-4)
         np.testing.assert_allclose(variance, x.var(0, dtype=np.float64), rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(largest, x.argmax(0))
+
+
+@pytest.mark.parametrize("columns", [8, 64, 4096])
+def test_columns_beside_vectors(columns: int, target: str) -> None:
+    @hw.fusion(x=hw.f32["M", columns], scales=hw.f32["M"])
+    def both(x, scales):
+        return (*squares_and_sums(x, scales), scaled_sums(x, scales))
+
+    random = np.random.default_rng(3)
+    x, scales = random.standard_normal((70, columns)).astype(np.float32), random.standard_normal(70).astype(np.float32)
+    program = hw.compile(both, target)
+    squares, of_squares, total = program.run(x=x, scales=scales)
+    program.close()
+    np.testing.assert_allclose(squares, x * x, rtol=1e-6)
+    np.testing.assert_allclose(of_squares, scales.astype(np.float64) @ (x * x), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(total, scales.astype(np.float64) @ x, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -234,3 +234,16 @@ def test_f64_keeps_its_kernels_but_adds() -> None:
     assert folded(bias) == str(bias)
     added = host(kernel("y = add(%h, %r)", inputs=PLUS), body + "launch @k %h, %r -> %y", dtype="f64")
     assert "  matmul %x, %w accumulate %r -> %y\n" in folded(added)
+
+
+def test_of_a_sum_of_matmuls_each_adds_to_the_one_before() -> None:
+    head = "(%x: {t}[M, K], %w: {t}[K, N], %u: {t}[K, N], %v: {t}[K, N]) -> (%y: {t}[M, N]) mesh()"
+    type = "{t}[M, N]"
+    ops = f"%s: {type} = add(%a, %b)\n  %y: {type} = add(%s, %c)"
+    sums = f"kernel @k(%a: {type}, %b: {type}, %c: {type}) {{\n  {ops}\n}}\n"
+    body = "".join(f"%{h} = allocate {type}\nmatmul %x, %{w} -> %{h}\n" for h, w in zip("abc", "wuv", strict=True))
+    result = folded(host(sums, body + "launch @k %a, %b, %c -> %y", head))
+    assert "matmul %x, %w -> %a\n" in result
+    assert "matmul %x, %u accumulate %a -> %b\n" in result
+    assert "matmul %x, %v accumulate %b -> %y\n" in result
+    assert "launch" not in result

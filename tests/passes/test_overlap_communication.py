@@ -49,6 +49,23 @@ CASES = {
         %t: bf16[2, 128, M] = permute_dims(%a, axes=(0, 2, 1))
         %y: bf16[2, 128, K] = matmul(%t, %wg)""",
     ),
+    "the product of a gradient of weights goes down behind the communication that the next layer waits for": (
+        "%dy: bf16[M, N@x], %w: bf16[N@x, K], %x: bf16[M, K], %v: bf16[K, K]",
+        """%t: bf16[N@x, M] = permute_dims(%dy, axes=(1, 0))
+        %p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
+        %dw: bf16[N@x, K] = matmul(%t, %x)
+        %dx: bf16[M, K] = all_reduce(%p, axes=(x), reduction=sum)
+        %y: bf16[M, K] = matmul(%dx, %v)
+        %z: bf16[M@x, K] = shard(%y, dim=0, axes=(x))
+        %zg: bf16[M, K] = all_gather(%z, dim=0, axes=(x))""",
+        """%t: bf16[N@x, M] = permute_dims(%dy, axes=(1, 0))
+        %p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
+        %dx: bf16[M, K] async = all_reduce(%p, axes=(x), reduction=sum)
+        %dw: bf16[N@x, K] = matmul(%t, %x)
+        %y: bf16[M, K] = matmul(%dx, %v)
+        %z: bf16[M@x, K] = shard(%y, dim=0, axes=(x))
+        %zg: bf16[M, K] = all_gather(%z, dim=0, axes=(x))""",
+    ),
     "the sum of a gradient runs beside what follows": (
         SUM,
         """%t: bf16[K, M@x] = permute_dims(%x, axes=(1, 0))

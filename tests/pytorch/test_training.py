@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,53 @@ class Layers(nn.Module):
         return mixed.pow(2).mean() + sliced.square().sum() + (y[3] * x.detach()[3]).sum(), torch.relu(y).sigmoid()
 
 
+class Rotated(nn.Module):
+    """A layer as Llama's, with the tables of rotary embeddings as buffers, which may get other values, and one head of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (32, 64), "k": (32, 16), "o": (64, 32), "gate": (32, 64), "up": (32, 64), "down": (64, 32)}
+        for name, (size_in, size_out) in sizes.items():
+            self.add_module(name, nn.Linear(size_in, size_out, bias=False))
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.randn(8, 16))
+
+    def turned(self, x: Any) -> Any:
+        return x * self.cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * self.sin
+
+    def forward(self, x: Any) -> Any:
+        q, k = (self.turned(w(x).view(2, 8, -1, 16).transpose(1, 2)) for w in (self.q, self.k))
+        k = k[:, :, None].expand(2, 1, 4, 8, 16).reshape(2, 4, 8, 16)
+        y = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+ROTATED: dict[str, Any] = {"x": "-, tp, -", "o": "-, tp, -", "down": "-, tp, -", "o.weight": "-, tp", "down.weight": "-, tp"}
+ROTATED |= {f"{name}.weight": "tp, -" for name in ("q", "gate", "up")}
+
+
+def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
+    """Both products of a derivative use what is gathered once; of a rotation, an activation and repeated keys nothing is in memory."""
+    torch.manual_seed(0)
+    module, x = Rotated().train(), torch.randn(2, 8, 32, requires_grad=True)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), ROTATED, (x,), training=True)
+    module.sin.neg_()
+    grads = []
+    for call in (compiled, module):
+        call(x).square().sum().backward()
+        grads.append([one.grad for one in (x, *module.parameters())])
+        module.zero_grad()
+        x.grad = None
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    source = compiled.backward.sources["program.cpp"]
+    kernels = re.findall(r"launch @(\w+)", source)
+    assert sum("where" in name for name in kernels) == 2
+    assert not [name for name in kernels if "broadcast" in name]
+    assert source.count("_resharded_.multiply(tangents_1_resharded_gathered_") == 1  # which the product with the weight has gathered
+
+
 class LossOf(nn.Module):
     def __init__(self, layers: Layers) -> None:
         super().__init__()
@@ -169,6 +217,42 @@ def test_a_step_is_one_program() -> None:
     steps[1][0].load_state_dict(steps[0][0].state_dict())  # torch takes over where it ended
     assert {float(state["step"]) for state in steps[1][0].state.values()} == {STEPS}
     assert compiled.program.host_ir.count(" in %") >= 3 * len(steps[1][0].state)
+
+
+class Stack(nn.Module):
+    """Four layers, of which three are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16, bias=at < 3), nn.SiLU()) for at in range(4))
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_layers_of_a_step_are_functions() -> None:
+    """Forward, backward and update of layers that are alike; what is updated is an array of structs."""
+    torch.manual_seed(3)
+    module, x = Stack().train(), torch.randn(8, 16)
+    want = copy.deepcopy(module)
+    plan = {"x": "dp, -", "layers.*.0.weight": "dp, -"}
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (module, want)]
+    compiled = hostweave.torch.compile(module, hw.Mesh(dp=2), plan, (x,), optimizer=optimizers[0])
+    for name, calls in (("sequential", 3), ("sequential_backward", 3), ("adamw_layer", 3)):
+        assert compiled.program.fusion_ir.count(f"function @{name}(") == 1
+        assert compiled.program.fusion_ir.count(f"call @{name}(") == calls
+    assert "in.adamw_layers[0]" in compiled.program.sources["program.cpp"]
+    for _ in range(3):
+        compiled(x)
+        optimizers[1].zero_grad()
+        want(x).backward()
+        optimizers[1].step()
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=lambda why, at=name: f"{at}: {why}")
 
 
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:

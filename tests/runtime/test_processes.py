@@ -23,6 +23,7 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
+NOTICED = 10  # seconds, on a machine that is busy with other tests: a rank looks twice a second
 ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs: of collectives, of puts, and of puts where that can be
 
 
@@ -172,6 +173,26 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
     if reason := place.reason_for_no_windows():
         pytest.skip(reason)
     kill_a_rank(place, SIGNALLED, trial)
+
+
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize("leaver", [0, 1])
+@everywhere
+def test_a_rank_ends_by_an_exception(place: Place, leaver: int) -> None:
+    """The others do not wait for `call_timeout`, also where it had the store."""
+    if place.target == "cuda" and place.killed > GPUS:
+        pytest.skip(f"needs {place.killed} GPUs")
+    port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]
+    places = [as_rank(rank, place.killed, port) | ({"RAISES": "1"} if rank == leaver else {}) for rank in range(place.killed)]
+    with Ranks(places, ENDLESS, "environment", place.target) as ranks:
+        for rank in range(place.killed):
+            ranks.line(rank, 300, beginning="ready")
+        started = time.monotonic()
+        for rank in others:
+            message = ranks.line(rank, SECONDS, beginning="failed: ")
+            assert f"rank {leaver}: its process has ended by ValueError: a mistake" in message, message
+        assert time.monotonic() - started < NOTICED
+        assert ranks.ended(leaver) == 1
 
 
 @pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])

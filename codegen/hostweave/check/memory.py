@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 from hostweave.check.happens_before import Clock, Task
-from hostweave.check.operations import Access, Layout, Operation, Region, Root
+from hostweave.check.operations import Access, Operation, Region, Root, starts
 from hostweave.host_ir import tree
 
 
@@ -20,34 +19,36 @@ class TaskAccess:
     access: Access
 
 
-Place = tuple[int, Layout]  # of a region: its offset, and how it lies
+Place = tuple[int, tuple[tuple[int, int], ...], int]  # the bytes of a region: its offset, its rows, and how long a run is
 
 
 class Pieces:
     """A buffer, cut so that every access covers whole pieces: the bytes that are always accessed together are one, wherever they lie."""
 
     def __init__(self, size: int, places: frozenset[Place]):
-        self.unit = gcd(size, *(gcd(offset, layout.unit) for offset, layout in places)) or 1
-        units = {place: self._units(*place) for place in places}
-        piece_of, count = [0] * (size // self.unit), 1
-        for covered in units.values():
+        runs = {place: [(place[0] + start, place[0] + start + place[2]) for start in starts(*place[1:])] for place in places}
+        cuts = sorted({0, size}.union(*(cut for of in runs.values() for cut in of)))
+        number_of = {cut: number for number, cut in enumerate(cuts)}  # of the segment that begins there
+        segments = {place: [i for start, end in of for i in range(number_of[start], number_of[end])] for place, of in runs.items()}
+        piece_of, count = [0] * (len(cuts) - 1), 1
+        for covered in segments.values():
             inside: dict[int, int] = {}  # of each piece so far the part that this access covers
-            for unit in covered:
-                before = piece_of[unit]
+            for segment in dict.fromkeys(covered):
+                before = piece_of[segment]
                 if before not in inside:
                     inside[before], count = count, count + 1
-                piece_of[unit] = inside[before]
-        number: dict[int, int] = {}  # in order of their first units
-        self.first_units: list[int] = []
-        for unit, piece in enumerate(piece_of):
+                piece_of[segment] = inside[before]
+        number: dict[int, int] = {}  # in order of their first segments
+        self.first_segments: list[range] = []
+        for segment, piece in enumerate(piece_of):
             if piece not in number:
                 number[piece] = len(number)
-                self.first_units.append(unit)
-        self.covered = {place: tuple(sorted({number[piece_of[unit]] for unit in covered})) for place, covered in units.items()}
+                self.first_segments.append(range(cuts[segment], cuts[segment + 1]))
+        self.covered = {place: tuple(sorted({number[piece_of[segment]] for segment in covered})) for place, covered in segments.items()}
 
-    def _units(self, offset: int, layout: Layout) -> dict[int, None]:
-        first, run = offset // self.unit, layout.run // self.unit
-        return dict.fromkeys(first + start // self.unit + i for start in layout.starts() for i in range(run))
+
+def _place(region: Region) -> Place:
+    return region.offset, region.layout.rows, region.layout.run
 
 
 class Memory:
@@ -60,12 +61,12 @@ class Memory:
     def __init__(self, root: Root, regions: list[Region], caller: Task, known: dict[tuple[int, frozenset[Place]], Pieces]):
         """`known` has the pieces of buffers that are accessed in the same places, as those of other ranks and layers are."""
         self.root = root
-        places = frozenset([(0, root.layout), *((region.offset, region.layout) for region in regions)])
+        places = frozenset([(0, root.layout.rows, root.layout.run), *map(_place, regions)])
         if (root.size, places) not in known:
             known[root.size, places] = Pieces(root.size, places)
         self.pieces = known[root.size, places]
         self.before = TaskAccess(caller, caller.operation, Access("", Region("", 0, root.layout, 0), reads=False, writes=True))
-        count = len(self.pieces.first_units)
+        count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
         # Which execution of its allocate a piece was filled in; an input is filled from the start.
@@ -98,12 +99,12 @@ class Memory:
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
     def first_empty(self, region: Region) -> range | None:
-        """The bytes of the first unit of a region that nothing has filled since its allocate."""
-        empty = (self.pieces.first_units[piece] for piece in self.covered(region) if self.filled[piece] != region.generation)
-        return next((range(unit * self.pieces.unit, (unit + 1) * self.pieces.unit) for unit in empty), None)
+        """The first bytes of a region that nothing has filled since its allocate."""
+        empty = (self.pieces.first_segments[piece] for piece in self.covered(region) if self.filled[piece] != region.generation)
+        return next(empty, None)
 
     def overlap(self, a: Region, b: Region) -> bool:
         return not set(self.covered(a)).isdisjoint(self.covered(b))
 
     def covered(self, region: Region) -> Sequence[int]:
-        return self.pieces.covered[region.offset, region.layout]
+        return self.pieces.covered[_place(region)]

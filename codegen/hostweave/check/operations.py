@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 from typing import NamedTuple
 
 from hostweave.base.errors import ProgramError
@@ -35,17 +35,13 @@ class Layout:
         """Elements."""
         return prod(self.shape)
 
-    @property
-    def unit(self) -> int:
-        """A number of bytes that divides the run and every distance between rows."""
-        return gcd(self.run, *(step for _, step in self.rows))
 
-    def starts(self) -> list[int]:
-        """Where each run begins, in bytes after the first one."""
-        starts = [0] if self.run else []
-        for how_many, step in self.rows:
-            starts = [start + i * step for start in starts for i in range(how_many)]
-        return starts
+def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
+    """Where each run of rows begins, in bytes after the first one."""
+    found = [0] if run else []
+    for how_many, step in rows:
+        found = [start + i * step for start in found for i in range(how_many)]
+    return found
 
 
 def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:

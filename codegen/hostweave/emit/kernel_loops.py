@@ -28,8 +28,9 @@ LINE = 8  # threads that read 128 bytes together: preferably no fewer
 EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
 HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
 HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
+TILE = 32  # columns of which a block takes rows together: hw::kTile
 TILE_THREADS, MOST_THREADS = 512, 1024
-FEW_COLUMNS = 4224  # at most one tile for each multiprocessor: these take all the threads that a block may have
+FEW_COLUMNS = 132 * TILE  # at most one tile for each multiprocessor: these take all the threads that a block may have
 OUTERMOST = "outermost"  # the size that a size becomes
 SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
 
@@ -244,9 +245,14 @@ class Loops:
             return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in self.kernel.ops) else BY_LANES
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
-        if any(self.stride(name, self.reduced[-1]) == ONE for name in inputs):
+        whole = [name for name in inputs if all(any(self.stride(name, dim) != ZERO for dim in of) for of in (self.kept, self.reduced))]
+        if any(
+            self.stride(name, self.reduced[-1]) == ONE for name in whole or inputs
+        ):  # vectors along what is reduced are read as they lie
             return BY_BLOCK
-        return BY_THREAD if any(map(self.walked.is_whole, results)) else BY_COLUMNS
+        columns = product(tuple(dim.size for dim in self.kept))
+        in_tiles = columns.is_int and int(columns) % TILE == 0  # no thread walks a column that another one stores
+        return BY_COLUMNS if in_tiles or not any(map(self.walked.is_whole, results)) else BY_THREAD
 
     def taken_together(self) -> int:
         """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -373,9 +374,21 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @atexit.register
 def _close_all() -> None:
+    why = _ended_by()
     native_calls.end()
     for group in list(_all):
+        if why and not group.failure:
+            with contextlib.suppress(ExecutionError):
+                group.meeting.fail(f"rank {group.rank}: its process has ended by {why}")
         group.close()
+
+
+def _ended_by() -> str | None:
+    """The exception by which this process ends, if it does; not one that a user at a prompt has seen."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # processes of multiprocessing end while it is raised
+    if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
+        return None
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run what is registered with atexit

@@ -38,7 +38,7 @@ class Origin:
 class Update:
     """What a program does with gradients, which are the last values of a graph: results in the memory of inputs."""
 
-    types: dict[str, TensorType]  # of the inputs that it has beside those of the graph
+    types: dict[str, TensorType]  # of all inputs, in order: those of the graph, and its own
     donated: dict[str, int]  # for each input that is written the number of the result
     gradients: int  # how many values it takes
     compute: Callable[[Mapping[str, hw.Tensor], Sequence[hw.Tensor]], Sequence[hw.Tensor]]  # of all inputs and the gradients
@@ -104,6 +104,11 @@ class Graph:
     def outputs(self) -> list[Node]:
         """The nodes of what the graph returns."""
         return [node for node in self.returned if isinstance(node, Node)]
+
+    @cached_property
+    def fixed(self) -> dict[Node, Any]:
+        """The values that have no gradient: constants and buffers."""
+        return {**self.constants, **{node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}}
 
     def last_of(self, path: str) -> Node:
         """The node that makes what a module returns."""

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.graph import Graph, Origin, modules_of, name_of
-from hostweave.torch.ops import composed_attention, matmul, ops
+from hostweave.torch.ops import Silu, composed_attention, matmul, ops
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.plan import Axes, Layouts, text_of
 from hostweave.types.tensor import TensorType
@@ -218,7 +218,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
         if mask is not None and isinstance(value := outer.constants.get(mask), torch.Tensor):
             found[node] = word_of_mask(node, mask, value)
         else:
-            found[node] = rotated(node, outer.constants)
+            found[node] = rotated(node, outer.fixed)
     return {node: what for node, what in found.items() if what}
 
 
@@ -241,11 +241,13 @@ def _computed(outer: Graph, env: dict[Node, Any], node: Any, seed: torch.Tensor 
         made = matmul(*args)
     elif op == "addmm.default" and not kwargs:
         made = args[0] + matmul(*args[1:])
+    elif op == "silu.default":
+        made = Silu.apply(*args)  # type: ignore[no-untyped-call]
     elif seed is not None:
         made = ops.dropout(args[0], seed, args[1])
         made = (made, None) if op == "native_dropout.default" else made
     elif pattern:
-        made = ops.rotary(*map(value, pattern))
+        made = ops.rotary(*map(value, pattern), False)
     elif op == "view.default":  # strides are those of kernels of one device, and mean nothing here
         made = args[0].reshape(args[1])
     elif op == "hostweave.detach.default":

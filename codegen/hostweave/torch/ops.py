@@ -130,11 +130,12 @@ def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
-def _rotary_backward(needed: Any, dy: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Gradients:
-    return ops.rotary(dy, cos, -sin), None, None
-
-
-_op("rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: x.new_empty(x.shape), _rotary_backward, lambda i, _: i[1:])
+_op(
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    lambda needed, dy, cos, sin, back: (ops.rotary(dy, cos, sin, not back), None, None, None),
+    lambda i, _: i[1:],
+)
 _op(
     "dropout(Tensor x, Tensor seed, float p) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),
@@ -149,3 +150,19 @@ _op(
 )
 _LIBRARY.define("detach(Tensor x) -> Tensor")
 _LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
+
+
+class Silu(torch.autograd.Function):
+    """torch's silu, whose derivative has a number 1 where ATen's has a tensor of ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.nn.functional.silu(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        made: torch.Tensor = dy * (s * (1 + x * (1 - s)))
+        return made

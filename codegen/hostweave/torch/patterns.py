@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,20 +34,23 @@ def repeated(node: Any) -> Node | None:
     """The keys [B, G, S, E] of which a node has every head several times, as transformers' `repeat_kv` writes it."""
     chain = [node]
     for op in ("view.default", "clone.default", "expand.default", "unsqueeze.default"):
+        if op == "clone.default" and op_of(chain[-1]) == "expand.default":
+            continue  # of one group of heads the view needs no copy
         if op_of(chain[-1]) != op:
             return None
         chain.append(chain[-1].args[0])
-    is_repeated = chain[3].args[1] == 2 and [*chain[2].meta["val"].shape[:2]] == [*chain[4].meta["val"].shape[:2]]
+    expanded, kept = chain[-3].meta["val"], chain[-1].meta["val"]
+    is_repeated = chain[-2].args[1] == 2 and [*expanded.shape[:2]] == [*kept.shape[:2]]
     return chain[-1] if is_repeated and chain[0].meta["val"].ndim == 4 else None
 
 
-def rotated(node: Any, constants: dict[Any, Any]) -> tuple[Node, Node, Node] | None:
-    """x and the tables of `x * cos + rotate_half(x) * sin`, as transformers writes rotary embeddings, with constant tables."""
+def rotated(node: Any, fixed: Mapping[Any, Any]) -> tuple[Node, Node, Node] | None:
+    """x and the tables of `x * cos + rotate_half(x) * sin`, as transformers writes rotary embeddings, with tables that have no gradient."""
     products: list[Any] = [argument for argument in node.args if isinstance(argument, Node) and op_of(argument) == "mul.Tensor"]
     if op_of(node) != "add.Tensor" or len(products) != 2 or node.kwargs:
         return None
     (x, cos), (turned, sin) = products[0].args, products[1].args
-    tables = [constants.get(table) for table in (cos, sin) if isinstance(table, Node)]
+    tables = [fixed.get(table) for table in (cos, sin) if isinstance(table, Node)]
     if not isinstance(x, Node) or not isinstance(turned, Node) or op_of(turned) != "cat.default":
         return None
     value, joined = x.meta["val"], turned.args[0]
@@ -60,6 +64,5 @@ def rotated(node: Any, constants: dict[Any, Any]) -> tuple[Node, Node, Node] | N
     parts = [(op_of(part), part.args[:3]) for part in (first, negative.args[0])]
     if parts != [("slice.Tensor", (x, last, at)) for at in (0, half)] or len(tables) != 2:
         return None
-    is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.ndim and t.shape[-1] == 2 * half for t in tables]
-    is_twice = all(is_table) and all(bool((t[..., :half] == t[..., half:]).all()) for t in tables if t is not None)
-    return (x, cos, sin) if is_twice else None
+    is_table = [isinstance(t, torch.Tensor) and t.dtype == value.dtype and t.shape[-1:] == value.shape[-1:] for t in tables]
+    return (x, cos, sin) if all(is_table) else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from torch.export import ExportedProgram
 import hostweave as hw
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.names import unique_name
 from hostweave.options import Options
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.aten import cast
 from hostweave.torch.compiled import Part, tensor_of
-from hostweave.torch.graph import Graph, Update
+from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.trace import traced
 from hostweave.torch.training import Differentiated
@@ -27,14 +29,28 @@ from hostweave.types.tensor import TensorType
 _UNUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 _RATES = ("rate", "scale", "decay")  # numbers of a parameter group that change from step to step
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_WRITTEN = ("", *(f"_{key}" for key in _MOMENTS))  # ends of the names of what is updated
 
 
 class _Updated(NamedTuple):
-    """A parameter that the step updates: its input of the program, and its parameter group."""
+    """A parameter that the step updates: its input of the program, its path in the module, and its parameter group."""
 
     name: str
+    path: str
     parameter: torch.Tensor
     group: int
+
+    @property
+    def layer(self) -> tuple[str, str]:
+        """The list of modules in which it is, and the number there; its path alone in none."""
+        words = self.path.split(".")
+        at = next((at for at, word in enumerate(words) if word.isdigit()), len(words))
+        return ".".join(words[:at]), "".join(words[at : at + 1])
+
+    @property
+    def own(self) -> str:
+        """Its name within its layer."""
+        return name_of(self.path.removeprefix(f"{'.'.join(self.layer)}.")) if self.layer[1] else self.name
 
 
 class TrainingStep(Differentiated):
@@ -109,27 +125,66 @@ class TrainingStep(Differentiated):
 
     def _update(self, graph: Graph) -> Update:
         """The inputs and results of AdamW (Loshchilov and Hutter, 2019) for the gradients of the graph."""
-        types: dict[str, TensorType] = {f"{key}_{number}": hw.f32[()] for number in {one.group for one in self._updated} for key in _RATES}
         results = sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
-        donated: dict[str, int] = {}
-        for place, one in enumerate(self._updated):
-            for key, name in enumerate((one.name, *(f"{one.name}_{moment}" for moment in _MOMENTS))):
-                types[name] = graph.input_types[one.name]
-                donated[name] = results + 3 * place + key
-        return Update({name: of for name, of in types.items() if name not in graph.input_types}, donated, len(self._updated), self._compute)
+        donated = {f"{one.name}{end}": number for number, (one, end) in enumerate(product(self._updated, _WRITTEN), results)}
+        updated = {one.name for one in self._updated}
+        types: dict[str, TensorType] = {}
+        for name, of in graph.input_types.items():  # moments beside their parameter, so that those of a layer are beside each other
+            types |= {f"{name}{end}": of for end in (_WRITTEN if name in updated else ("",))}
+        types |= {f"{key}_{number}": hw.f32[()] for number in {one.group for one in self._updated} for key in _RATES}
+        return Update(types, donated, len(self._updated), self._compute)
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        made: list[hw.Tensor] = []
-        for one, gradient in zip(self._updated, gradients, strict=True):
-            options = self._optimizer.param_groups[one.group]
-            (first, second), dtype = options["betas"], one.parameter.dtype
-            wide = torch.promote_types(dtype, torch.float32)
-            w, m, v, g = (cast(x, wide) for x in (inputs[one.name], *(inputs[f"{one.name}_{key}"] for key in _MOMENTS), gradient))
-            rate, scale, decay = (cast(inputs[f"{key}_{one.group}"], wide) for key in _RATES)
-            m, v = first * m + (1 - first) * g, second * v + (1 - second) * (g * g)
-            w = w * decay - rate * m / (hw.sqrt(v) * scale + options["eps"])
-            made += [cast(x, dtype) for x in (w, m, v)]
-        return made
+        """New parameters and moments. Layers that have the same parameters are updated by calls of one function."""
+        tensors = {**inputs, **{f"{one.name}_gradient": gradient for one, gradient in zip(self._updated, gradients, strict=True)}}
+        found: dict[str, list[hw.Tensor]] = {}
+        names: dict[str, None] = {}
+        for layers in self._alike(tensors):
+            function = self._update_of(layers[0])
+            if len(layers) > 1:
+                function.__name__ = unique_name(f"adamw_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
+                names[function.__name__] = None
+                types = {own: tensors[name].type for own, name in _given(layers[0]).items()}
+                donated = [f"{one.own}{end}" for one in layers[0] for end in _WRITTEN]
+                function = hw.block(donate={own: number for number, own in enumerate(donated)}, **types)(function)
+            for layer in layers:
+                made = iter(function(**{own: tensors[name] for own, name in _given(layer).items()}))
+                found.update({one.name: [next(made) for _ in _WRITTEN] for one in layer})
+        return [tensor for one in self._updated for tensor in found[one.name]]
+
+    def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[_Updated]]]:
+        """What is updated, by layers, together with those that are updated in the same way."""
+        layers: dict[tuple[str, str], list[_Updated]] = {}
+        for one in self._updated:
+            layers.setdefault(one.layer, []).append(one)
+        alike: dict[object, list[list[_Updated]]] = {}
+        for (of, _), layer in layers.items():
+            alike.setdefault((of, *((one.own, one.group, str(tensors[one.name].type)) for one in layer)), []).append(layer)
+        return alike.values()
+
+    def _update_of(self, layer: Sequence[_Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
+        """A function of what `_given` names."""
+
+        def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            made: list[hw.Tensor] = []
+            for one in layer:
+                options = self._optimizer.param_groups[one.group]
+                (first, second), dtype = options["betas"], one.parameter.dtype
+                wide = torch.promote_types(dtype, torch.float32)
+                w, m, v, g = (cast(given[f"{one.own}{end}"], wide) for end in (*_WRITTEN, "_gradient"))
+                rate, scale, decay = (cast(given[f"{key}_{one.group}"], wide) for key in _RATES)
+                m, v = first * m + (1 - first) * g, second * v + (1 - second) * (g * g)
+                w = w * decay - rate * m / (hw.sqrt(v) * scale + options["eps"])
+                made += [cast(x, dtype) for x in (w, m, v)]
+            return tuple(made)
+
+        return update
+
+
+def _given(layer: Sequence[_Updated]) -> dict[str, str]:
+    """What the update of a layer takes: names of its own, and those of the program."""
+    given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*_WRITTEN, "_gradient")}
+    return given | {f"{key}_{one.group}": f"{key}_{one.group}" for one in layer for key in _RATES}
 
 
 def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.optim.Optimizer) -> list[_Updated]:
@@ -149,5 +204,5 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
         tensor = tensor_of(module, origin.name) if origin.kind == "parameter" else None
         if tensor is None or tensor not in group_of:
             raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
-        found.append(_Updated(names[origin.name], tensor, group_of[tensor]))
+        found.append(_Updated(names[origin.name], origin.name, tensor, group_of[tensor]))
     return found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -70,7 +70,7 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[_Layer, Functio
         return tuple(made)
 
     program.__name__ = name
-    types: dict[str, Any] = {**graph.input_types, **(update.types if update else {})}
+    types: dict[str, Any] = {**(update.types if update else graph.input_types)}
     return hw.fusion(mesh=graph.mesh, donate=update.donated if update else (), **types)(program)
 
 
@@ -111,7 +111,7 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
         args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
     if op_of(node) == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
         args[1:3], kwargs["enable_gqa"] = pair, True
-    if found := rotated(node, graph.constants):
+    if found := rotated(node, graph.fixed):
         x, cos, sin = (_value(graph, values, part, node) for part in found)
         with stated_location(location(node)):
             values[node] = TABLE["hostweave.rotary.default"](_result(node, values), x, cos, sin)
@@ -171,18 +171,17 @@ class _Layer:
 def _layers(graph: Graph) -> list[_Layer]:
     """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
     paths = _paths_of_layers(graph)
-    graph.nodes = _together(graph.nodes, {node: path for node, (path, _) in paths.items()})
-    grouped: dict[str, list[Node]] = {}
+    graph.nodes = _together(graph.nodes, paths)
+    grouped: dict[_Path, list[Node]] = {}
     for node in graph.nodes:
         if node in paths:
-            grouped.setdefault(paths[node][0], []).append(node)
-    classes = dict(paths.values())
+            grouped.setdefault(paths[node], []).append(node)
     position = {node: number for number, node in enumerate(graph.nodes)}
     layers, firsts = [], dict[object, _Layer]()
     for path, nodes in grouped.items():
         if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
             continue  # other modules compute in between
-        layer = _layer(graph, path, classes[path], nodes)
+        layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
     repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
@@ -199,15 +198,24 @@ def _layers(graph: Graph) -> list[_Layer]:
     return repeated
 
 
-def _paths_of_layers(graph: Graph) -> dict[Node, tuple[str, str]]:
-    """The module of a list in which each node is, and its class. What sums up gradients is where the last of them is made."""
-    found: dict[Node, tuple[str, str]] = {}
+class _Path(NamedTuple):
+    """Of a module of a list, and its class. In a graph of a whole step what is derived from a module stands apart from its own ops."""
+
+    path: str
+    kind: str
+    is_derived: bool
+
+
+def _paths_of_layers(graph: Graph) -> dict[Node, _Path]:
+    """The module of a list in which each node is. What sums up gradients is where the last of them is made."""
+    found: dict[Node, _Path] = {}
     position = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        own = node.meta.get("nn_module_stack")
+        stack = own or node.meta.get("fwd_nn_module_stack") or {}
         for path, kind in stack.values():
             if path.rpartition(".")[2].isdigit():
-                found[node] = path, kind if isinstance(kind, str) else kind.__name__
+                found[node] = _Path(path, kind if isinstance(kind, str) else kind.__name__, bool(graph.update) and not own)
                 break
         before = [argument for argument in node.all_input_nodes if argument in position]
         if not stack and before and (last := max(before, key=position.__getitem__)) in found:
@@ -215,7 +223,7 @@ def _paths_of_layers(graph: Graph) -> dict[Node, tuple[str, str]]:
     return found
 
 
-def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
+def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
     """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
     groups = dict(groups)
     while True:
@@ -247,7 +255,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, str]) -> list[Node]:
         groups = {node: key for node, key in groups.items() if key != torn}
 
 
-def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
+def _layer(graph: Graph, of: _Path, nodes: list[Node]) -> _Layer:
     inside, arguments, computed = set(nodes), dict[Node, None](), set(graph.nodes)
     for node in nodes:
         for argument in node.all_input_nodes:
@@ -255,7 +263,8 @@ def _layer(graph: Graph, path: str, kind: str, nodes: list[Node]) -> _Layer:
                 arguments[argument] = None
     outside = {argument for node in graph.nodes if node not in inside for argument in node.all_input_nodes} | set(graph.outputs)
     results = [node for node in nodes if node in outside]
-    return _Layer(path, snake_case(kind.rpartition(".")[2]), nodes, list(arguments), results)
+    name = snake_case(of.kind.rpartition(".")[2])
+    return _Layer(of.path, f"{name}_backward" if of.is_derived else name, nodes, list(arguments), results)
 
 
 def snake_case(name: str) -> str:

@@ -23,6 +23,7 @@ from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import seconds
 from hostweave.tune.overlaps import choice_of, reaches_memory, ways_beside
 
+PRODUCTS = ("matmul", "attention", "attention_backward")
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
@@ -31,12 +32,13 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
     `one_sided` where that costs the ops beside it less, if its sizes are stated; a choice says so.
 
     It goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past another
-    communication it does not go, so that all keep their order.
+    communication it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
         return fusion
-    times, ops = seconds(fusion, options.sizes, options.figures, options.tf32), list(fusion.ops)
+    times = seconds(fusion, options.sizes, options.figures, options.tf32)
+    ops = _filled(fusion.ops, times)
     choices, chosen = list(fusion.choices), {choice.value for choice in fusion.choices}
     reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
     for op in candidates:
@@ -51,6 +53,47 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
             transport = transport_of(choices[-1].taken.algorithm) if possible and choices[-1].taken.chunks else ""
             ops.insert(earlier, replace(op, result=replace(op.result, is_async=True, transport=transport)))
     return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+
+
+def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
+    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
+    communication: past two of them at most, since they hold what they multiply.
+    """
+    needed: set[str] = set()
+    for op in reversed(ops):
+        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
+            needed.update(op.tensors)
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
+    clock = link = 0.0  # when what was computed and communicated so far has ended
+    ends: dict[str, float] = {}  # of results of communications
+
+    def take() -> float:
+        order.append(late.pop(0))
+        return clock + times[order[-1].result.name]
+
+    for op in ops:
+        name, is_view = op.result.name, OPS[op.kind].is_view
+        is_free = op.kind == "matmul" and name not in needed and not op.result.stream and ends
+        if is_free or not moved.isdisjoint(op.tensors):
+            late.append(op)
+            moved.add(name)
+            continue
+        ready = max((ends.get(source, 0.0) for source in op.tensors), default=0.0)
+        if communicates(op):
+            ends[name] = link = max(clock, link, ready) + times[name]
+            order.append(op)
+            for _ in range(aged if name in needed else 0):
+                clock = take()
+            aged = len(late) if name in needed else aged
+            continue
+        while late and ready - clock >= ENOUGH and not is_view:
+            clock, aged = take(), max(0, aged - 1)
+        if is_view:
+            ends[name] = ready
+        else:
+            clock = max(clock, ready) + times[name]
+        order.append(op)
+    return [*order, *late]
 
 
 def _may_be_async(op: Op) -> bool:

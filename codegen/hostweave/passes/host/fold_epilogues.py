@@ -11,7 +11,8 @@ becomes
 with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`. Folded are a factor, a tensor that lies as the result does, a
 bias along the columns, relu and, of 16 bits, the gelu by tanh. They work on the sums before these are rounded, so the result is rounded
 once. The matmul takes the kernel's place, and a pass over memory is saved: all of a kernel goes, or it is left with what it computes from
-a value that it had to write anyway. A kernel that would read and write as much as before stays as it is.
+a value that it had to write anyway. A kernel that would read and write as much as before stays as it is. Of a sum of several matmuls each
+one adds to the one before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from math import frexp
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import eliminate_dead_code, launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
@@ -91,6 +92,9 @@ class _Matmuls:
         while value not in targets:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
+            if longer is None and gone and self.is_sum_of_products(launch, kernel):
+                targets[value] = made  # the others add to it in turn
+                break
             if longer is None:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
@@ -98,9 +102,9 @@ class _Matmuls:
         if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):  # it was broadcast
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
-        if len(kernel.results) == 1:
+        if not rest:
             return _Folded(place, ended)
-        left = _left(kernel, rest, value)
+        left = _left(kernel, rest, gone[-1].result)
         try:
             iteration(left)
         except NotOneKernel:
@@ -108,6 +112,11 @@ class _Matmuls:
         buffers[value] = targets[value]
         srcs, dsts = (tuple((buffers | targets)[p.name] for p in parameters) for parameters in (left.inputs, left.results))
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
+
+    def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
+        """Whether a kernel adds matmuls to one tensor, so that nothing is left of it when each of them adds to the one before."""
+        (place,) = (place for place in self.uses.places if place.instruction is launch)
+        return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
@@ -149,12 +158,11 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
     return replace(matmul, scale=scale) if can else None
 
 
-def _left(kernel: ir.Kernel, ops: tuple[Op, ...], value: str) -> ir.Kernel:
-    """A kernel without the ops that lead to one of its results, which it reads now where it still uses it."""
-    made = next(result for result in kernel.results if result.name == value)
+def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
+    """A kernel without the ops that lead to one of its values, which it reads now where it still uses it."""
     used = {name for op in ops for name in op.tensors}
-    inputs = tuple(p for p in (*kernel.inputs, made) if p.name in used)
-    results = tuple(result.name for result in kernel.results if result.name != value)
+    inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
+    results = tuple(result.name for result in kernel.results if result.name != made.name)
     return replace(kernel, inputs=inputs, ops=ops, returned=() if results == (ops[-1].result.name,) else results)
 
 

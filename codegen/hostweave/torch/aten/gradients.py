@@ -42,7 +42,7 @@ def _threshold(result: Result, dy: hw.Tensor, x: hw.Tensor, threshold: Number) -
     return hw.where(x > threshold, dy, 0)
 
 
-@aten("silu_backward.default")
+@aten("hostweave.silu_backward.default")
 def _silu(result: Result, dy: hw.Tensor, x: hw.Tensor) -> hw.Tensor:
     dy, x = _wide(dy, result), _wide(x, result)
     s = hw.sigmoid(x)
@@ -226,10 +226,19 @@ def _convolution_backward(
 
 
 @aten("hostweave.rotary.default")
-def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor) -> hw.Tensor:
-    """By tables whose halves are equal."""
-    first, second = (table[(*(slice(None) for _ in range(table.ndim - 1)), slice(0, int(table.shape[-1]) // 2))] for table in (cos, sin))
-    return hw.rotary_embedding(x, first, second)
+def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
+    """x * cos + rotate_half(x) * sin, computed in f32 for narrower dtypes; with `back` what it makes of a gradient."""
+    halves = []
+    for part in (x, cos, sin):
+        pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
+        at = [slice(None)] * (part.ndim - 1)
+        halves.append([_wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
+    (first, second), (c1, c2), (s1, s2) = halves
+    if back:
+        s1, s2 = -s2, -s1
+    is_first = hw.expand_dims(hw.iota(hw.reshape(x, *x.shape[:-1], 2, -1), x.ndim - 1) == 0, -1)
+    turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
+    return hw.reshape(_cast(turned, result.dtype), *x.shape)
 
 
 @aten("hostweave.reshard.default")
