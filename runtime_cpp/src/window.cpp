@@ -36,7 +36,8 @@ std::shared_ptr<WindowUsers> users_of(ncclComm_t comm) {
   return users;
 }
 
-// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+}  // namespace
+
 void expect_one_sided_calls() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (ncclPutSignal && ncclSignal && ncclWaitSignal && ncclGetPeerDevicePointer) return;
@@ -47,8 +48,6 @@ void expect_one_sided_calls() {
                        std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
 #endif
 }
-
-}  // namespace
 
 WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : channels_(channels) {
   for (const Channel* channel : channels_) {
@@ -88,7 +87,7 @@ void WindowArena::reserve(MemoryPlan& plan) {
     HW_CHECK(ncclMemAlloc(&memory_.data, total));
     memory_.registered.resize(channels_.size());
     for (size_t channel = 0; channel < channels_.size(); ++channel) {
-      if (channels_[channel]->size()) add(channel, total);
+      if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
     }
     memory_.bytes = total;
   }
@@ -96,25 +95,23 @@ void WindowArena::reserve(MemoryPlan& plan) {
   plan.set_pointers(rest_.reserve(needed.elsewhere), memory_.data);
 }
 
-void WindowArena::add(size_t number, size_t bytes) {
-  const Channel& channel = *channels_[number];
-  Registered& one = memory_.registered[number];
-  HW_CHECK(ncclCommWindowRegister(channel.comm(), memory_.data, bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
-  if (!one.window) {
+void register_window(const Channel& channel, void* data, size_t bytes, Registered& made) {
+  HW_CHECK(ncclCommWindowRegister(channel.comm(), data, bytes, &made.window, NCCL_WIN_COLL_SYMMETRIC));
+  if (!made.window) {
     throw ExecutionError(
         "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
   }
-  one.peers.assign(channel.size(), static_cast<char*>(memory_.data));
+  made.peers.assign(channel.size(), static_cast<char*>(data));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
     if (peer == channel.rank()) continue;
     void* base = nullptr;
-    HW_CHECK(ncclGetPeerDevicePointer(one.window, 0, static_cast<int>(peer), &base));
+    HW_CHECK(ncclGetPeerDevicePointer(made.window, 0, static_cast<int>(peer), &base));
     if (!base) {
       throw ExecutionError(
           "transport one_sided: this rank cannot reach the memory of rank " + std::to_string(peer) +
           " of the channel, which is on another host or has no peer access; compile with transport=\"two_sided\"");
     }
-    one.peers[peer] = static_cast<char*>(base);
+    made.peers[peer] = static_cast<char*>(base);
   }
 }
 
@@ -159,6 +156,11 @@ size_t WindowArena::offset(const void* place) const {
   return offset;
 }
 
+char* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const char* place) const {
+  if (char* const shared = channel.on_peer(peer, place)) return shared;
+  return registered(channel).peers[peer] + offset(place);
+}
+
 cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
   for (const auto& users : users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
@@ -173,7 +175,7 @@ cudaError_t WindowArena::end_call(cudaStream_t caller) const {
   return cudaSuccess;
 }
 
-const WindowArena::Registered& WindowArena::registered(const Channel& channel) const {
+const Registered& WindowArena::registered(const Channel& channel) const {
   const auto found = std::ranges::find(channels_, &channel);
   if (found == channels_.end())
     throw ExecutionError("the channel is not one of those that the windows of the program are registered with");

@@ -29,6 +29,7 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.taken import Table, Taken
+from hostweave.runtime.windows import places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
 
@@ -236,7 +237,7 @@ class LocalProgram:
         signature = replace(self._intent, error=str(error) if error else "")
         if isinstance(result, Taken):
             spans = result.spans if self._group.in_process else ()
-            signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest)
+            signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest, windows=result.windows)
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures
@@ -257,7 +258,7 @@ class LocalProgram:
         table = self._tables.get(bound) or self._table(bound)
         outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
-        key = states and (states, len(arrays), outs is None, known)
+        key = states and (states, len(arrays), outs is None, known, self._group.windows.made)
         taken = table.taken.get(key) if key else None
         if taken is None:
             taken = self._checked_arrays(table, bound.free, arrays, outs, known)
@@ -297,7 +298,8 @@ class LocalProgram:
         )
         self._expect_apart(table.spans, spans)
         where = None if given is None else (_places(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
-        taken = Taken(table, library, *_places(accepted), sizes, 0, where, _places(donated)[0], spans)
+        windows = places_of(self._group.windows, self._host, (*table.spans, *spans), outs is not None)
+        taken = Taken(table, library, *_places(accepted), sizes, 0, where, _places(donated)[0], spans, windows)
         if sizes and self._meets:
             self._global_shapes(taken)  # what the ranks find out together is to be what the caller says
         return taken

@@ -8,6 +8,7 @@ from typing import Any
 
 from hostweave.runtime.arrays import Library
 from hostweave.runtime.meeting import Shape, Span
+from hostweave.runtime.windows import Place
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Taken:
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and shapes of what the rank has of it
     donated: tuple[int, ...]  # of each output the address of the input that it takes over, else 0
     spans: tuple[Span, ...]  # of what is taken and given
+    windows: tuple[Place, ...]  # of what lies in memory that ranks share, as the program says
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:

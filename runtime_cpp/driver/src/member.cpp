@@ -61,11 +61,17 @@ void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, d
   expect_working();
   const Use use(*this);
   expect_not_stopped();
-  const auto keep = [this](ncclComm_t comm) {
-    const std::lock_guard lock(owned_mutex_);
-    owned_.push_back(comm);
-  };
-  hw::connect(rank_, program, id_of, keep, timeout_seconds);
+  hw::connect(rank_, program, id_of, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+}
+
+void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
+  expect_not_stopped();
+  hw::connect(rank_, process_group, id, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+}
+
+void Member::keep(ncclComm_t comm) {
+  const std::lock_guard lock(owned_mutex_);
+  owned_.push_back(comm);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
@@ -93,7 +99,8 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
     rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                      Channel(comm, process_group.rank_in_group, process_group.size), process_group.transport);
+                      Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks),
+                      process_group.transport);
   }
 }
 
@@ -129,13 +136,16 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-Member::Use::Use(Member& member) : lock_(member.in_use_) {
+// The turn comes first: whoever frees what a member holds has one already.
+Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
+  lock_ = std::unique_lock(member.in_use_);
   device_.emplace(member.device());
 }
 
-Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
+Member::Use::Use(Member& member, const Schedule& schedule) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
+  lock_ = std::unique_lock(member.in_use_);
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());

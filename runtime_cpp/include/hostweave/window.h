@@ -47,6 +47,18 @@ struct WindowUsers {
   bool aborted = false;  // the communicator is gone, and its windows with it
 };
 
+// Memory, as it is registered with a channel.
+struct Registered {
+  ncclWindow_t window = nullptr;
+  std::vector<char*> peers;  // where that of each rank begins, seen from this one
+};
+
+// Registers memory of ncclMemAlloc, as all ranks of the channel do at the same time. Throws ExecutionError where NCCL does not,
+// or where a peer is out of reach.
+void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
+// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+void expect_one_sided_calls();
+
 class WindowArena {
  public:
   // The channels outlive it; of those that this rank is not in nothing is registered.
@@ -76,14 +88,10 @@ class WindowArena {
   // The same place in the memory of a peer, which copies and kernels of this rank can use.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
-    return reinterpret_cast<T*>(registered(channel).peers[peer] + offset(place));
+    return reinterpret_cast<T*>(place_on_peer(channel, peer, reinterpret_cast<const char*>(place)));
   }
 
  private:
-  struct Registered {
-    ncclWindow_t window = nullptr;
-    std::vector<char*> peers;  // where the memory of each rank of the channel begins, seen from this one
-  };
   struct Memory {
     void* data = nullptr;
     size_t bytes = 0;
@@ -91,7 +99,8 @@ class WindowArena {
   };
 
   const Registered& registered(const Channel& channel) const;
-  void add(size_t channel, size_t bytes);
+  // In the arena's own windows, or in memory that the application's ranks share.
+  char* place_on_peer(const Channel& channel, int64_t peer, const char* place) const;
   void release(Memory memory) const;
   // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
   bool is_aborted() const;
