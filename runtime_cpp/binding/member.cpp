@@ -107,19 +107,18 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// A contiguous array of a GPU in DLPack's capsule, which keeps its owner.
+// A contiguous array in DLPack's capsule, which keeps its owner.
 struct Lent {
   DLManagedTensor managed;
   Sizes shape;
   py::object owner;
 };
 
-py::capsule dlpack(py::object owner, uintptr_t address, int device, Sizes shape, int code, int bits) {
-  constexpr int32_t kCuda = 2;
+py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> device, Sizes shape, int code, int bits) {
   auto* const lent = new Lent{{}, std::move(shape), std::move(owner)};
   lent->managed.tensor = {.data = reinterpret_cast<void*>(address),
-                          .device_type = kCuda,
-                          .device = device,
+                          .device_type = device.first,
+                          .device = device.second,
                           .ndim = static_cast<int32_t>(lent->shape.size()),
                           .code = static_cast<uint8_t>(code),
                           .bits = static_cast<uint8_t>(bits),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
+from hostweave.runtime import windows
 from hostweave.runtime.cpu import seeded
+from hostweave.runtime.windows import WindowArray
 from hostweave.types.shards import block_of
 
 M, K = 12, 24
@@ -164,6 +168,26 @@ def test_how_long_memory_lives() -> None:
     again = hw.Threads(1)
     again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # in a turn after that of what is freed
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
+
+
+def test_dlpack() -> None:
+    """As arrays on GPUs give themselves to other libraries."""
+
+    class OnHost(WindowArray):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    memory, module = np.arange(6, dtype=np.int16), windows._built("cpu")
+    owner = SimpleNamespace(address=memory.ctypes.data)
+    array = OnHost(owner, module, (2, 3), hw.i16, 0)
+    np.testing.assert_array_equal(np.from_dlpack(array), memory.reshape(2, 3))
+    assert repr(array) == "<array i16[2, 3] in a window, on GPU 0>"
+    assert array.__cuda_array_interface__["typestr"] == "<i2"
+    references = sys.getrefcount(owner)
+    array.__dlpack__(stream=1)  # a capsule that nobody takes
+    assert sys.getrefcount(owner) == references
+    with pytest.raises(AttributeError, match=r"bf16 has no typestr of __cuda_array_interface__; use __dlpack__"):
+        _ = WindowArray(owner, module, (2, 3), hw.bf16, 0).__cuda_array_interface__
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
@@ -19,7 +20,7 @@ from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.meeting import CallSignature, Span
-from hostweave.targets.target import CPU_DEVICE, NAMES, Target, find_target
+from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Of DLPack: of dtypes that are not the usual ones of their kind by name, of a device.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
+
+_building = threading.Lock()
 
 
 class Place(NamedTuple):
@@ -57,7 +60,7 @@ class WindowArray:
     def __dlpack__(self, **_: object) -> Any:
         """Of memory that nothing is enqueued for: no stream has to wait."""
         code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
-        return self._module.dlpack(self, self._memory.address, self.device, self.shape, code, 8 * self.dtype.itemsize)
+        return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -101,7 +104,8 @@ class Windows:
             raise ExecutionError(
                 f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
             )
-        module = _module(target)
+        with _building:  # ranks that are threads want it at the same time
+            module = _built(target)
         member = group.member(module, on)
         if target not in self._connected:
             if why := group.connect_all(member, module, target):
@@ -165,7 +169,7 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
 
 
 @cache
-def _module(target: str) -> ModuleType:
+def _built(target: str) -> ModuleType:
     """A program of nothing: any program's module makes what all of them use."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
     folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
