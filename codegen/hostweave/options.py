@@ -38,7 +38,7 @@ class Options:
       The CPU target computes in f32.
     - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
-      (2.32 for moves between meshes). Ranks share all sizes evenly, and chunk loops that communicate are by shard, of gathers beside
+      (2.32 for moves between meshes). Ranks share sizes that are names evenly, and chunk loops that communicate are by shard, of gathers beside
       and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
       that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
       of few bytes are done by the kernels that use them, of ranks of one host.
