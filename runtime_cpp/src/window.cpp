@@ -157,7 +157,9 @@ size_t WindowArena::offset(const void* place) const {
 }
 
 char* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const char* place) const {
-  if (char* const shared = channel.on_peer(peer, place)) return shared;
+  const auto* const begin = static_cast<const char*>(memory_.data);
+  const bool is_own = place >= begin && place < begin + memory_.bytes;
+  if (char* const shared = is_own ? nullptr : channel.on_peer(peer, place)) return shared;
   return registered(channel).peers[peer] + offset(place);
 }
 
