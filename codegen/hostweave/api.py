@@ -472,8 +472,8 @@ class Program:
         ):
             return self
         outs = () if out is None else (out,) if len(self._host.outputs) == 1 else out
-        held = [(p, bound.arrays[p.name][1]) for p in self._host.inputs if p.name in bound.arrays]
-        names = group.windows.names((*held, *zip(bound.free, arrays, strict=False), *zip(self._host.outputs, outs, strict=False)))
+        pairs = (*zip(bound.free, arrays, strict=False), *zip(self._host.outputs, outs, strict=False))
+        names = group.windows.names(bound, pairs)
         with self._lock:
             if names and names not in self._with_windows:
                 made = _compiled(self._given, self.target.name, replace(self._options, windows=names))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_counters import counted
 from test_providers import free_port, needs_torch, run_processes
 
 import hostweave as hw
@@ -253,16 +254,9 @@ def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_channels_are_made_once_and_freed() -> None:
-    class Counters(ctypes.Structure):
-        names = ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators")
-        _fields_ = [(name, ctypes.c_uint64) for name in names]
-
     def communicators() -> int:
-        counters = Counters()
-        device.hw_cpu_get_counters(ctypes.byref(counters))
-        return int(counters.live_communicators)
+        return counted()["live_communicators"]
 
-    device = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
     gc.collect()
     before = communicators()
     counts = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from math import prod
@@ -19,6 +20,7 @@ from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arrays import Array, library_of
+from hostweave.runtime.bound import Bound
 from hostweave.runtime.meeting import CallSignature, Span
 from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
@@ -85,8 +87,9 @@ class Windows:
     def __init__(self, group: Group):
         self._group = weakref.proxy(group)
         self.made = 0  # so far; the same on all ranks
-        self._memories: dict[int, weakref.ref[Any]] = {}  # by number, those in use
-        self._sizes: dict[int, int] = {}
+        self._begins: list[int] = []  # of those in use
+        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in that order: the number, the size, the memory
+        self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self._connected: set[str] = set()  # targets
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str) -> Array:
@@ -113,24 +116,29 @@ class Windows:
             self._connected.add(target)
         bytes = max(json.loads(signature.bound) for signature in told)
         memory = group.run(what, member, lambda: module.GroupMemory(member, bytes))
-        self._memories[self.made], self._sizes[self.made] = weakref.ref(memory), bytes
+        self._add(memory, max(1, bytes))
         if (device := on.device_of_arrays(member)) != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)
         return np.asarray(_HostBytes(memory, size)).view(numpy_dtype(dtype)).reshape(shape)
 
     def place(self, address: int) -> Place | None:
         """Of what lies in memory that ranks share."""
-        for number, known in list(self._memories.items()):
-            memory = known()
-            if memory is None:
-                del self._memories[number], self._sizes[number]
-            elif 0 <= address - memory.address < max(1, self._sizes[number]):
-                return Place(number, address - memory.address)
-        return None
+        if (at := bisect_right(self._begins, address) - 1) < 0:
+            return None
+        offset, (number, size, memory) = address - self._begins[at], self._known[at]
+        return Place(number, offset) if offset < size and memory() is not None else None
 
-    def names(self, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Of parameters whose arrays lie there."""
-        return tuple(parameter.name for parameter, array in arguments if array is not None and self._place_of(array))
+    def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
+        """Of what is bound, and of parameters, whose arrays lie there. What is bound stays where it is."""
+        if (held := self._held.get(bound)) is None:
+            held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
+        return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
+
+    def _add(self, memory: Any, size: int) -> None:
+        pairs = zip(self._begins, self._known, strict=True)
+        known = {begin: one for begin, one in pairs if one[-1]() is not None} | {memory.address: (self.made, size, weakref.ref(memory))}
+        self._begins = sorted(known)
+        self._known = [known[begin] for begin in self._begins]
 
     def _place_of(self, array: Array) -> Place | None:
         try:
