@@ -19,8 +19,6 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 namespace hw {
 namespace {
 
-constexpr size_t kGranularity = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
-
 std::mutex users_mutex;
 
 std::map<ncclComm_t, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
@@ -70,7 +68,7 @@ WindowArena::~WindowArena() {
 
 void WindowArena::reserve(MemoryPlan& plan) {
   const MemoryPlan::Bytes needed = plan.place();
-  const size_t total = (needed.in_windows + kGranularity - 1) / kGranularity * kGranularity;
+  const size_t total = whole_pieces(needed.in_windows);
   const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
   if (total > memory_.bytes) {
     expect_one_sided_calls();

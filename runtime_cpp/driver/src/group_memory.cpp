@@ -12,10 +12,8 @@
 namespace hw {
 namespace {
 
-constexpr size_t kGranularity = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
-
 // Of all ranks of a group, whatever meshes its programs are for.
-constexpr char kMesh[] = "group", kAxis[] = "rank";
+constexpr char kGroup[] = "group", kRank[] = "rank";
 
 }  // namespace
 
@@ -28,21 +26,21 @@ std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double 
   } catch (const ExecutionError& missing) {
     return missing.what();
   }
-  if (!rank.has_channel(kMesh, kAxis, Transport::one_sided)) {
-    ProcessGroup all{.mesh = kMesh, .axes = kAxis, .key = "group", .rank_in_group = rank.index(), .size = rank.size()};
+  if (!rank.has_channel(kGroup, kRank, Transport::one_sided)) {
+    ProcessGroup all{.mesh = kGroup, .axes = kRank, .key = "group", .rank_in_group = rank.index(), .size = rank.size()};
     all.transport = Transport::one_sided;
     all.ranks.resize(rank.size());
     std::iota(all.ranks.begin(), all.ranks.end(), 0);
     member.connect(all, id, timeout_seconds);
   }
-  return why_out_of_reach(rank.channel(kMesh, kAxis, rank.size(), Transport::one_sided));
+  return why_out_of_reach(rank.channel(kGroup, kRank, rank.size(), Transport::one_sided));
 }
 
 GroupMemory::GroupMemory(Member& member, size_t bytes)
-    : member_(member), channel_(member.rank().channel(kMesh, kAxis, member.rank().size(), Transport::one_sided)) {
+    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::one_sided)) {
   member.expect_working();
   const Member::Use use(member);
-  const size_t total = std::max<size_t>(1, (bytes + kGranularity - 1) / kGranularity) * kGranularity;
+  const size_t total = std::max(kPiece, whole_pieces(bytes));
   HW_CHECK(ncclMemAlloc(&data_, total));
   register_window(channel_, data_, total, registered_);
   member.rank().share({static_cast<char*>(data_), total, registered_.peers});

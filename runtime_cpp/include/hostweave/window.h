@@ -47,6 +47,9 @@ struct WindowUsers {
   bool aborted = false;  // the communicator is gone, and its windows with it
 };
 
+constexpr size_t kPiece = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
+constexpr size_t whole_pieces(size_t bytes) { return (bytes + kPiece - 1) / kPiece * kPiece; }
+
 // Memory, as it is registered with a channel.
 struct Registered {
   ncclWindow_t window = nullptr;
