@@ -31,7 +31,7 @@ Member::Member(std::string group, int device, int64_t index, int64_t size, bool 
     : group_(std::move(group)), rank_(device, index, size), processes_(processes) {}
 
 Member::~Member() {
-  if (aborted_) abort_with_windows(std::exchange(owned_, {}));
+  if (aborted_) target::abort(std::exchange(owned_, {}));
   for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
 
@@ -121,7 +121,7 @@ void Member::abort(const std::string& reason) {
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
-  abort_with_windows(std::exchange(owned_, {}));
+  target::abort(std::exchange(owned_, {}));
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }
