@@ -4,8 +4,12 @@
 // that memory is, a captured wait tells; whoever fills it with a large value ends them all.
 #include "signals_cuda.h"
 
-#include <cuda.h>
 #include <dlfcn.h>
+#include <nccl.h>
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // which has signals with the communicator
+#define HOSTWEAVE_FINDS_SIGNALS
+#include <cuda.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -42,6 +46,7 @@ std::map<ncclComm_t, Signals>& known() {  // guarded by known_mutex
   return *all;
 }
 
+#ifdef HOSTWEAVE_FINDS_SIGNALS
 template <class Function>
 Function* driver_call(const char* name) {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
@@ -61,6 +66,7 @@ CUdeviceptr awaited(cudaGraph_t graph) {
   }
   return 0;
 }
+#endif
 
 // Gives all signals, until the device has nothing left to do or has had its time.
 void give(const std::vector<Signals>& signals) {
@@ -83,7 +89,7 @@ void give(const std::vector<Signals>& signals) {
 }  // namespace
 
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)  // which has them as soon as there is a communicator
+#ifdef HOSTWEAVE_FINDS_SIGNALS
   static auto* const range_of = driver_call<CUresult(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange_v2");
   if (process_group.size < 2 || !range_of || !ncclWaitSignal) return;
   Signals found;

@@ -20,7 +20,7 @@ struct ProcessGroup {
                      // in common
   int64_t rank_in_group = 0;  // its coordinates along the axes, the last one fastest
   int64_t size = 1;
-  std::vector<int64_t> ranks;  // of the world, in the order that they have in the group
+  std::vector<int64_t> ranks = {};  // of the world, in the order that they have in the group
   Transport transport = Transport::two_sided;
 
   // The axes, and the transport where it is another than usual.
