@@ -2,7 +2,8 @@
 
 16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: on one GPU of 8B's shapes, on all GPUs of this machine of
 70B's at a width of 8. Milliseconds a call of the slowest rank, the median of rows of calls that all ranks begin together; random bf16
-data. A process a GPU runs all of them in turn, on the same arrays. `decode.py 70B` runs one case alone, in a minute.
+data. A process a GPU runs all of them in turn, on the same arrays. As torch.compile has measured its algorithms, so has one of ours.
+`decode.py 70B` runs one case alone, in a minute, and `decode.py 70B 128` one number of tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ROW = 20  # calls
 REPETITIONS = 7
 TOLERANCE = 0.03  # of the largest element: 16 blocks round to bf16 in places of their own
 OURS = "captured"
+TUNED = f"{OURS}, tuned"
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,26 @@ ALONE, TOGETHER = Case("8B", 4096, 14336), Case("70B at TP8", 8192, 3584)
 
 
 def main(names: Sequence[str]) -> None:
-    if "8B" in names or not names:
-        _compare(ALONE, _calls_of_8b, 1)
-    if len(gpus()) > 1 and ("70B" in names or not names):
-        _compare(TOGETHER, _calls_of_70b, len(gpus()))
+    cases = [name for name in names if not name.isdecimal()]
+    tokens = tuple(int(name) for name in names if name.isdecimal()) or TOKENS
+    if "8B" in cases or not cases:
+        _compare(ALONE, tokens, 1)
+    if len(gpus()) > 1 and ("70B" in cases or not cases):
+        _compare(TOGETHER, tokens, len(gpus()))
 
 
-def _compare(case: Case, make: Callable[[int, int], Iterator[Calls]], ranks: int) -> None:
-    for tokens, times in zip(TOKENS, times_on_ranks(make, ranks, REPETITIONS), strict=True):
+def _compare(case: Case, all_tokens: Sequence[int], ranks: int) -> None:
+    make = partial(_calls, case, all_tokens)
+    for tokens, times in zip(all_tokens, times_on_ranks(make, ranks, REPETITIONS), strict=True):
         medians = {name: statistics.median(ms) / ROW for name, ms in times.items()}
         best = min(ms for name, ms in medians.items() if "torch" in name)
+        ours = min((OURS, TUNED), key=lambda name: medians[name])
         each = ", ".join(f"{name} {ms:.3f} ms ({ms / medians[OURS]:.2f} times {OURS})" for name, ms in medians.items())
-        ratio = f"{OURS} is {best / medians[OURS]:.2f} times as fast as the best of torch"
+        ratio = f"{ours} is {best / medians[ours]:.2f} times as fast as the best of torch"
         print(f"{case.name}, {BLOCKS} blocks, {tokens} tokens, {ranks} GPUs: {each}; {ratio}", flush=True)
 
 
-def _program(case: Case, ranks: int) -> hw.Program:
+def _program(case: Case, ranks: int, *, tune: bool = False) -> hw.Program:
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     columns = hw.bf16[case.hidden, f"{case.inner * ranks}@tp"]
@@ -72,7 +78,7 @@ def _program(case: Case, ranks: int) -> hw.Program:
             x = block(x, *(weights[f"{name}_{i}"] for name in types))
         return x
 
-    return hw.compile(decode, target="cuda")
+    return hw.compile(decode, target="cuda", options=hw.Options(tune=tune))
 
 
 # --- calls of one rank ------------------------------------------------------------------------------------------------
@@ -80,21 +86,13 @@ def _program(case: Case, ranks: int) -> hw.Program:
 Calls = dict[str, Callable[[], Any]]
 
 
-def _calls_of_8b(rank: int, ranks: int) -> Iterator[Calls]:
-    return _calls(ALONE, ranks)
-
-
-def _calls_of_70b(rank: int, ranks: int) -> Iterator[Calls]:
-    return _calls(TOGETHER, ranks)
-
-
-def _calls(case: Case, ranks: int) -> Iterator[Calls]:
+def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
     """For every number of tokens a row of calls of each way. Raises AssertionError where their results differ."""
     import torch
     import torch.distributed as dist
 
     hw.init()
-    program = _program(case, ranks)
+    programs = [_program(case, ranks, tune=tune) for tune in (False, True)]
 
     def random(*shape: int, scale: float) -> Any:
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()
@@ -104,17 +102,18 @@ def _calls(case: Case, ranks: int) -> Iterator[Calls]:
         weights[f"n_{i}"] = torch.ones(case.hidden, device="cuda", dtype=torch.bfloat16)
         for name, shape in (("wg", (case.hidden, case.inner)), ("wu", (case.hidden, case.inner)), ("wd", (case.inner, case.hidden))):
             weights[f"{name}_{i}"] = random(*shape, scale=shape[0] ** -0.5)
-    model = program.bind(**weights)
+    model, tuned_model = (program.bind(**weights) for program in programs)
     blocks = [tuple(weights[f"{name}_{i}"] for name in ("n", "wg", "wu", "wd")) for i in range(BLOCKS)]
     tuned_block = torch.compile(_torch_block, dynamic=False, mode="max-autotune-no-cudagraphs")
     eager, tuned = (partial(_torch_decode, block, blocks=blocks) for block in (_torch_block, tuned_block))
-    for tokens in TOKENS:
+    for tokens in all_tokens:
         x = random(tokens, case.hidden, scale=1)
         dist.broadcast(x, 0)
         with torch.no_grad():
             single: Calls = {
                 "uncaptured": partial(model, x),
                 OURS: model.capture(x),
+                TUNED: tuned_model.capture(x),
                 "torch eager": partial(eager, x),
                 "torch eager in a graph": in_a_graph(partial(eager, x)),
                 "torch.compile, max-autotune": partial(tuned, x),
@@ -126,7 +125,8 @@ def _calls(case: Case, ranks: int) -> Iterator[Calls]:
                 assert error <= TOLERANCE, f"{name}: {error}"
             yield {name: partial(_row, call) for name, call in single.items()}
         torch.compiler.reset()  # which compiles a function for few shapes only
-    program.close()
+    for program in programs:
+        program.close()
 
 
 def _row(call: Callable[[], Any]) -> None:

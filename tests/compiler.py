@@ -11,16 +11,21 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
-from hostweave.build.toolchain import Toolchain
+from hostweave.build.toolchain import ENQUEUING, Toolchain
 from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
-PROGRAM, KERNELS = "program.cpp", "kernels.cu"
+PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
+STANDARD = {
+    PROGRAM: "#include <array>\n#include <optional>\n",
+    # Without the special functions of <cmath>, of which each file would make its own instances: a third of a file of kernels.
+    KERNELS: "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n",
+}
 LIBRARY = "-fvisibility=default"  # an option of the runtime's library alone
 HEADERS_OF = {
     ("cpu", PROGRAM): HEADERS,
-    ("cpu", KERNELS): ("kernel", "lanes", "rows", "types"),
+    ("cpu", KERNELS): ("kernel", "lanes", "launch", "rows", "terms", "types"),
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
@@ -74,7 +79,7 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
         for path, names in (header, headers), (f"{header}.wider.h", (*headers, *WIDER)):
-            Path(path).write_text("".join(f'#include "hostweave/{name}.h"\n' for name in names))
+            Path(path).write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in names))
         yield _case(toolchain, what, str(header), level)
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
 
-from hostweave.build import make
+from hostweave.build import make, nvrtc
 from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 
@@ -49,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     gc.disable()  # while modules are imported, which leave no garbage
     make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
+    if not gpus():
+        nvrtc.OPTIONS += ("--ptxas-options=-O0",)
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))

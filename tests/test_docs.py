@@ -16,6 +16,7 @@ from ml_dtypes import bfloat16
 import hostweave as hw
 from hostweave.base.paths import PACKAGE
 from hostweave.fusion_ir.ops import OPS
+from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,18 @@ def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     seen: dict[str, Any] = {"X": np.ones((64, 16), bfloat16), "W": np.ones((16, 8), bfloat16)}
     exec(compile(python_of(ROOT / "README.md"), "README.md", "exec"), seen)
     np.testing.assert_array_equal(seen["y"], np.full((64, 8), 16, bfloat16))
+
+
+def test_the_page_on_overlap_shows_what_is_explained() -> None:
+    types = {"x": hw.bf16["M@x", "K"], "w": hw.bf16["K", "N@x"]}
+    sizes = {"M": 8192, "K": 8192, "N": 14336}
+    mlp = hw.fusion(mesh=hw.Mesh(x=2), **types)(lambda x, w: hw.matmul(x, w))
+    program = hw.compile(mlp, options=hw.Options(sizes=sizes, machine=H200))
+    page = (ROOT / "docs" / "overlap.md").read_text()
+    assert f"sizes={sizes}".replace("'", '"') in page
+    (explained,) = (line for line in program.explain().splitlines() if "all_gather" in line)
+    assert f"{explained.strip()}\n" in page
+    assert str(program.choices[0]).replace("@program", "@mlp") in page
 
 
 def test_every_environment_variable_is_in_the_guide() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.fusion_ir.philox import philox
+from hostweave.fusion_ir.ops.pointwise import philox
 
 Array = NDArray[np.float64]
 

@@ -20,7 +20,6 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
-from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.shards import bind_sizes, block_of, global_shape, holds
 from hostweave.types.size import Size
@@ -49,13 +48,16 @@ def programs_of(ranks: int) -> dict[str, Fusion]:
     return {name: fusion for name, fusion in found.items() if fusion.mesh.size == ranks}
 
 
-@cache
 def lowered(fusion: Fusion) -> HostProgram:
-    return lower(fusion, Options())
+    return compiled(fusion)._host
+
+
+def compiled(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> hw.Program:
+    return _compiled(program, target, options or Options())
 
 
 @cache
-def compiled(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> hw.Program:
+def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> hw.Program:
     return hw.compile(program, target=target, options=options)
 
 

@@ -2,7 +2,6 @@
 
 from difflib import get_close_matches
 from importlib import import_module
-from time import time_ns
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
@@ -26,6 +25,7 @@ from hostweave.fusion_ir.ir import Fusion as Fusion
 from hostweave.options import Options as Options
 from hostweave.types.machine import Machine as Machine
 from hostweave.types.mesh import Mesh as Mesh
+from hostweave.types.tensor import DType as _DType
 from hostweave.types.tensor import bf16 as bf16
 from hostweave.types.tensor import bool_ as bool_
 from hostweave.types.tensor import f8e4m3 as f8e4m3
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from hostweave.runtime.providers import Threads as Threads
     from hostweave.runtime.providers import TorchStore as TorchStore
 
-imported_at = time_ns()  # a file of the package that was edited later may run here as it was before
 _LAZY = {
     "hostweave.api": ("Program", "compile"),
     "hostweave.host_ir.ir": ("HostProgram",),
@@ -92,18 +91,9 @@ def _unknown(name: str) -> AttributeError:
     return UnknownAttribute(f"hw.{name}: hostweave has no {name}; {remedy}", Location.of_caller())
 
 
-_PUBLIC = sorted(
-    (
-        *("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF),
-        *("bf16", "bool_", "f16", "f32", "f64", "f8e4m3", "f8e5m2", "i16", "i32", "i64", "i8", "u16", "u32", "u64", "u8"),
-        *("bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
-        *("int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8"),
-        *public_names(vars(_functions)),
-        *public_names(vars(_attention)),
-        *public_names(vars(_composites)),
-        *public_names(vars(_contractions)),
-        *public_names(vars(_indices)),
-    )
-)
+_OWN = ("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)
+_DTYPES = (name for name, value in list(globals().items()) if isinstance(value, _DType))
+_FUNCTIONS = (name for part in (_functions, _attention, _composites, _contractions, _indices) for name in public_names(vars(part)))
+_PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))
 if not TYPE_CHECKING:  # a type checker goes by the imports
     __all__ = _PUBLIC

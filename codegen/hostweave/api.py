@@ -20,23 +20,21 @@ from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.one_device import needs_ranks, on_one_device
 from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
-from hostweave.pipeline import lower
+from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.transports.transport import find_transport, transport_of
+from hostweave.tune.explain import explained
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
     from hostweave.runtime.bound import Bound
     from hostweave.runtime.call import Call
-    from hostweave.runtime.captured import Captured
     from hostweave.runtime.group import Group
-    from hostweave.runtime.local import LocalProgram
+    from hostweave.runtime.local import Captured, LocalProgram
     from hostweave.runtime.session import Session, Timing
 
 T = TypeVar("T")
@@ -190,8 +188,6 @@ class Program:
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
-        from hostweave.tune.explain import explained
-
         if not isinstance(self._given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
@@ -386,19 +382,10 @@ class Program:
             why = f"{', '.join(self._host.windows)}: is compiled for a window, which a group of Python makes"
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
-            export(self._host, Path(folder), *self._reference())
+            export(self._host, Path(folder), *reference_of(self._given, self._options))
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
-
-    def _reference(self) -> tuple[HostProgram | str, set[DType]]:
-        """The program on one device and the dtypes of its values, or why there is none."""
-        if not isinstance(self._given, Fusion):
-            return "it was compiled from host IR", set()
-        if why := needs_ranks(self._given):
-            return why, set()
-        alone = on_one_device(self._given)
-        return lower(alone, self._options), {value.type.dtype for body in (*alone.functions, alone) for value in body.values().values()}
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""
@@ -456,7 +443,8 @@ class Program:
         if local is None:
             from hostweave.runtime.local import LocalProgram, stream_of_call
 
-            local = LocalProgram(self, self._host, self._options, group, stream_of_call(self.target, stream, arrays))
+            on = stream_of_call(self.target, stream, arrays)
+            local = LocalProgram(self._host, self.target, lambda: self.module, self._options, group, on)
             group.programs[self] = local
             self._locals.add(local)
         if local.out_of_reach and self._reaches_memory:

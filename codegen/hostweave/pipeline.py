@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostweave.fusion_ir.calls import map_functions
+from hostweave.fusion_ir.calls import map_functions, needs_ranks, on_one_device
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.verify import ADDS_RULES, verify_fusion
+from hostweave.fusion_ir.verify import LEVELS, verify_fusion
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
@@ -44,6 +44,7 @@ from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
+from hostweave.types.tensor import DType
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     drop_unit_axes,
@@ -113,7 +114,23 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
-    elif program != before or name in ADDS_RULES:
-        verify_fusion(program, after=name)
+    elif program != before or name in LEVELS:
+        verify_fusion(program, after=level_of(name))
     if observe:
         observe(name, program)
+
+
+def level_of(stage: str) -> str:
+    """The last one of LEVELS up to a stage of a fusion."""
+    stages = ["input", *(apply.__name__ for apply in PASSES)]
+    return next(name for name in stages[stages.index(stage) :: -1] if name in LEVELS)
+
+
+def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
+    """The same math on one device, and the dtypes of its values; or why there is none."""
+    if not isinstance(program, Fusion):
+        return "it was compiled from host IR", set()
+    if why := needs_ranks(program):
+        return why, set()
+    alone = on_one_device(program)
+    return lower(alone, options), {value.type.dtype for body in (*alone.functions, alone) for value in body.values().values()}

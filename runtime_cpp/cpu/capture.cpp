@@ -21,6 +21,11 @@ cudaError_t invalidated(Capture& capture, cudaError_t code, const std::string& t
   return error(code, text);
 }
 
+int is_destroyed(Event* event, const char* does) {
+  if (Machine::get().events.count(event) != 0) return cudaSuccess;
+  return error(cudaErrorInvalidResourceHandle, std::string("a graph ") + does + " an event that was destroyed");
+}
+
 void join(const std::shared_ptr<Capture>& capture, Stream& stream) {
   stream.capture = capture;
   stream.capture_lane = capture->streams.size();
@@ -89,8 +94,7 @@ std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool ext
     return std::nullopt;
   }
   const auto record = [handle = &event](Lock& lock, Stream& on) {
-    if (Machine::get().events.count(handle) == 0)
-      return static_cast<int>(error(cudaErrorInvalidResourceHandle, "a graph records an event that was destroyed"));
+    if (const int destroyed = is_destroyed(handle, "records")) return destroyed;
     handle->record = new_op("record", 0);
     Machine::get().enqueue(lock, handle->record, on);
     return 0;
@@ -109,8 +113,7 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
   if (external) {
     if (!stream.capture) return error(cudaErrorInvalidValue, "cudaEventWaitExternal outside of a capture");
     return add_node(stream, [handle = &event](Lock& lock, Stream& on) {
-      if (Machine::get().events.count(handle) == 0)
-        return static_cast<int>(error(cudaErrorInvalidResourceHandle, "a graph waits for an event that was destroyed"));
+      if (const int destroyed = is_destroyed(handle, "waits for")) return destroyed;
       OpPtr op = new_op("wait", 1);
       if (handle->record) op->after.push_back(handle->record);
       Machine::get().enqueue(lock, std::move(op), on);

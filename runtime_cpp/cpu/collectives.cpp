@@ -14,15 +14,10 @@
 namespace hostweave::cpu {
 namespace {
 
-struct Request {
-  CommKind kind;
+struct Request : Asked {
   const char* name;
   const void* send;
   void* recv;
-  std::size_t count;
-  ncclDataType_t type;
-  ncclRedOp_t reduction;
-  int root;    // of broadcast and reduce
   int peer;    // of send and recv
   bool sends;  // of send and recv
   ncclComm_t comm;
@@ -53,7 +48,7 @@ bool reduces(CommKind kind) {
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
 Ranges ranges_of(const Request& r) {
-  const std::size_t bytes = r.count * type_size(r.type), all = bytes * r.comm->process_group->size();
+  const std::size_t bytes = r.bytes(), all = bytes * r.comm->process_group->size();
   const bool is_root = r.comm->rank == r.root, broadcasts = r.kind == CommKind::broadcast, pairs = r.kind == CommKind::send_recv;
   const bool reads = broadcasts ? is_root : !pairs || r.sends;
   const bool in_place = broadcasts && is_root && r.send == r.recv;
@@ -64,29 +59,25 @@ Ranges ranges_of(const Request& r) {
   return ranges;
 }
 
-std::string difference(const Match& match, const Request& r) {
+std::string difference(const Asked& theirs, const char* name, const Request& r) {
   const auto differ = [](const char* what, const std::string& theirs, const std::string& ours) {
     return std::string(what) + " differ: " + theirs + " and " + ours;
   };
-  if (match.kind != r.kind) return differ("the kinds", match.name, r.name);
-  if (match.count != r.count) return differ("the counts", std::to_string(match.count), std::to_string(r.count));
-  if (match.type != r.type) return differ("the types", type_name(match.type), type_name(r.type));
-  if (match.root != r.root) return differ("the roots", std::to_string(match.root), std::to_string(r.root));
-  if (reduces(r.kind) && match.reduction != r.reduction) {
-    return differ("the reductions", reduction_name(match.reduction), reduction_name(r.reduction));
+  if (theirs.kind != r.kind) return differ("the kinds", name, r.name);
+  if (theirs.count != r.count) return differ("the counts", std::to_string(theirs.count), std::to_string(r.count));
+  if (theirs.type != r.type) return differ("the types", type_name(theirs.type), type_name(r.type));
+  if (theirs.root != r.root) return differ("the roots", std::to_string(theirs.root), std::to_string(r.root));
+  if (reduces(r.kind) && theirs.reduction != r.reduction) {
+    return differ("the reductions", reduction_name(theirs.reduction), reduction_name(r.reduction));
   }
   return "";
 }
 
 std::shared_ptr<Match> new_match(const Request& r, std::vector<int> seat_ranks) {
   auto match = std::make_shared<Match>();
-  match->kind = r.kind;
+  static_cast<Asked&>(*match) = r;
   match->name = r.name;
   match->process_group = r.comm->process_group.get();
-  match->count = r.count;
-  match->type = r.type;
-  match->reduction = r.reduction;
-  match->root = r.root;
   match->buffered = r.kind == CommKind::send_recv && Machine::get().buffered_sends();
   match->seats.resize(seat_ranks.size());
   match->seat_ranks = std::move(seat_ranks);
@@ -123,17 +114,12 @@ Part find_send_recv(const Request& r) {
 // --- between processes
 
 // What one rank tells another of its call, before the data.
-struct Header {
-  CommKind kind;
-  std::uint64_t count;
-  ncclDataType_t type;
-  ncclRedOp_t reduction;
-  std::int32_t root;
+struct Header : Asked {
   char name[24], issued_as[256];
 };
 
 Header header_of(const Request& r, const std::string& issued_as) {
-  Header header{r.kind, r.count, r.type, r.reduction, r.root, {}, {}};
+  Header header{r, {}, {}};
   std::strncpy(header.name, r.name, sizeof header.name - 1);
   std::strncpy(header.issued_as, issued_as.c_str(), sizeof header.issued_as - 1);
   return header;
@@ -144,14 +130,7 @@ std::string mismatch(const std::string& differs, const std::string& theirs, cons
 }
 
 void expect_same(const Header& theirs, const Request& ours, const std::string& issued_as) {
-  Match match;
-  match.kind = theirs.kind;
-  match.name = theirs.name;
-  match.count = theirs.count;
-  match.type = theirs.type;
-  match.reduction = theirs.reduction;
-  match.root = theirs.root;
-  const std::string differs = difference(match, ours);
+  const std::string differs = difference(theirs, theirs.name, ours);
   if (differs.empty()) return;
   const Lock lock(Machine::get().mutex);
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
@@ -181,14 +160,12 @@ class Exchange {
   }
 
   void finish() {
-    if (r_.kind == CommKind::broadcast && rank_ == r_.root) copy_bytes(r_.recv, r_.send, bytes());
-    if (r_.kind == CommKind::all_gather) copy_bytes(static_cast<char*>(r_.recv) + rank_ * bytes(), r_.send, bytes());
+    if (r_.kind == CommKind::broadcast && rank_ == r_.root) copy_bytes(r_.recv, r_.send, r_.bytes());
+    if (r_.kind == CommKind::all_gather) copy_bytes(static_cast<char*>(r_.recv) + rank_ * r_.bytes(), r_.send, r_.bytes());
     if (!reduces(r_.kind) || (r_.kind == CommKind::reduce && rank_ != r_.root)) return;
     Match match;  // of what has come, in the order of the ranks as among threads
+    static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
-    match.count = r_.count;
-    match.type = r_.type;
-    match.reduction = r_.reduction;
     match.root = rank_;
     match.seats.resize(inputs_.size());
     for (std::size_t peer = 0; peer < inputs_.size(); ++peer) match.seats[peer].send = inputs_[peer].get();
@@ -198,25 +175,24 @@ class Exchange {
   }
 
  private:
-  std::size_t bytes() const { return r_.count * type_size(r_.type); }
   bool goes_from(int from, int to) const {
     return r_.kind == CommKind::broadcast ? from == r_.root : r_.kind != CommKind::reduce || to == r_.root;
   }
   const char* sent_to(int peer) const {
-    return static_cast<const char*>(r_.send) + (r_.kind == CommKind::reduce_scatter ? peer * bytes() : 0);
+    return static_cast<const char*>(r_.send) + (r_.kind == CommKind::reduce_scatter ? peer * r_.bytes() : 0);
   }
   char* received_from(int peer) {
-    if (!reduces(r_.kind)) return static_cast<char*>(r_.recv) + (r_.kind == CommKind::all_gather ? peer * bytes() : 0);
-    inputs_[peer].reset(new char[bytes()]);
+    if (!reduces(r_.kind)) return static_cast<char*>(r_.recv) + (r_.kind == CommKind::all_gather ? peer * r_.bytes() : 0);
+    inputs_[peer].reset(new char[r_.bytes()]);
     return inputs_[peer].get();
   }
   void send(Traffic& traffic, int peer, const void* data) const {
     traffic.send(peer, &ours_, sizeof ours_);
-    if (data) traffic.send(peer, data, bytes());
+    if (data) traffic.send(peer, data, r_.bytes());
   }
   void receive(Traffic& traffic, int peer, void* data) {
     traffic.receive(peer, &theirs_[peer], sizeof(Header), [this, peer] { expect_same(theirs_[peer], r_, issued_as_); });
-    if (data) traffic.receive(peer, data, bytes());
+    if (data) traffic.receive(peer, data, r_.bytes());
   }
 
   Request r_;
@@ -227,8 +203,8 @@ class Exchange {
   int rank_;
 };
 
-std::string text_of(const Request& r, const Stream& stream) {
-  return OpName{r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place}.text();
+OpName name_of(const Request& r, const Stream& stream) {
+  return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place};
 }
 
 // The work of an op whose parts are in other processes.
@@ -236,7 +212,7 @@ std::function<void()> exchange_with_processes(const std::vector<Request>& reques
   const ncclComm& comm = *requests.front().comm;
   const int rank = comm.rank, size = comm.process_group->size();
   std::vector<std::shared_ptr<Exchange>> exchanges;
-  for (const Request& r : requests) exchanges.push_back(std::make_shared<Exchange>(r, text_of(r, stream), rank, size));
+  for (const Request& r : requests) exchanges.push_back(std::make_shared<Exchange>(r, name_of(r, stream).text(), rank, size));
   return across_processes(comm.process_group->shared, [exchanges, size](SharedGroup& shared) {
     Traffic traffic(size);
     for (const auto& exchange : exchanges) exchange->begin(traffic);
@@ -246,11 +222,8 @@ std::function<void()> exchange_with_processes(const std::vector<Request>& reques
 }
 
 ncclResult_t check(const Request& r) {
-  Machine& machine = Machine::get();
   const std::string call = std::string("nccl ") + r.name;
-  if (machine.communicators.count(r.comm) == 0) return error(ncclInvalidArgument, call + ": no such communicator");
-  if (r.comm->process_group->stopped)
-    return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
+  if (const ncclResult_t result = check_usable(call, r.comm)) return result;
   if (type_size(r.type) == 0) return nccl_not_supported(call + ": type " + std::to_string(r.type));
   if (reduces(r.kind) && (r.reduction < 0 || r.reduction >= ncclNumOps)) {
     return nccl_not_supported(call + ": reduction " + std::to_string(r.reduction));
@@ -263,7 +236,7 @@ ncclResult_t check(const Request& r) {
   if (r.kind == CommKind::send_recv && (r.peer < 0 || r.peer >= n)) {
     return error(ncclInvalidArgument, call + ": peer " + std::to_string(r.peer) + " of " + std::to_string(n) + " ranks");
   }
-  if (const auto illegal = machine.illegal_access(ranges_of(r), r.comm->device, false)) {
+  if (const auto illegal = Machine::get().illegal_access(ranges_of(r), r.comm->device, false)) {
     return error(ncclInvalidArgument, call + ": " + *illegal);
   }
   return ncclSuccess;
@@ -310,8 +283,8 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
     seat.recv = r.recv;
     seat.stream = stream;
     seat.issued = true;
-    seat.issued_as = {comm.device, stream->number, r.name, comm.process_group->name, subject_of(r), r.place};
-    const std::string differs = difference(*part.match, r);
+    seat.issued_as = name_of(r, *stream);
+    const std::string differs = difference(*part.match, part.match->name, r);
     if (!differs.empty()) {
       const Match::Seat* other = &seat;
       for (const Match::Seat& candidate : part.match->seats) {
@@ -407,29 +380,29 @@ ncclResult_t ncclGroupEnd(void) {
 
 ncclResult_t ncclAllGather(const void* send, void* recv, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
-  return request({CommKind::all_gather, "all_gather", send, recv, count, type, ncclSum, -1, -1, false, comm, stream, {}});
+  return request({{CommKind::all_gather, count, type, ncclSum, -1}, "all_gather", send, recv, -1, false, comm, stream, {}});
 }
 ncclResult_t ncclAllReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t stream) {
-  return request({CommKind::all_reduce, "all_reduce", send, recv, count, type, op, -1, -1, false, comm, stream, {}});
+  return request({{CommKind::all_reduce, count, type, op, -1}, "all_reduce", send, recv, -1, false, comm, stream, {}});
 }
 ncclResult_t ncclReduceScatter(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                                cudaStream_t stream) {
-  return request({CommKind::reduce_scatter, "reduce_scatter", send, recv, count, type, op, -1, -1, false, comm, stream, {}});
+  return request({{CommKind::reduce_scatter, count, type, op, -1}, "reduce_scatter", send, recv, -1, false, comm, stream, {}});
 }
 ncclResult_t ncclBroadcast(const void* send, void* recv, size_t count, ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  return request({CommKind::broadcast, "broadcast", send, recv, count, type, ncclSum, root, -1, false, comm, stream, {}});
+  return request({{CommKind::broadcast, count, type, ncclSum, root}, "broadcast", send, recv, -1, false, comm, stream, {}});
 }
 ncclResult_t ncclReduce(const void* send, void* recv, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream) {
-  return request({CommKind::reduce, "reduce", send, recv, count, type, op, root, -1, false, comm, stream, {}});
+  return request({{CommKind::reduce, count, type, op, root}, "reduce", send, recv, -1, false, comm, stream, {}});
 }
 ncclResult_t ncclSend(const void* send, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-  return request({CommKind::send_recv, "send", send, nullptr, count, type, ncclSum, -1, peer, true, comm, stream, {}});
+  return request({{CommKind::send_recv, count, type, ncclSum, -1}, "send", send, nullptr, peer, true, comm, stream, {}});
 }
 ncclResult_t ncclRecv(void* recv, size_t count, ncclDataType_t type, int peer, ncclComm_t comm, cudaStream_t stream) {
-  return request({CommKind::send_recv, "recv", nullptr, recv, count, type, ncclSum, -1, peer, false, comm, stream, {}});
+  return request({{CommKind::send_recv, count, type, ncclSum, -1}, "recv", nullptr, recv, peer, false, comm, stream, {}});
 }
 
 }  // extern "C"

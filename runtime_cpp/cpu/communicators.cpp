@@ -157,7 +157,7 @@ void form_process_groups(ProcessGroup::Split& split) {
 }
 
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
-ncclResult_t unknown(const char* call) { return error(ncclInvalidArgument, std::string(call) + ": no such communicator"); }
+ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
 ncclResult_t tell(ncclComm_t comm, const char* name, int* result, int (*property)(const ncclComm& comm)) {
   Call call;
@@ -166,12 +166,18 @@ ncclResult_t tell(ncclComm_t comm, const char* name, int* result, int (*property
   return ncclSuccess;
 }
 
+}  // namespace
+
+ncclResult_t check_usable(const std::string& call, ncclComm_t comm) {
+  if (!known(comm)) return unknown(call);
+  if (!comm->process_group->stopped) return ncclSuccess;
+  return error(ncclInvalidUsage, call + ": the communicator was stopped by an earlier failure");
+}
+
 void wait_for_ops(Lock& lock, ncclComm_t comm) {
   const OpPtr last = comm->last;
   if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, [last] { return last->done; });
 }
-
-}  // namespace
 
 ncclResult_t wait_for_process_group(const ProcessGroup& process_group) {
   Call call;

@@ -85,7 +85,7 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
 }
 
 void Match::exchange() {
-  const std::size_t bytes = count * type_size(type);
+  const std::size_t bytes = this->bytes();
   if (bytes == 0) return;
   Inputs inputs;
   Outputs outputs;

@@ -389,7 +389,7 @@ void Machine::take_seats(Stream& stream, Op& op) {
     ++match.begun;
     if (match.buffered && part.index == 0) {
       const auto* const bytes = static_cast<const std::byte*>(seat.send);
-      match.buffer.assign(bytes, bytes + match.count * type_size(match.type));
+      match.buffer.assign(bytes, bytes + match.bytes());
     }
   }
   for (const Part& part : op.parts) {

@@ -31,27 +31,22 @@ std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
   return *windows;
 }
 
-ncclResult_t check(const char* call, ncclComm_t comm) {
-  const auto wrong = [&](ncclResult_t result, const char* why) { return error(result, std::string(call) + ": " + why); };
-  if (in_group()) return nccl_not_supported(std::string(call) + " in a group");
+ncclResult_t check(const std::string& call, ncclComm_t comm) {
+  if (in_group()) return nccl_not_supported(call + " in a group");
   if (Machine::get().failed()) return nccl_stopped();
-  if (Machine::get().communicators.count(comm) == 0) return wrong(ncclInvalidArgument, "no such communicator");
-  if (comm->process_group->stopped) return wrong(ncclInvalidUsage, "the communicator was stopped by an earlier failure");
-  return ncclSuccess;
+  return check_usable(call, comm);
 }
 
-ncclResult_t check(const char* call, ncclComm_t comm, int peer, int number, int context, unsigned flags) {
+ncclResult_t check(const std::string& call, ncclComm_t comm, int peer, int number, int context, unsigned flags) {
   if (const ncclResult_t result = check(call, comm)) return result;
   const int ranks = comm->process_group->size();
   if (peer < 0 || peer >= ranks) {
-    return error(ncclInvalidArgument,
-                 std::string(call) + ": peer " + std::to_string(peer) + " of " + std::to_string(ranks) + " ranks");
+    return error(ncclInvalidArgument, call + ": peer " + std::to_string(peer) + " of " + std::to_string(ranks) + " ranks");
   }
   if (number < 0 || number >= kSignals) {
-    return error(ncclInvalidArgument,
-                 std::string(call) + ": signal " + std::to_string(number) + " of " + std::to_string(kSignals));
+    return error(ncclInvalidArgument, call + ": signal " + std::to_string(number) + " of " + std::to_string(kSignals));
   }
-  if (context != 0 || flags != 0) return nccl_not_supported(std::string(call) + " with another context than 0, or flags,");
+  if (context != 0 || flags != 0) return nccl_not_supported(call + " with another context than 0, or flags,");
   return ncclSuccess;
 }
 
@@ -141,8 +136,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   const Registration ours{{getpid(), allocation->file}, offset, bytes};
   std::vector<Registration> all(size, ours);
   // What was issued before uses the same way to the others.
-  const OpPtr last = comm->last;
-  if (last) machine.wait(lock, "the ops of a communicator", [last] { return last->done; });
+  wait_for_ops(lock, comm);
   lock.unlock();
   Traffic traffic(size);
   for (int peer = 0; peer < size; ++peer) {

@@ -110,7 +110,7 @@ void expect_close(const Name& name, const Block& block, const std::function<doub
     if (computed == expected || (std::isnan(computed) && std::isnan(expected)) || std::abs(computed - expected) <= allowed)
       return;
     std::ostringstream what;
-    what << name.str() << ": element " << i << " of this rank's block is " << computed << ", and " << expected
+    what << text_of(name) << ": element " << i << " of this rank's block is " << computed << ", and " << expected
          << " in the reference";
     if (tolerance.roundoffs) {
       what << ": they differ by " << std::abs(computed - expected) / (tolerance.unit * greatest)

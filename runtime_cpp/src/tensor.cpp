@@ -37,6 +37,8 @@ bool fits(const Shape& shape, const Shape& expected) {
 
 }  // namespace
 
+std::string text_of(const Name& name) { return name.text + (name.number < 0 ? "" : std::to_string(name.number)) + name.suffix; }
+
 void Shape::too_many_dims(size_t count) {
   throw ArgumentError(std::to_string(count) + " dims: an array has at most " + std::to_string(kMaxDims) + "; reshape it");
 }
@@ -47,10 +49,10 @@ void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_
     const std::string declared = type;
     const std::string wanted = type_name(declared.substr(0, declared.find('[')), expected_shape);
     const std::string here = declared == wanted ? "" : ", here " + wanted;
-    throw ArgumentError(name.str() + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
+    throw ArgumentError(text_of(name) + ": expected " + declared + here + ", got " + type_name(dtype_name(dtype), shape));
   }
   if (device != expected_device) {
-    throw ArgumentError(name.str() + ": expected on device " + std::to_string(expected_device) + ", got device " +
+    throw ArgumentError(text_of(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
                         std::to_string(device));
   }
 }

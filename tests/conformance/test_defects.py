@@ -9,7 +9,7 @@
 | the order in which a process group is named is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
 | the process group is the whole mesh, or its last axis, whatever changes | test_one_axis_of_a_mesh, test_reshards |
 | a rank in no process group fails | test_ranks_that_take_no_part |
-| an error in a group leaves it open, and the next collective hangs | ../runtime/test_init: test_a_rank_that_fails_in_the_middle |
+| an error in a group leaves it open, and the next collective hangs | ../runtime/test_rank_faults: test_a_rank_that_fails_in_the_middle |
 | counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (what meets) |
 | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
 | two groups of ranks get one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
@@ -25,7 +25,7 @@
 | averages, and reductions of integers to one rank, are not there | test_collectives (avg, reduce) |
 | a permute leaves what has no source as it was | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | no elements, one element, uneven shards | test_collectives (0 and 1), test_reshards |
-| a rank that is gone is waited for for ever | ../runtime/test_init (faults), ../runtime/test_processes |
+| a rank that is gone is waited for for ever | ../runtime/test_rank_faults, ../runtime/test_processes |
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ import pytest
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit import render
-from hostweave.emit.instructions import _EMIT, Emitter
+from hostweave.emit.instructions import Emitter, method_of
 from hostweave.emit.templates import COMMON, _macros
 from hostweave.host_ir.ir import Communication, HostProgram
-from hostweave.host_ir.tree import Instruction, of_kind
+from hostweave.host_ir.tree import Instruction
 from hostweave.transports.transport import NAMES, find_transport
 
 PROGRAM = """host @f(%x: f32[M@d, K]) -> (%y: f32[M, K]) mesh(d=2) channels(d: d two_sided) {
@@ -35,7 +35,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
     files = (
         [transport.template for transport in transports if kind.posts in transport.carries] if issubclass(kind, Communication) else [COMMON]
     )
-    assert of_kind(_EMIT, kind) is not Emitter.lay_out or all(kind.__name__ in _macros(file) for file in files)
+    assert method_of(kind) is not Emitter.lay_out or all(kind.__name__ in _macros(file) for file in files)
 
 
 def test_what_only_members_are_called_is_not_declared() -> None:

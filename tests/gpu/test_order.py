@@ -38,6 +38,25 @@ def order(x: Any, descending: bool) -> Any:
     return array.shape[1] - 1 - np.argsort(array[:, ::-1], 1, kind="stable")[:, ::-1]
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "i64"])
+def test_long_rows_by_all_blocks(dtype: str) -> None:
+    @hw.fusion(mesh=hw.Mesh(x=1), x=getattr(hw, dtype)["B", "N"])
+    def ordered(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return hw.argsort(x), hw.sort(x, descending=True), hw.top_k(x, 2500)[1]
+
+    program = hw.compile(ordered, target="cuda")
+    for shape in ((1, 65_535), (1, 65_536), (2, 140_001), (3, 140_001), (40, 5000), (1, 1_000_003)):
+        for kind in KINDS:
+            x = rows(dtype, shape, kind)
+            up, down = order(x, False), order(x, True)
+            for _ in range(3):  # the last blocks to meet leave all ready for the next ones
+                first, values, some = (got.cpu() for got in program.run(x.cuda()))
+            np.testing.assert_array_equal(first.numpy(), up, err_msg=f"{shape} {kind}")
+            np.testing.assert_array_equal(some.numpy(), down[:, :2500], err_msg=f"{shape} {kind}")
+            torch.testing.assert_close(values, torch.take_along_dim(x, torch.from_numpy(down), 1), rtol=0, atol=0, equal_nan=True)
+    program.close()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_order(dtype: str) -> None:
     for k in (0, 1, 5, 50, 3000):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
+from hostweave.pipeline import level_of
 
 Pass = Callable[[Fusion, Options], Fusion]
 
@@ -22,5 +23,5 @@ def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
 def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") -> None:
     """Applies the pass, verifies what comes out and compares its text."""
     result = apply(fusion(inputs, before, mesh), Options())
-    verify_fusion(result, after=apply.__name__)
+    verify_fusion(result, after=level_of(apply.__name__))
     assert "\n".join(str(result).splitlines()[1:-2]) == "\n".join("  " + line.strip() for line in after.strip().splitlines())

@@ -16,6 +16,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
+from hostweave.pipeline import level_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Partial, TensorType, f32
 
@@ -177,7 +178,7 @@ def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):
         program = apply(program, Options())
-        verify_fusion(program, after=apply.__name__)
+        verify_fusion(program, after=level_of(apply.__name__))
     assert [op.kind for op in program.ops] == [op.kind for op in fusion(inputs, after, mesh="x=8, y=2").ops]
 
 

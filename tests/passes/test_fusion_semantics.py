@@ -23,7 +23,7 @@ from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
-from hostweave.pipeline import PASSES
+from hostweave.pipeline import PASSES, level_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import bind_sizes
 
@@ -34,7 +34,7 @@ REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minim
 def lowered(fusion: Fusion) -> Fusion:
     for apply in PASSES[: PASSES.index(lower_to_host)]:
         fusion = apply(fusion, Options())
-        verify_fusion(fusion, after=apply.__name__)
+        verify_fusion(fusion, after=level_of(apply.__name__))
         assert Fusion.parse(str(fusion)) == fusion
     return fusion
 

@@ -303,6 +303,8 @@ def test_the_first_ones_are_ordered_alone() -> None:
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
     assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more than a GPU orders without the others
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # by a block, where all blocks order a long row
+    assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))
     with pytest.raises(ArgumentError, match=r"V - 5"):

@@ -19,7 +19,8 @@ from hostweave.cli.memory_plan import memory_plan, memory_report
 from hostweave.host_ir import ir, tree
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.cpu import parallel, seeded
-from hostweave.runtime.local import LocalProgram
+from hostweave.runtime.taken import Arguments
+from hostweave.runtime.windows import Windows
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import holds
@@ -245,19 +246,10 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     """Of ranks that are processes: what a rank knows is what it passes, and what the caller says."""
     host = lowered(FUSION)
-    program = LocalProgram.__new__(LocalProgram)
-    vars(program).update(
-        _host=host,
-        _target=find_target("cpu"),
-        _device=CPU_DEVICE,
-        _group=SimpleNamespace(rank=2, name="g"),
-        _meets=False,
-        _on_parts=True,
-        _module=SimpleNamespace(Table=list),
-        _tables={},
-    )
-    nothing = Bound(host, program._target, {})
+    target = find_target("cpu")
+    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows(SimpleNamespace()))
+    nothing = Bound(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
-        program._global_shapes(program._take(nothing, local(2), None, None, None))
-    taken = program._take(nothing, local(2), None, None, {"M": 6})
-    assert (taken.shapes, program._global_shapes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))
+        arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))
+    taken = arguments.take(nothing, local(2), None, None, {"M": 6})
+    assert (taken.shapes, arguments.global_shapes(taken)) == (((), (), (4, 5)), ((6, 5), (5, 4), (4, 5)))

@@ -67,7 +67,7 @@ def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
     program = hw.compile(doubled)
     assert (program.folder / "program.cpp").read_text() == program.source
     assert (program.folder / "host_ir.txt").read_text() == program.host_ir
-    assert "program.cpp" in (program.folder / "build.log").read_text()
+    assert "-c module.cpp" in (program.folder / "build.log").read_text()
     assert program.module.name == "doubled"
 
 
@@ -266,19 +266,19 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
     processes = [subprocess.Popen([sys.executable, str(script)]) for _ in range(4)]
     assert [process.wait() for process in processes] == [0] * 4
     entries = [entry.path.relative_to(empty_cache).as_posix().rsplit("-", 1)[0] for entry in cache.entries()]
-    assert entries == ["doubled", "objects/binding.cpp", "objects/kernels.cu", "objects/program.cpp"]
+    assert entries == ["doubled", "objects/kernels.cu", "objects/module.cpp"]
 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """Another constant is in a kernel alone; another name of a value in the host program, too, and not in the binding."""
+    """Another constant is in a kernel alone; another name of a value in the host program, too."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:
         program = hw.compile(hw.fusion(x=hw.f32["M"])(function), target)
         program.build()
         log = (program.folder / "build.log").read_text()
-        return {name for name in ("binding.cpp", "program.cpp", "kernels.cu", "kernels_jit.cpp") if f"-c {name} " in log}
+        return {name for name in ("module.cpp", "kernels.cu", "kernels_jit.cpp") if f"-c {name} " in log}
 
     def twice(x: hw.Tensor) -> hw.Tensor:
         return hw.exp(x * 2.0)
@@ -292,9 +292,9 @@ def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder:
     for function in (thrice, named):
         function.__name__ = "twice"
     kernels = "kernels.cu" if target == "cpu" else "kernels_jit.cpp"
-    assert compiled(twice) == {"binding.cpp", "program.cpp", kernels}
+    assert compiled(twice) == {"module.cpp", kernels}
     assert compiled(thrice) == {kernels}
-    assert {"program.cpp", kernels} <= compiled(named)
+    assert {"module.cpp", kernels} == compiled(named)
 
 
 @needs_cuda
@@ -348,7 +348,7 @@ def test_a_broken_module(empty_cache: Path) -> None:
     np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
 
 
-@pytest.mark.parametrize("cut", ["hostweave_program.so", "program.cpp.o"])
+@pytest.mark.parametrize("cut", ["hostweave_program.so", "module.cpp.o"])
 def test_what_was_cut_short_is_built_again(cut: str, empty_cache: Path) -> None:
     folder = hw.compile(doubled).folder
     (path,) = empty_cache.rglob(cut)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hostweave import base
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import EXAMPLES, NATIVE, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build import cache
@@ -123,16 +124,34 @@ def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
     before = ops.read_text()
     after = before.replace('"std::exp({0})"', '"2 * std::exp({0})"')
     assert after != before
-    edit = f"import pathlib; pathlib.Path({str(ops)!r}).write_text({after!r})\n"
-    assert run(script.replace("import", "import hostweave.fusion_ir.ops\n" + edit + "import", 1)) == "1.0\n"  # has loaded the old one
+    edit_when_loaded = (
+        "import pathlib, sys\n"
+        "def edit(event, names):\n"
+        "    loaded = sys.modules.get('hostweave.fusion_ir.ops')\n"
+        "    if event == 'import' and loaded and not loaded.__spec__._initializing and 'edited' not in globals():\n"
+        f"        globals()['edited'] = pathlib.Path({str(ops)!r}).write_text({after!r})\n"
+        "sys.addaudithook(edit)\n"
+    )
+    assert run(edit_when_loaded + script + "edited\n") == "1.0\n"
     assert run(script) == "2.0\n"
+
+
+def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems note ticks of some milliseconds."""
+    begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
+    (tmp_path / "file").write_text("edited")
+    written = (tmp_path / "file").stat().st_ctime_ns
+    assert begun <= written
+    for imported_at, same in ((written, False), (written + 1, True)):
+        monkeypatch.setattr("hostweave.base.imported_at", imported_at)
+        assert (cache.stamp_of.__wrapped__(tmp_path) == cache.stamp_of.__wrapped__(tmp_path)) == same
 
 
 def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / name for name in ("package", "templates", "runtime_cpp")]
     for folder, origin in zip(folders, (PACKAGE, TEMPLATES, RUNTIME), strict=True):
         shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("hostweave.imported_at", time.time_ns() + 10**12)  # so that stamps are not random
+    monkeypatch.setattr("hostweave.base.imported_at", time.time_ns() + 10**12)  # so that stamps are not random
     assert cache.stamp_of.__wrapped__(folders[0]) == cache.stamp_of.__wrapped__(folders[0])
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(files) > 250

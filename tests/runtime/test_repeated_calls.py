@@ -11,7 +11,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
-from hostweave.runtime import local
+from hostweave.runtime import taken
 
 torch = pytest.importorskip("torch", reason="whose arrays change under a call: pip install torch")
 
@@ -33,13 +33,13 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the inputs that are checked."""
     group = hw.init()
     names: list[str] = []
-    accept = local.accept
+    accept = taken.accept
 
     def noted(program: str, target: Any, name: str, *rest: Any) -> Any:
         names.append(name)
         return accept(program, target, name, *rest)
 
-    monkeypatch.setattr(local, "accept", noted)
+    monkeypatch.setattr(taken, "accept", noted)
     yield names
     group.close()
 
@@ -107,4 +107,4 @@ def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> Non
     del x, kept, w
     assert all(one() is None for one in seen)
     (program,) = (one for one in hw.init().programs.values() if one._host is PROGRAM._host)
-    assert all(len(table.taken) <= 64 for table in program._tables.values())
+    assert all(len(table.taken) <= 64 for table in program._arguments.tables.values())

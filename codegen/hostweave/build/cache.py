@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import hostweave
+from hostweave import base
 from hostweave.base.errors import BuildError
 
 _SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
@@ -76,10 +76,10 @@ def name_of(name: str, *parts: str) -> str:
 def stamp_of(folder: Path) -> str:
     """Changes with every edit of a file below the folder; reads none of them.
 
-    Where one was edited after this process imported the package, and may run as it was before, the stamp is like no other.
+    Where one was edited after this process began to import the package, and may run as it was before, the stamp is like no other.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    late = any(status.st_ctime_ns > hostweave.imported_at for _, status in files)
+    late = any(status.st_ctime_ns >= base.imported_at for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if late else "")
 

@@ -15,7 +15,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, units_of
-from hostweave.build.toolchain import MODULE_FILE, KernelCompiler, Toolchain, glue
+from hostweave.build.toolchain import ENQUEUING, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain, glue
 
 CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
@@ -52,7 +52,8 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
     The cache keeps every object by what it is compiled from: of a program that is changed, only what the change reaches is compiled.
     """
-    files = [name for name in sources if name.endswith((".cpp", ".cu"))]
+    (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in ONLY_ENQUEUE))
+    files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in ONLY_ENQUEUE)]
     entries = {file: _entry(file, folder, (folder / file).read_text(), toolchain) for file in files}
     missing = [file for file in files if not lookup(entries[file])]
     _compile(folder, missing, toolchain)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from hostweave.base.errors import BuildError
 
+# A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
+OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
 _INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # as the C++ compiler of the host has them
 
 
@@ -87,8 +89,7 @@ class Nvrtc:
         Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
         """
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
-        # A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
-        options = [f"-arch={self.arch}", "-std=c++20", "-default-device", "-prec-div=false", *folders]
+        options = [f"-arch={self.arch}", *OPTIONS, *folders]
         headers = _HEADERS if unit.name == _USERS or "f8" in unit.text else {**_HEADERS, _FLOATS_OF_8_BITS: ""}
         nvrtc, program = ctypes.CDLL(str(self.library)), ctypes.c_void_p()
         arguments = (len(headers), _strings(list(headers.values())), _strings(list(headers)))

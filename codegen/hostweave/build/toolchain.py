@@ -16,7 +16,8 @@ from hostweave.base.paths import NATIVE
 from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
-ONLY_ENQUEUE = ("program.cpp", "binding.cpp")  # files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them
+# The files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them, and as long again for two as for one.
+ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
@@ -46,7 +47,7 @@ class Toolchain:
         """The command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = ["-x", "c++"] if source.endswith(".cu") else []
-        level = "-O1" if source in ONLY_ENQUEUE else "-O2"
+        level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 
     def link(self, objects: list[str], into: str, libraries: tuple[Path, ...] = ()) -> list[str]:

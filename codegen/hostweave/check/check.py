@@ -12,9 +12,8 @@ from typing import NoReturn
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.check.channel_order import InTurn, Posted
 from hostweave.check.happens_before import Clock, Order, Task, order, run
-from hostweave.check.match_collectives import meetings
+from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
 from hostweave.check.memory import Memory, Pieces, Place, TaskAccess
-from hostweave.check.one_queue import expect_end_in_one_queue
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check

@@ -277,7 +277,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
 
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
     """What is posted together."""
-    builders = [tree.of_kind(_MEMBERS, type(inner))(b, inner) for inner in next(iter(tree.bodies(i)), (i,))]
+    builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
     def step(run: Run) -> None:
         if members := tuple([member for build in builders for member in build(run)]):
@@ -289,13 +289,6 @@ def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
 def _member(b: _Binder, i: tree.Instruction) -> Callable[[Run], tuple[Operation, ...]]:
     build = _operation(b, i)
     return lambda run: (build(run),)
-
-
-# What an instruction of a group posts.
-_MEMBERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Callable[[Run], tuple[Operation, ...]]]] = {
-    tree.Instruction: _member,
-    ir.Routed: _blocks,
-}
 
 
 def _on_stream(b: _Binder, i: ir.OnStream) -> Step:

@@ -11,19 +11,8 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.build.cuda import gpus
 
 NEEDED_GPUS = {
-    "attention": 1,
-    "decode": 1,
-    "few_rows": 1,
-    "fsdp": 2,
-    "kernels": 1,
-    "layer": 1,
-    "model": 1,
-    "tune": 1,
-    "overlap": 2,
-    "comm": 2,
-    "small_all_reduce": 2,
-    "sequence_parallel": 2,
-    "torch_door": 2,
+    **dict.fromkeys(("attention", "decode", "few_rows", "kernels", "layer", "model", "tune"), 1),
+    **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
 }
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pygments.lexer import RegexLexer
+from pygments import highlight
+from pygments.formatters import TerminalFormatter
+from pygments.lexer import RegexLexer, words
+from pygments.lexers import CppLexer
+from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text
+
+from hostweave.fusion_ir.ops import OPS
+from hostweave.host_ir.text import WORDS
+from hostweave.types.tensor import DTYPES
 
 
 def show(text: str, language: str) -> None:
@@ -16,10 +22,6 @@ def show(text: str, language: str) -> None:
 
 
 def highlighted(text: str, language: str) -> str:
-    from pygments import highlight
-    from pygments.formatters import TerminalFormatter
-    from pygments.lexers import CppLexer
-
     lexer = CppLexer(stripnl=False, ensurenl=False) if language == "cpp" else ir_lexer()
     return str(highlight(text, lexer, TerminalFormatter()))
 
@@ -27,13 +29,6 @@ def highlighted(text: str, language: str) -> str:
 @cache
 def ir_lexer() -> RegexLexer:
     """The lexer of both IRs. Its words are those of the tables that print and parse them; what neither IR has is an Error token."""
-    from pygments.lexer import RegexLexer, words
-    from pygments.token import Comment, Generic, Keyword, Name, Number, Operator, Punctuation, String, Text
-
-    from hostweave.fusion_ir.ops import OPS
-    from hostweave.host_ir.text import WORDS
-    from hostweave.types.tensor import DTYPES
-
     parts = ("fusion", "function", "block", "kernel", "host", "user_kernel", "cpu", "return", "else")
     header = ("mesh", "channels", "streams", "events", "uneven", "ranks")
     stated = (*header, "pinned", "async", "partial", "grid", "size", "in", "out", "of", "by", "on")

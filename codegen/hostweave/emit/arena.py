@@ -43,7 +43,7 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Tempora
             case End(begin) if begin.place.stream is None:
                 used.pop(context.temporaries[begin], None)
             case Joined(stream):
-                for buffer in [buffer for buffer in used if buffer.pool == context.streams[stream].member]:
+                for buffer in [buffer for buffer in used if buffer.pool == context.streams[stream]]:
                     del used[buffer]
             case OnRanks(_, inner):
                 _take_turns(inner, context, groups, used)
@@ -72,7 +72,7 @@ def _told(step: Step, context: ProgramContext) -> Words:
             before, _, after = lines.partition(buffer.member)
             return (before, buffer.element, after) if buffer.element else (lines,)
         case Joined(stream):
-            return (lay_out("memory_join", pool=context.streams[stream].member),)
+            return (lay_out("memory_join", pool=context.streams[stream]),)
         case OnRanks(mesh, inner):
             return (lay_out("branch", condition=context.flag(mesh), body=_plan(inner, context)),)
         case Called(function):

@@ -9,7 +9,7 @@ from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Buffer, Emitter
 from hostweave.emit.layers import Words
-from hostweave.emit.parts import Local, part_view, parts_of
+from hostweave.emit.meshes import Local, part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum

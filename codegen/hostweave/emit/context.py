@@ -21,13 +21,6 @@ PlanKey = tuple[object, ...]  # what a plan is made and prepared with
 
 
 @dataclass(frozen=True)
-class Pool:
-    member: str
-    name: str
-    count: int
-
-
-@dataclass(frozen=True)
 class ChannelMember:
     member: str
     ir: ir.Channel
@@ -90,8 +83,8 @@ class ProgramContext:
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
-        self.streams = {s.name: Pool(self.members.of(s.name, "streams"), s.name, s.count) for s in program.streams}
-        self.events = {e.name: Pool(self.members.of(e.name, "events"), e.name, e.count) for e in program.events}
+        self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
+        self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
         self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
         self.channels: dict[str, ChannelMember] = {}
         self.exchanges: dict[str, str] = {}  # members, by the channels whose ranks' kernels add up terms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hostweave.analysis.kernel_indices import updated
@@ -95,7 +96,7 @@ class Emitter:
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
-    def call_function(self, i: ir.Call) -> Words:
+    def emit_call(self, i: ir.Call) -> Words:
         layers, call = self.context.layers_at(i.function), self.calls.get(i.function, 0)
         self.calls[i.function] = call + 1
         words: list[str | Element] = [f"{self.context.functions[i.function]}("]
@@ -108,8 +109,8 @@ class Emitter:
         return (*words, f"{self.stream});\n")
 
     def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
-        """Its C++: what the emitter has no method for, the template of its class lays out by itself."""
-        text = tree.of_kind(_EMIT, type(i))(self, i)
+        """Its C++, by the method of its class or the nearest class above it; else the template of its class lays it out by itself."""
+        text = method_of(type(i))(self, i)
         if isinstance(text, tuple):
             return text
         opens_group = i.grouped and not self.in_group
@@ -151,10 +152,10 @@ class Emitter:
         return self.integers.expr(expr)
 
     def pool(self, i: ir.Fork | ir.Join | ir.OnStream) -> str:
-        return self.context.streams[i.stream].member
+        return self.context.streams[i.stream]
 
     def event(self, i: ir.Record | ir.Wait) -> str:
-        return f"{self.context.events[i.event].member}[{self.expr(i.index)}]"
+        return f"{self.context.events[i.event]}[{self.expr(i.index)}]"
 
     def channel(self, i: ir.Communication) -> str:
         """The member that is the channel of a communication."""
@@ -174,7 +175,7 @@ class Emitter:
 
     # --- memory and views ---
 
-    def allocate(self, i: ir.Allocate) -> str:
+    def emit_allocate(self, i: ir.Allocate) -> str:
         """What is one a stream has a local name for the present stream's."""
         begin = next(self.begins)
         if i.in_window:
@@ -192,12 +193,13 @@ class Emitter:
             return ""
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
+        count = next(streams.count for streams in self.program.streams if streams.name == stream)
         declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
-        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool.member, in_window=i.in_window)
+        self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool, in_window=i.in_window)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
-        if least is None or least < 0 or greatest is None or greatest >= pool.count:
-            index = index % pool.count
+        if least is None or least < 0 or greatest is None or greatest >= count:
+            index = index % count
         return lay_out("slot", name=name, member=member, index=self.expr(index))
 
     def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
@@ -213,11 +215,11 @@ class Emitter:
         self.buffers[i.out] = Buffer(str(element), i.type, i.out, read_only=False)
         return ""
 
-    def deallocate(self, i: ir.Deallocate) -> str:
+    def emit_deallocate(self, i: ir.Deallocate) -> str:
         """Nothing at the time of the call: `prepare` lays the arena out."""
         return ""
 
-    def view(self, i: ir.View) -> str:
+    def emit_view(self, i: ir.View) -> str:
         """The pointer that lies so many steps further, or the same one, which needs no name of its own."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
@@ -228,7 +230,7 @@ class Emitter:
         self.buffers[i.out] = replace(source, text=name, type=out)
         return lay_out("view", const=source.read_only, name=name, base=base, offset=self.integers.times(index, i.stride(source.type)))
 
-    def choose(self, i: ir.Choose) -> str:
+    def emit_choose(self, i: ir.Choose) -> str:
         src, other = self.text(i.src), self.text(i.other)
         read_only = self.buffers[i.src].read_only or self.buffers[i.other].read_only
         self.buffers[i.out] = replace(self.buffers[i.other], text=self.names.of(i.out), read_only=read_only)
@@ -236,7 +238,7 @@ class Emitter:
 
     # --- compute ---
 
-    def matmul(self, i: ir.Matmul) -> str:
+    def emit_matmul(self, i: ir.Matmul) -> str:
         stream = self.stream
         if stream == CALLER:
             self.context.needs_workspace = True
@@ -259,13 +261,13 @@ class Emitter:
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 
-    def attention(self, i: ir.Attention) -> str:
+    def emit_attention(self, i: ir.Attention) -> str:
         has_lse, blind = ([f".{word} = true"] if fields else [] for word, fields in (("has_lse", i.lse), ("blind_zeros", i.blind)))
         plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), has_lse, blind)
         beside = [f".{field} = {self.text(name)}" for field, names in (("lse", i.lse), ("lengths", i.lengths)) for name in names]
         return self.lay_out(i, plan=plan, beside=beside)
 
-    def attention_backward(self, i: ir.AttentionBackward) -> str:
+    def emit_attention_backward(self, i: ir.AttentionBackward) -> str:
         operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
         return self.lay_out(i, plan=self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], []))
 
@@ -287,13 +289,13 @@ class Emitter:
         shape = self.integers.shape(type.shape)
         return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.shape(type.strides)})"
 
-    def launch(self, i: ir.Launch) -> str:
+    def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
         lies_in = dict(updated(i, self.context.declared, ()))  # what the kernel updates is where the result is
         return self.launch_of(self.context.declared[i.kernel], [lies_in.get(src, src) for src in i.srcs], i.dsts)
 
-    def launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
+    def emit_launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
         return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts, "launch_all_reduce", exchange)
 
@@ -326,7 +328,7 @@ class Emitter:
         shape = self.count(name) if type.strides is None else f"{self.integers.shape(type.shape)}, {self.integers.shape(type.strides)}"
         return f"hw::{verb}({self.text(name)}, {shape})"
 
-    def copy(self, i: ir.Copy) -> str:
+    def emit_copy(self, i: ir.Copy) -> str:
         src, dst = self.type_of(i.src), self.type_of(i.dst)
         if src.strides is None and dst.strides is None:
             return self.lay_out(i)
@@ -334,7 +336,7 @@ class Emitter:
             return lay_out("copy_rows", e=self, i=i, rows=rows)
         return self.launch_of(copy_kernel(f"copy_{i.dst}", dst), (i.src,), (i.dst,))
 
-    def fill(self, i: ir.Fill) -> str:
+    def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
         if type.strides is None and repr(i.value) == "0.0":  # all bytes 0, which -0.0 is not
             return self.lay_out(i)
@@ -342,7 +344,7 @@ class Emitter:
 
     # --- communication ---
 
-    def broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
+    def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
         """In place on the root, whose buffer is only read."""
         number: Expr = Const(0)  # in the process group
         channel = self.program.channel(i.channel)
@@ -362,24 +364,28 @@ class Emitter:
         offset = peer if block == Size() else f"{peer} * {self.integers.factor(block)}"
         return self.lay_out(i, count=self.integers.size(block), peer=peer, offset=offset)
 
-    def collective_permute(self, i: ir.CollectivePermute) -> str:
+    emit_all_to_all = emit_gather = emit_scatter = by_rank
+
+    def emit_collective_permute(self, i: ir.CollectivePermute) -> str:
         targets = [i.sources.index(rank) if rank in i.sources else None for rank in range(len(i.sources))]
         sources, targets_text = (["-1" if rank is None else str(rank) for rank in ranks] for ranks in (i.sources, targets))
         return self.lay_out(i, sources=sources, targets=targets_text)
 
-    def blocks(self, i: ir.Routed) -> str:
+    def emit_routed(self, i: ir.Routed) -> str:
         (name,), tables = tree.names(i, "read", "write"), self.context.routes
         if i.routes not in tables:
             rows = [f"{{{route.sender}, {route.sent}, {route.receiver}, {route.received}}}" for route in i.routes]
             lines = [", ".join(rows[at : at + ROUTES_A_LINE]) + "," for at in range(0, len(rows), ROUTES_A_LINE)]
             tables[i.routes] = self.names.of(f"kRoutes_{name}", f"routes {len(tables)}"), lines
+        ends = ("send", "sender", "sent", "receiver") if i.posts == "send" else ("recv", "receiver", "received", "sender")
+        macro = partial(lay_out, "Routed", self.transport(i).template, e=self, i=i, name=name, ends=ends, routes=tables[i.routes][0])
         if not isinstance(i.count, int):
-            return self.lay_out(i, routes=tables[i.routes][0])
+            return macro()
         block, route = product(self.type_of(name).shape) // i.count, self.names.of("route", "of blocks")
         times = f" * {self.integers.factor(block)}" if i.count > 1 else ""
-        return self.lay_out(i, routes=tables[i.routes][0], route=route, count=self.integers.size(block), times=times)
+        return macro(route=route, count=self.integers.size(block), times=times)
 
-    def group(self, i: ir.Group) -> str:
+    def emit_group(self, i: ir.Group) -> str:
         self.in_group = True
         body = self.body(i.body)
         self.in_group = False
@@ -403,28 +409,28 @@ class Emitter:
 
     # --- streams, events, control ---
 
-    def on_stream(self, i: ir.OnStream) -> str:
+    def emit_on_stream(self, i: ir.OnStream) -> str:
         index = self.expr(i.index)
         self.stream = "stream"
         body = self.body(i.body)
         self.stream = CALLER
         return lay_out("on_stream", pool=self.pool(i), index=index, body=body)
 
-    def let(self, i: ir.Let) -> str:
+    def emit_let(self, i: ir.Let) -> str:
         value = self.expr(i.value)
         return lay_out("let", name=self.integers.define(i.out, self.names.of(i.out), self.integers.range(i.value)), value=value)
 
-    def loop(self, i: ir.For) -> str:
+    def emit_for(self, i: ir.For) -> str:
         index = self.integers.define(i.out, self.names.of(i.out), (0, int(i.count) - 1 if i.count.is_int else None))
         return lay_out("loop", index=index, count=self.integers.size(i.count), body=self.body(i.body))
 
-    def branch(self, i: ir.If) -> str:
+    def emit_if(self, i: ir.If) -> str:
         condition = self.expr(i.condition)
         with self.integers.given(i.condition):
             body = self.body(i.body)
         return lay_out("branch", condition=condition, body=body, orelse=self.body(i.orelse))
 
-    def on_mesh(self, i: ir.OnMesh) -> str:
+    def emit_on_mesh(self, i: ir.OnMesh) -> str:
         """Nothing where the body only allocates."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
@@ -478,28 +484,8 @@ def _ends(i: ir.Matmul) -> tuple[str, ...]:
     return (epilogue,) if words or i.bias else ()
 
 
-_EMIT: dict[type[tree.Instruction], Callable[[Emitter, Any], str | Words]] = {
-    tree.Instruction: Emitter.lay_out,
-    ir.Call: Emitter.call_function,
-    ir.Allocate: Emitter.allocate,
-    ir.Deallocate: Emitter.deallocate,
-    ir.View: Emitter.view,
-    ir.Choose: Emitter.choose,
-    ir.Matmul: Emitter.matmul,
-    ir.Attention: Emitter.attention,
-    ir.AttentionBackward: Emitter.attention_backward,
-    ir.Launch: Emitter.launch,
-    ir.Copy: Emitter.copy,
-    ir.Fill: Emitter.fill,
-    ir.BroadcastToOthers: Emitter.broadcast_to_others,
-    **dict.fromkeys((ir.AllToAll, ir.Gather, ir.Scatter), Emitter.by_rank),
-    ir.CollectivePermute: Emitter.collective_permute,
-    ir.LaunchAllReduce: Emitter.launch_all_reduce,
-    ir.Routed: Emitter.blocks,
-    ir.Group: Emitter.group,
-    ir.OnStream: Emitter.on_stream,
-    ir.Let: Emitter.let,
-    ir.For: Emitter.loop,
-    ir.If: Emitter.branch,
-    ir.OnMesh: Emitter.on_mesh,
-}
+@tree.per_kind
+def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str | Words]:
+    """`emit_on_stream` of OnStream: a method for what a template cannot decide."""
+    names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
+    return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

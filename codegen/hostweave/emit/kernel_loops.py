@@ -78,7 +78,7 @@ BY_LANE_PARTS = ThreadSchedule(
     "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
 )
 BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
-BY_CLUSTER_LANES = replace(BY_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length})")
+BY_CLUSTER_LANES = replace(BY_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})")
 OF_BLOCKS = (BY_BLOCK_LANES, BY_CLUSTER_LANES)
 
 ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
@@ -319,6 +319,7 @@ class Loops:
             together=size(*(dim.size for dim in self.kept), Size(self.row_threads)),
             index=self.names[self.reduced[-1]] if self.reduced else "",
             length=size(self.length) if self.length else "",
+            ordered=size(self.lanes[stored(self.kernel.results[0].name)].size) if self.takes_lanes else "",
             row=self.row,
             threads=self.threads,
             width=width and f"<{width}>",

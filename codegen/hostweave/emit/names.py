@@ -19,13 +19,14 @@ _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes shapes memory guard check output_shapes
 prepare run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
-kTargets Row Index kWidth sample Tensors Findings user_kernels
+kTargets Row Index kWidth sample Tensors Findings user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the headers that they include, and the functions of CUDA's: families of them, then others.
+# Macros of the headers that they include, the functions of CUDA's, and what templates number: families of them, then others.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
     | (?:cublas|cuda|nccl|pnccl)[A-Z]\w*
+    | k(?:Axes|Ranks)\d+
     | [A-Z0-9_]+_(?:C|FILENO|INITIALIZER|MAX|MIN|OK|WIDTH|VALF?L?)
     | M_(?:1_PI|2_PI|2_SQRTPI|E|LN2|LN10|LOG2E|LOG10E|PI|PI_2|PI_4|SQRT1_2|SQRT2)(?:l|f\d*x?)?""",
     re.VERBOSE,

@@ -15,9 +15,8 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layers import Layers, Words, rolled
-from hostweave.emit.meshes import RANK, coordinate, membership
+from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.parts import Local, part_name, part_view, parts_of
 from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -83,7 +82,6 @@ class Program:
         self.checks_of_outputs = tuple(checks_of(self.outputs, context))
         self.sizes = tuple(sizes.values())
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
-        self.flags = {member: (membership(mesh, program.mesh.size), mesh) for mesh, member in context.flags.items()}
         self.coordinates = _coordinates(integers, self.body)
         prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
         self.coordinates_of_plans = _coordinates(integers, prepared)
@@ -174,19 +172,19 @@ class Program:
         return "WindowArena" if self.window_channels else "Arena"
 
     @property
-    def initializers(self) -> list[str]:
-        """Of the constructor."""
-        context = self.context
+    def own(self) -> list[tuple[str, str, str, str]]:
+        """The members of its class as they are made: type, name, what each is made of, where it is not by default, and a comment."""
+        context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
+        calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "which peers write to and read from"
+        flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for mesh, flag in context.flags.items()]
         return [
-            "rank_(rank.expect_world(kWorld))",
-            *(f"{member}({value.replace('rank_', 'rank')})" for member, (value, _) in self.flags.items()),
-            *(f"{channel.member}({_lookup(channel)})" for channel in self.channels),
-            *(f'{pool.member}(rank, "{pool.name}", {pool.count})' for pool in context.streams.values()),
-            *(f"{pool.member}({pool.count})" for pool in context.events.values()),
-            *(f"{plan.member}({', '.join(('rank', *plan.made_with))})" for plan in context.plans.values()),
-            *(f"{member}(rank, {channel})" for channel, member in context.exchanges.items()),
-            *([f"arena_({{{', '.join(f'&{channel}' for channel in self.window_channels)}}})"] if self.window_channels else []),
-            *(["arena_(hw::TermExchange::calls(rank))"] if context.exchanges else []),
+            *(("const bool", flag, is_in, f"whether this rank is in {mesh}") for flag, is_in, mesh in flags),
+            *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),
+            *(("hw::Streams", context.streams[p.name], f'rank, "{p.name}", {p.count}', f"{p.name}[{p.count}]") for p in self.ir.streams),
+            *(("hw::Events", context.events[p.name], f"{p.count}", f"{p.name}[{p.count}]") for p in self.ir.events),
+            *((f"hw::{plan.kind}", plan.member, ", ".join(("rank", *plan.made_with)), plan.comment) for plan in context.plans.values()),
+            *(("hw::TermExchange", member, f"rank, {channel}", f"of {channel}") for channel, member in context.exchanges.items()),
+            (f"hw::{self.arena}", "arena_", *((f"{{{windows}}}", peers) if windows else (calls, ""))),
         ]
 
 
@@ -194,6 +192,10 @@ def _lookup(channel: ChannelMember) -> str:
     """What the constructor takes for it."""
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
+
+
+def _ranks_of(channel: ChannelMember) -> str:
+    return f"the {channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
 
 
 def _function(function: ir.HostProgram, context: ProgramContext) -> Function:

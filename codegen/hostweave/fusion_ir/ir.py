@@ -47,6 +47,23 @@ def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ..
 MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each other
 
 
+CHUNKINGS = ("by_shard", "across_shards")
+ROTATIONS = ("local_first", "local_last")
+AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
+
+# Of chunk loops, by what is communicated; the first one that fits is the default.
+ALGORITHMS: dict[str, AlgorithmsOf] = {
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
+    "all_reduce": {"all_reduce": "across_shards"},
+    "all_to_all": {"all_to_all": "across_shards"},
+    "permute_shards": {"collective_permute": "across_shards"},
+    "reduce": {},
+    "transfer": {"transfer": "across_shards"},
+}
+ALGORITHM_NAMES = tuple(dict.fromkeys(name for algorithms in ALGORITHMS.values() for name in algorithms))
+
+
 @dataclass(frozen=True)
 class Stream:
     """Stream parallelism over one dim of a value.

@@ -11,9 +11,10 @@ from typing import TypeVar
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.choice import parse_choice
-from hostweave.fusion_ir.ir import AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
+from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.transports.transport import NAMES
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
@@ -22,22 +23,6 @@ from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
 T = TypeVar("T")
-
-CHUNKINGS = ("by_shard", "across_shards")
-ROTATIONS = ("local_first", "local_last")
-AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
-
-# The first one that fits is the default.
-ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
-    "all_reduce": {"all_reduce": "across_shards"},
-    "all_to_all": {"all_to_all": "across_shards"},
-    "permute_shards": {"collective_permute": "across_shards"},
-    "reduce": {},
-    "transfer": {"transfer": "across_shards"},
-}
-ALGORITHM_NAMES = tuple(dict.fromkeys(name for algorithms in ALGORITHMS.values() for name in algorithms))
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 
@@ -96,8 +81,6 @@ def _number(value: Scalar) -> str:
 
 def parse_fusion(text: str) -> Fusion:
     """The fusion that `text` prints. Raises ParseError with line and column, ProgramError with the line where the program means nothing."""
-    from hostweave.fusion_ir.verify import verify_fusion
-
     reader = Reader(text)
     user_kernels: dict[str, UserKernel] = {}
     while reader.peek() == "user_kernel":

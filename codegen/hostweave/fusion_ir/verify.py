@@ -7,35 +7,18 @@ from dataclasses import replace
 from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op
+from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
-from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 
-# The passes from fusion to fusion, in order: what one has settled stays so after the later ones.
-STAGES = (
-    "input",
-    "drop_unit_axes",
-    "merge_contractions",
-    "propagate_sharding",
-    "join_blocks_of_keys",
-    "insert_reshards",
-    "sink_reductions",
-    "unstack",
-    "decompose_reshards",
-    "share_equal_ops",
-    "stream_by_cost",
-    "choose_overlap",
-    "overlap_communication",
-    "order_stages",
-)
-ADDS_RULES = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")  # after which more must hold
+# What passes settle stays so after the later ones: "input" is a fusion as traced, each other one the pass after which more must hold.
+LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
 # Of the attributes that an op must have.
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
@@ -49,11 +32,11 @@ class Named(Protocol):
 
 
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
-    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after the pass named `after`.
+    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after that one of LEVELS.
 
     Its functions come first, each as a fusion of its own.
     """
-    level = STAGES.index(after)
+    level = LEVELS.index(after)
     for function in fusion.functions:
         _verify_body(function, f"function @{function.name}", level)
         _verify_function(function, fusion)
@@ -77,7 +60,7 @@ def _verify_body(fusion: Fusion, here: str, level: int) -> None:
             why = f"no input has a dim {name}, which %{op.result.name} has, so nothing tells its size"
             raise ProgramError(f"{op.kind}: {why}; give it to an input, or write an int", op.location)
         _verify_stream(op, level)
-        if level >= STAGES.index("insert_reshards"):
+        if level >= LEVELS.index("insert_reshards"):
             _verify_sharding(op, types, fusion.mesh, level)
     _verify_further_results(fusion)
     _verify_outputs(fusion, here, types, level)
@@ -169,7 +152,7 @@ def _verify_stream(op: Op, level: int) -> None:
         raise ProgramError(f"{here}: {why}; use a divisor of {size}", op.location)
     if why := stream.too_many(size):
         raise ProgramError(f"{here}: {why}", op.location)
-    if level >= STAGES.index("choose_overlap"):
+    if level >= LEVELS.index("choose_overlap"):
         if stream.chunking is None:
             raise ProgramError(f"{here}: its chunking is open; it is either of {' and '.join(CHUNKINGS)}", op.location)
         if stream.algorithm and op.kind not in RESHARDS:
@@ -193,7 +176,7 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:
     if op.kind == "reshard":
         steps = [step.kind for step in plan(source, op.result.type, mesh, {}, op.location)]
-        if level >= STAGES.index("decompose_reshards"):
+        if level >= LEVELS.index("decompose_reshards"):
             raise ProgramError(f"reshard: what it does is open; write {' and '.join(steps) or 'copy'} instead", op.location)
         return
     try:
@@ -226,6 +209,6 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        same = given == wanted if level >= STAGES.index("insert_reshards") else (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
+        same = given == wanted if level >= LEVELS.index("insert_reshards") else (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
         if not same:
             raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; make these types equal")

@@ -38,10 +38,20 @@ def events_of(body: tree.Body) -> set[str]:
     return {name for i in tree.walk(body) for name in tree.names(i, "record", "wait")}
 
 
+def channels_of(program: ir.HostProgram) -> set[str]:
+    """The names of the channels that it or a function of it has a communication on."""
+    return {i.channel for i in program.instructions() if isinstance(i, ir.Communication)}
+
+
+def names_in(program: ir.HostProgram) -> set[str]:
+    """All names of buffers and indices, without those of functions."""
+    parameters = {parameter.name for parameter in (*program.inputs, *program.outputs)}
+    return parameters.union(*(tree.names(i, "define", "index") for i in tree.walk(program.body)))
+
+
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
     """The program with the channels that it or a function of it has a communication on."""
-    bodies = (program.body, *(function.body for function in program.functions))
-    used = {i.channel for body in bodies for i in tree.walk(body) if isinstance(i, ir.Communication)}
+    used = channels_of(program)
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
 
@@ -113,8 +123,7 @@ class _Inlining:
         self.given, self.once = program, once
         self.seen: set[str] = set()  # functions
         self.functions = {function.name: function for function in program.functions}
-        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
-        self.taken.update(name for i in tree.walk(program.body) for name in tree.names(i, "define", "index"))
+        self.taken = names_in(program)
 
     def program(self) -> ir.HostProgram:
         return replace(self.given, body=self.body(self.given.body), functions=())

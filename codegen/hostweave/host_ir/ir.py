@@ -7,7 +7,7 @@ An instruction outside every `stream` block runs on the caller's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Concatenate, ParamSpec
@@ -21,7 +21,7 @@ from hostweave.host_ir.instructions.computing import *  # noqa: F403
 from hostweave.host_ir.instructions.control import *  # noqa: F403
 from hostweave.host_ir.instructions.views import *  # noqa: F403
 from hostweave.host_ir.instructions.windows import *  # noqa: F403
-from hostweave.host_ir.tree import Body, T, walk
+from hostweave.host_ir.tree import Body, Instruction, T, walk
 from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType, TensorType
@@ -162,7 +162,11 @@ class HostProgram:
     @property
     def libraries(self) -> frozenset[str]:
         """What it is linked with beside what all programs are."""
-        return frozenset(i.library for body in (self.body, *(f.body for f in self.functions)) for i in walk(body) if i.library)
+        return frozenset(i.library for i in self.instructions() if i.library)
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Every one, those of functions first."""
+        return (i for body in (*(function.body for function in self.functions), self.body) for i in walk(body))
 
     def local_type(self, parameter: Parameter) -> BufferType:
         return parameter.type.local(self.mesh, self.uneven)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
+from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, TensorType
 
 
 def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
@@ -49,36 +50,31 @@ def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
-    found += [places - 1 for places in _starts(program)] + list(_left_out(program))
+    for op, types_in_kernel in _ops(program):
+        if op.kind == "start":  # a slice can begin at one place at least
+            found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
+        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # of as many elements at least
+            found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
-def _starts(program: ir.HostProgram) -> Iterator[Size]:
-    """At how many places slices can begin where data say: at one at least."""
+def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
+    """Those of the kernels that are launched, with the types of what their kernels have."""
     for kernel in launched(program.kernels, program.body):
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        yield from (types[op.tensors[1]].shape[0] for op in kernel.ops if op.kind == "start")
-
-
-def _left_out(program: ir.HostProgram) -> Iterator[Size]:
-    """How many elements do not come among the first ones."""
-    for kernel in launched(program.kernels, program.body):
-        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        yield from (types[op.tensors[0]].shape[op[AXIS]] - op[FIRST] for op in kernel.ops if FIRST in OPS[op.kind].attributes and op[FIRST])
+        yield from ((op, types) for op in kernel.ops)
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
     """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
     found: dict[tuple[str, Size], None] = {}
-    for kernel in launched(program.kernels, program.body):
-        types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
-        for op in kernel.ops:
-            combine = OPS[op.kind].combine
-            if combine and not combine.identity:
-                factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
-                wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
-                found |= {(op.kind, size): None for size in wholes}
+    for op, types in _ops(program):
+        combine = OPS[op.kind].combine
+        if combine and not combine.identity:
+            factors = (factor for axis in op[AXES] for factor in types[op.tensors[0]].shape[axis].factors)
+            wholes = (factor.size if isinstance(factor, Share) else Size(1, (factor,)) for factor in factors)
+            found |= {(op.kind, size): None for size in wholes}
     yield from found
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_type_hints
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.text import parse_op, print_op
 from hostweave.fusion_ir.user_kernel import parse_user_kernel, print_user_kernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
@@ -47,8 +48,6 @@ def print_host(program: ir.HostProgram) -> str:
 
 
 def _kernel_lines(kernel: ir.Kernel) -> list[str]:
-    from hostweave.fusion_ir.text import print_op
-
     end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
     lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
     return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
@@ -185,8 +184,6 @@ def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
 
 
 def _parse_kernel(reader: Reader) -> ir.Kernel:
-    from hostweave.fusion_ir.text import parse_op
-
     name, inputs, ops = reader.global_name("a kernel"), _parse_parameters(reader), list[Op]()
     reader.expect("{")
     returned: tuple[str, ...] = ()

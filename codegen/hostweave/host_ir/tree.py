@@ -195,7 +195,9 @@ def bodies(instruction: Instruction) -> tuple[Body, ...]:
 
 def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
     """The same with each body in it changed; itself where none is."""
-    inner = {name: (body := getattr(instruction, name), change(body)) for name in _body_fields(type(instruction))}
+    if not (names := _body_fields(type(instruction))):
+        return instruction
+    inner = {name: (body := getattr(instruction, name), change(body)) for name in names}
     changed = {name: new for name, (old, new) in inner.items() if new is not old}
     return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
 

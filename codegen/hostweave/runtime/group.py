@@ -27,7 +27,7 @@ from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:
-    from hostweave.runtime.local import CompiledProgram, LocalProgram
+    from hostweave.runtime.local import LocalProgram
 
 T = TypeVar("T")
 
@@ -116,8 +116,8 @@ class Group:
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
-        self.windows = Windows(self)
-        self.programs: weakref.WeakKeyDictionary[CompiledProgram, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
+        self.windows = Windows(weakref.proxy(self))
+        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
         self.closed = False
         self._lock = threading.RLock()
@@ -203,8 +203,8 @@ class Group:
         in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
 
         Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError where ranks
-        cannot reach each other's memory, as on several hosts or with NCCL before 2.29, if the group has failed, or where there is not
-        as much memory.
+        cannot reach each other's memory, as on several hosts or with older libraries than `transport="one_sided"` takes, if the group has
+        failed, or where there is not as much memory.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """

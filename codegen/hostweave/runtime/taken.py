@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-from hostweave.runtime.arrays import Library
+from hostweave.base.errors import ArgumentError
+from hostweave.build.cache import key_of
+from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.runtime.arguments import accept, expect_writable, local_part
+from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
+from hostweave.runtime.bound import Bound
 from hostweave.runtime.meeting import Shape, Span
-from hostweave.runtime.windows import Place
+from hostweave.runtime.windows import Place, Windows, shared_places
+from hostweave.targets.target import CPU_DEVICE, Target
+from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
+
+Output = tuple[Library, Array] | None  # None where this rank has none of it
+
+_MOST_TAKEN = 64  # sets of arrays, with one that is bound
 
 
 @dataclass(frozen=True)
@@ -46,3 +60,222 @@ class Taken:
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
         return self.table.joined(self.shapes)
+
+
+class Arguments:
+    """The arrays that a program takes on a rank: each fits its parameter, all fit one another, and none overlap where they are written."""
+
+    def __init__(
+        self,
+        host: HostProgram,
+        target: Target,
+        rank: int,
+        device: int,
+        native_table: Callable[[Any], Any],
+        meets: bool,
+        windows: Windows,
+    ):
+        """`native_table` makes the native part of a Table; `meets` says whether the ranks compare their shapes before a call."""
+        self._host, self._target, self._rank, self._device = host, target, rank, device
+        self._native_table, self._meets, self._windows = native_table, meets, windows
+        self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
+        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all
+        self.tables: weakref.WeakKeyDictionary[Bound, Table] = weakref.WeakKeyDictionary()
+
+    def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
+        """The arrays of a call, as they were checked now or before. Raises ArgumentError where they do not fit."""
+        table = self.table(bound)
+        outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
+        states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
+        key = states and (states, len(arrays), outs is None, known, self._windows.made)
+        taken = table.taken.get(key) if key else None
+        if taken is None:
+            taken = self._checked_arrays(table, bound.free, arrays, outs, known)
+            if key:
+                if len(table.taken) == _MOST_TAKEN:
+                    table.taken.clear()
+                table.taken[key] = taken
+        handle = self.handle(stream, taken.library)
+        return taken if taken.stream == handle else replace(taken, stream=handle)
+
+    def _checked_arrays(
+        self,
+        table: Table,
+        parameters: Sequence[Parameter],
+        arrays: Sequence[Array],
+        outs: Sequence[Array] | None,
+        sizes: tuple[tuple[str, int], ...],
+    ) -> Taken:
+        """What is taken of arrays that fit the program, each by itself and all together."""
+        name = self._host.name
+        if len(arrays) != len(parameters):
+            signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
+            raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+        accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
+        library = next((one[0] for one in accepted if one), table.library)
+        by_name = dict(zip((p.name for p in parameters), accepted, strict=True))
+        donated = tuple(by_name[p.memory] if p.memory else None for p in self._host.outputs)
+        for p, one in zip(self._host.outputs, donated, strict=True):
+            if one:
+                expect_writable(f"{name}: {p.memory}", *one)
+        given = None if outs is None else self._given(outs, donated)
+        taken_for = {p.memory for p in self._host.outputs}
+        new = [None if p.memory else one for p, one in zip(self._host.outputs, given or (), strict=False)]
+        spans = (
+            *self._spans(parameters, accepted, [p.name in taken_for for p in parameters]),
+            *self._spans(self._host.outputs, new, [True] * len(new)),
+        )
+        self.expect_apart(table.spans, spans)
+        where = None if given is None else (places_of(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
+        shared = shared_places(self._windows, self._host, (*table.spans, *spans), outs is not None)
+        taken = Taken(table, library, *places_of(accepted), sizes, 0, where, places_of(donated)[0], spans, shared)
+        if sizes and self._meets:
+            self.global_shapes(taken)  # what the ranks find out together is to be what the caller says
+        return taken
+
+    def table(self, bound: Bound) -> Table:
+        """What the rank has bound. Raises ArgumentError where an array is not one for this rank."""
+        return self.tables.get(bound) or self._new_table(bound)
+
+    def _new_table(self, bound: Bound) -> Table:
+        parameters = [parameter for parameter in self._host.inputs if parameter.name in bound.arrays]
+        held = [self._on_this_rank(parameter, *bound.arrays[parameter.name]) for parameter in parameters]
+        addresses, shapes = places_of(held)
+        places = dict(zip((parameter.name for parameter in parameters), zip(addresses, shapes, strict=True), strict=True))
+        of_all = [places.get(parameter.name) for parameter in self._host.inputs]
+        native = self._native_table([place and place[0] for place in of_all])
+        library = next((one[0] for one in held if one), NumpyLibrary() if self._device == CPU_DEVICE else None)
+        digest = key_of(*map(str, places.items())) if places else ""
+        shapes_of_all = tuple(place and place[1] for place in of_all)
+        spans = tuple(self._spans(parameters, held, [False] * len(held)))
+        made = self.tables[bound] = Table(library, shapes_of_all, spans, digest, native)
+        return made
+
+    def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
+        """Whether a rank, by default this one, has anything of an input or output."""
+        return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
+
+    def _accepted(self, parameter: Parameter, array: Array) -> tuple[Library, Array] | None:
+        """The array, or None where this rank has none of it."""
+        if self.holds(parameter) == (array is not None):
+            return self._checked(parameter, array) if array is not None else None
+        where, rank = f"{self._host.name}: {parameter.name}", self._rank
+        if array is None:
+            raise ArgumentError(f"{where}: is None, and rank {rank} has a block of {parameter.type}; pass it")
+        raise ArgumentError(f"{where}: rank {rank} has nothing of {parameter.type}; pass None")
+
+    def _checked(self, parameter: Parameter, array: Array) -> tuple[Library, Array]:
+        array = local_part(self._host.name, parameter.name, parameter.type, self._host.mesh, array)
+        return self._on_this_rank(parameter, *accept(self._host.name, self._target, parameter.name, parameter.type, array))
+
+    def _on_this_rank(self, parameter: Parameter, library: Library, array: Array) -> tuple[Library, Array]:
+        where = f"{self._host.name}: {parameter.name}"
+        if not self.holds(parameter):
+            raise ArgumentError(f"{where}: rank {self._rank} has nothing of {parameter.type}; pass None, and do not bind it here")
+        if (device := library.device(array)) != self._device:
+            here = "in host memory" if device == CPU_DEVICE else f"on GPU {device}"
+            raise ArgumentError(f"{where}: is {here}, and rank {self._rank} is on GPU {self._device}; move it there")
+        if not library.is_contiguous(array):
+            raise ArgumentError(f"{where}: is not contiguous, and a call copies nothing; pass a contiguous copy")
+        return library, array
+
+    def _given(self, arrays: Sequence[Array], donated: Sequence[Output]) -> tuple[Output, ...]:
+        parameters = self._host.outputs
+        if len(arrays) != len(parameters):
+            raise ArgumentError(f"{self._host.name}: out=: {len(arrays)} arrays for {len(parameters)} outputs")
+        pairs = zip(parameters, arrays, donated, strict=True)
+        outputs = tuple(one if p.memory and array is None else self._accepted(p, array) for p, array, one in pairs)
+        for parameter, output, one in zip(parameters, outputs, donated, strict=True):
+            if output and one and output[0].address(output[1]) != one[0].address(one[1]):
+                where = f"{self._host.name}: out=: {parameter.name}: is returned in {parameter.memory}, which is donated"
+                raise ArgumentError(f"{where}; pass None for it, or that array")
+            if output and not output[0].is_writable(output[1]):
+                raise ArgumentError(
+                    f"{self._host.name}: out=: {parameter.name}: cannot be written to; pass another array, or leave out= away"
+                )
+        return outputs
+
+    def _spans(self, parameters: Sequence[Parameter], arrays: Sequence[Output], written: Sequence[bool]) -> Iterator[Span]:
+        for parameter, one, is_written in zip(parameters, arrays, written, strict=False):
+            if one and (bytes_ := prod(one[1].shape) * parameter.type.dtype.itemsize):
+                begin = one[0].address(one[1])
+                yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
+
+    def expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
+        """Raises ArgumentError where a given output, or a donated input, shares memory with an input or another one: programs write
+        before they have read.
+        """
+        if not any(span.written for span in taken) or (bound, taken) in self._apart:
+            return
+        last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
+        for span in sorted((*bound, *taken)):
+            other = last if span.written else last_written
+            if span.begin < other.end:
+                pair = sorted((other, span), key=lambda one: not one.written)
+                names = [one.name if span.rank == other.rank else f"{one.name} of rank {one.rank}" for one in pair]
+                what = f"{pair[0].name}, which is donated" if pair[0].name in {p.memory for p in self._host.outputs} else "out="
+                raise ArgumentError(f"{self._host.name}: {what}: {' and '.join(names)} overlap in memory; pass an array of its own")
+            last = max(last, span, key=lambda one: one.end)
+            last_written = max(last_written, span, key=lambda one: one.end) if span.written else last_written
+        self._apart.append((bound, taken))
+
+    def handle(self, stream: Any, library: Library | None) -> int:
+        try:
+            handle = self._target.stream(stream)
+        except TypeError as error:
+            raise ArgumentError(f"{self._host.name}: {error}") from None
+        if handle is None:
+            return library.stream(self._device) if library else 0
+        return handle
+
+    def global_shapes(self, taken: Taken) -> tuple[Shape, ...] | None:
+        """The shapes of the global arrays, where this rank knows more than its own shapes."""
+        if not taken.sizes and not (self._on_parts and not self._meets):
+            return None
+        return self.global_shapes_for(dict(taken.sizes), taken.all_shapes)
+
+    def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
+        """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""
+        global_shapes = []
+        for index, parameter in enumerate(self._host.inputs):
+            shapes = [shapes[index] for shapes in shapes_of_all]
+            global_shapes.append(shape_of_global(parameter.type, self._host.mesh, shapes))
+            held = [rank for rank in range(len(shapes)) if self.holds(parameter, rank)]
+            if any(shapes[rank] != block_shape(parameter.type, self._host.mesh, rank, global_shapes[-1]) for rank in held):
+                usual = max((shapes[rank] for rank in held), key=shapes.count)
+                odd = next(rank for rank in held if shapes[rank] != usual)
+                raise ArgumentError(
+                    f"{self._host.name}: {parameter.name}: rank {odd} passes {list(shapes[odd])}, and rank {shapes.index(usual)} "
+                    f"{list(usual)}; pass blocks of one {parameter.type}"
+                )
+        return global_shapes
+
+    def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
+        """The shapes of the global inputs, for sizes that the caller knows, and local shapes, None where there is no array yet; sharded
+        dims are even where nothing is said."""
+        known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.inputs, shapes, strict=True) if s is not None and self.holds(p)]
+        trusted = not sizes or None in shapes  # a call with sizes names all of the sharded dims
+        for parameter, shape in pairs:
+            mesh = parameter.type.mesh_in(self._host.mesh)
+            for dim, size in zip(parameter.type.dims, shape, strict=True):
+                if not dim.size.is_int and (trusted or not dim.axes):
+                    known.setdefault(str(dim.size), size * mesh.size_of(dim.axes))
+        if missing := {name for p in self._host.inputs for dim in p.type.dims for name in dim.size.symbols} - known.keys():
+            raise ArgumentError(f"{self._host.name}: {what}: no size of {', '.join(sorted(missing))}; give the global one")
+        try:
+            global_shapes = {p.name: global_shape(p.type, known) for p in self._host.inputs}
+        except ValueError as error:
+            raise ArgumentError(f"{self._host.name}: {what}: {error}") from None
+        for parameter, shape in pairs:
+            of_all = global_shapes[parameter.name]
+            if shape != (block := block_shape(parameter.type, self._host.mesh, self._rank, of_all)):
+                raise ArgumentError(
+                    f"{self._host.name}: {parameter.name}: rank {self._rank} passes {list(shape)}; "
+                    f"its block of {list(of_all)} is {list(block)}"
+                )
+        return tuple(global_shapes.values())
+
+
+def places_of(arrays: Sequence[Output]) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+    """Addresses and shapes of a rank's arrays."""
+    return tuple(one[0].address(one[1]) if one else 0 for one in arrays), tuple(tuple(one[1].shape) if one else () for one in arrays)

@@ -85,7 +85,7 @@ class Windows:
     """The shared arrays of a group, on one of its ranks."""
 
     def __init__(self, group: Group):
-        self._group = weakref.proxy(group)
+        self._group = group
         self.made = 0  # so far; the same on all ranks
         self._begins: list[int] = []  # of those in use
         self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in that order: the number, the size, the memory
@@ -147,7 +147,7 @@ class Windows:
             return None
 
 
-def places_of(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[Place, ...]:
+def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[Place, ...]:
     """Of what a program says lies in windows, of a call with these arguments. Raises ArgumentError where it does not."""
     places, remedy = [], "pass an array of group.empty"
     begins = {span.name: span.begin for span in spans}  # of arrays that have elements

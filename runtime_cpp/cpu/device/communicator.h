@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "machine.h"
 #include "match.h"
 #include "nccl.h"
 #include "op.h"
@@ -70,6 +71,8 @@ struct ProcessGroup {
 };
 
 // The making of communicators, and groups of calls.
+ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // known, and not stopped by a failure
+void wait_for_ops(Lock& lock, ncclComm_t comm);                       // all that this rank has issued through it
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
 ncclResult_t wait_for_process_group(const ProcessGroup& process_group);  // until all its ranks have come

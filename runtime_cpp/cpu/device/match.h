@@ -8,6 +8,7 @@
 
 #include "nccl.h"
 #include "op.h"
+#include "types.h"
 
 namespace hostweave::cpu {
 
@@ -15,7 +16,18 @@ enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce,
 
 struct ProcessGroup;
 
-struct Match {
+// What all ranks of a collective, or both of a send with its recv, ask for alike.
+struct Asked {
+  CommKind kind = CommKind::send_recv;
+  std::size_t count = 0;
+  ncclDataType_t type = ncclFloat32;
+  ncclRedOp_t reduction = ncclSum;
+  int root = -1;  // of broadcast and reduce
+
+  std::size_t bytes() const { return count * type_size(type); }
+};
+
+struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
     Stream* stream = nullptr;  // from issue to end
@@ -27,13 +39,8 @@ struct Match {
     OpName issued_as;
   };
 
-  CommKind kind;
   const char* name = "";  // of the calls
   const ProcessGroup* process_group = nullptr;
-  std::size_t count = 0;
-  ncclDataType_t type = ncclFloat32;
-  ncclRedOp_t reduction = ncclSum;
-  int root = -1;
   std::vector<Seat> seats;        // by rank; of a send_recv: 0 sends, 1 receives
   std::vector<int> seat_ranks;    // the devices behind the seats, for reports
   std::vector<std::byte> buffer;  // what a buffered send left behind

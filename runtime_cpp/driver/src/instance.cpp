@@ -169,7 +169,9 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures)
   const Member::Use use(member_);
   progress_.emplace();
   instance_ = program_.calls.create(member_.rank());
-  for (std::vector<Tensor>* tensors : {&(inputs_ = program_.calls.inputs()), &(outputs_ = program_.calls.outputs())}) {
+  inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
+  outputs_ = program_.calls.outputs.in<std::vector<Tensor>>();
+  for (std::vector<Tensor>* tensors : {&inputs_, &outputs_}) {
     for (Tensor& tensor : *tensors) tensor.device = member_.rank().device();
   }
 }

@@ -40,7 +40,10 @@ void see(int device, int peer) {
 class Runner::Seat {
  public:
   Seat(Rank& rank, const ProgramTable& program)
-      : device_(rank.device()), program_(program), inputs_(program.calls.inputs()), outputs_(program.calls.outputs()) {
+      : device_(rank.device()),
+        program_(program),
+        inputs_(program.calls.inputs.in<std::vector<Tensor>>()),
+        outputs_(program.calls.outputs.in<std::vector<Tensor>>()) {
     HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
     try {
       instance_ = program.calls.create(rank);

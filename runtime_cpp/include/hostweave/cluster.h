@@ -1,5 +1,6 @@
 // Thread blocks that run together.
 #pragma once
+#include <cstdint>
 
 namespace hw {
 
@@ -43,6 +44,36 @@ struct Cluster {
     return here;
   }
 #endif
+};
+
+// The thread blocks that share a lane: a cluster, or all blocks of a grid that is launched to run at once, as a column.
+struct Team {
+  __device__ static bool is_grid() { return gridDim.y > 1; }
+  __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
+  __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
+  // As that of clusters. The last block that comes flips the top bit of the counter, whose others are then as they were.
+  __device__ static void meet() {
+    if (!is_grid()) return Cluster::meet();
+    unsigned* const arrived = counter();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      const unsigned before = atomicAdd(arrived, blockIdx.y == 0 ? 0x80000000u - (gridDim.y - 1) : 1u);
+      while (((before ^ *static_cast<volatile unsigned*>(arrived)) & 0x80000000u) == 0) {
+      }
+      __threadfence();
+    }
+    __syncthreads();
+  }
+
+ private:
+  // What the driver has for such a grid, as cooperative_groups finds it, for whose headers NVRTC would need many more.
+  __device__ static unsigned* counter() {
+    unsigned high, low;
+    asm("mov.u32 %0, %%envreg1;" : "=r"(high));
+    asm("mov.u32 %0, %%envreg2;" : "=r"(low));
+    return reinterpret_cast<unsigned*>(uint64_t{high} << 32 | low) + 1;
+  }
 };
 
 #endif

@@ -1,8 +1,12 @@
 // The exceptions of the runtime. In Python they are those of the same names in hostweave.base.errors.
 #pragma once
 #include <stdexcept>
+#include <string>
 
 namespace hw {
+
+struct Name;
+std::string text_of(const Name& argument);
 
 // A call with an array of the wrong dtype, shape, device or layout. The message begins with the argument's name.
 class ArgumentError : public std::invalid_argument {

@@ -64,10 +64,11 @@ HW_DEVICE T from_total(const Total& total) {
 struct Lanes : ThreadGroup<1> {
   static __device__ void sync() {}
 };
-// A block, or each of a cluster of them.
+// A block, or each of a team of them.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
+    if (Team::is_grid()) return {0, n, 1};
     const int blocks = Cluster::size();
     return {blockIdx.x / blocks, n, gridDim.x / blocks};
   }

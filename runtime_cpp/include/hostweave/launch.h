@@ -29,6 +29,7 @@ struct Grid {
   int64_t blocks;
   int threads;      // of a block
   int cluster = 1;  // neighbouring blocks that run together, where the device has clusters; elsewhere it is one block instead
+  bool at_once = false;  // all blocks, of which there are no more then than the device has multiprocessors
 };
 
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
@@ -37,6 +38,7 @@ constexpr int64_t kBlocksAtOnce = 128;
 constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
 constexpr int64_t kBlocksOfOrders = 264;  // of kRowThreads, that run at once
+constexpr int64_t kOrderedByAll = 65536;  // elements of a row, at least, for each of the rows that all blocks order
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
@@ -57,9 +59,13 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// A cluster of blocks for each row of n elements that are ordered, where more than one block has something to do, and has room.
-constexpr Grid grid_of_orders(int64_t rows, int64_t n) {
+// A cluster of blocks for each row of n elements of which the first ones are ordered, where more than one block has something to
+// do, and has room. Long rows that are ordered whole are taken one after another, by all blocks, if there are few of them.
+constexpr Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
+  if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
+    return {.blocks = n / kSorted, .threads = kRowThreads, .at_once = true};
+  }
   const int64_t most = clamped(kBlocksOfOrders / clamped(rows, 1, kBlocksOfOrders), 1, kMostBlocks);
   const int64_t cluster = clamped(ceil_div(n, kSorted), 1, most);
   return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
@@ -190,10 +196,28 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
+// CUDA calls it cooperative.
+template <class... Params, class... Args>
+cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
+  int device = 0, most = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  const cudaError_t status = cudaDeviceGetAttribute(&most, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute{.id = cudaLaunchAttributeCooperative};
+  attribute.val.cooperative = 1;
+  const cudaLaunchConfig_t config{.gridDim = dim3(1, smaller(grid.blocks, most)),
+                                  .blockDim = dim3(grid.threads),
+                                  .stream = stream,
+                                  .attrs = &attribute,
+                                  .numAttrs = 1};
+  return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
+}
+
 // CUDA calls it programmatic dependent launch.
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
+  if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
   const bool waits = waits_for_stream(function);
   const unsigned cluster = waits ? grid.cluster : 1;  // both came with compute capability 9.0

@@ -1,6 +1,5 @@
 // When a program's temporaries come and go, told in the order of the program. What is free lends its bytes to what comes next.
 #pragma once
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -25,14 +24,14 @@ class MemoryPlan {
   void allocate_window(T*& pointer, int64_t count) {
     allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, true);
   }
-  // A buffer for each of these streams.
-  template <class T, size_t n>
-  void allocate(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
-    allocate(reinterpret_cast<void**>(pointers.data()), n, count * sizeof(T), &streams);
+  // A buffer for each of these streams, to a std::array of pointers.
+  template <class Array>
+  void allocate(Array& pointers, int64_t count, const Streams& streams) {
+    allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams);
   }
-  template <class T, size_t n>
-  void allocate_window(std::array<T*, n>& pointers, int64_t count, const Streams& streams) {
-    allocate(reinterpret_cast<void**>(pointers.data()), n, count * sizeof(T), &streams, true);
+  template <class Array>
+  void allocate_window(Array& pointers, int64_t count, const Streams& streams) {
+    allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, true);
   }
   // A buffer of so many bytes for each of the pointers: of all streams, or one for each of the first of a pool.
   void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);
@@ -41,9 +40,9 @@ class MemoryPlan {
   void free(T*& pointer) {
     free(&pointer, &pointer + 1);
   }
-  template <class T, size_t n>
-  void free(std::array<T*, n>& pointers) {
-    free(pointers.data(), pointers.data() + n);
+  template <class Array>
+  void free(Array& pointers) {
+    free(pointers.data(), pointers.data() + pointers.size());
   }
   void free(const void* first_pointer, const void* last_pointer);
 

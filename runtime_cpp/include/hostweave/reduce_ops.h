@@ -35,17 +35,11 @@ struct Sum {
 #endif
 
 struct Add {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a + b;
-  }
+  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a + b; }
 };
 
 struct Multiply {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a * b;
-  }
+  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a * b; }
 };
 
 struct Maximum {  // a NaN on either side stays
@@ -75,24 +69,15 @@ struct Minimum {
 };
 
 struct And {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a & b;
-  }
+  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a & b; }
 };
 
 struct Or {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a | b;
-  }
+  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a | b; }
 };
 
 struct Xor {
-  template <class T>
-  HW_DEVICE T operator()(T a, T b) const {
-    return a ^ b;
-  }
+  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a ^ b; }
 };
 
 struct FirstMaximum {  // a NaN is the largest; of equal elements the first

@@ -2,12 +2,6 @@
 #pragma once
 #include "hostweave/lanes.h"
 
-#ifndef __CUDACC__
-#include <algorithm>
-#include <numeric>
-#include <vector>
-#endif
-
 namespace hw {
 
 template <int kBytes>
@@ -188,16 +182,18 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
 }
 
 // Has n indices of 32 bits, in the first or in the second half of `order`, take all of it, of 64 bits. Of those left, as many at
-// once as have places of their own and of what has moved already.
+// once as have places of their own and of what has moved already; the last few are one block's.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
-  const int64_t thread = int64_t{blockDim.x} * Cluster::rank() + threadIdx.x, threads = int64_t{blockDim.x} * Cluster::size();
   const auto move = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin + thread; i < end; i += threads) {
+    const bool is_alone = end - begin <= kSorted;
+    const int64_t block = is_alone ? 0 : Team::rank(), blocks = is_alone ? 1 : Team::size();
+    if (is_alone && Team::rank() > 0) return;
+    for (int64_t i = begin + blockDim.x * block + threadIdx.x; i < end; i += blockDim.x * blocks) {
       const uint32_t index = from[i];
       order[i] = index;
     }
-    Cluster::meet();
+    is_alone ? __syncthreads() : Team::meet();
   };
   if (in_first_half) {
     for (int64_t end = n; end > 0;) {
@@ -215,7 +211,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
 }
 
 // The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). Each block of
-// the cluster has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits.
+// the team has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits; where the next ones go,
+// blocks that are in no cluster find each other's counts.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -223,7 +220,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
   __shared__ uint32_t counts[kDigits], begins[kDigits], of_tile[kDigits];
   __shared__ bool is_needed;
   auto* const of_warps = reinterpret_cast<uint16_t*>(tile);  // [warp][digit]
-  const int64_t n = x.length, part = (n + Cluster::size() - 1) / Cluster::size(), begin = Cluster::rank() * part;
+  const int64_t n = x.length, part = (n + Team::size() - 1) / Team::size(), begin = Team::rank() * part;
   const int64_t end = begin + part < n ? begin + part : n;
   auto *from = reinterpret_cast<uint32_t*>(order), *to = from + n;
   const int thread = block.thread(), threads = block.threads(), warp = thread / 32, place = thread % 32, warps = threads / 32;
@@ -236,18 +233,28 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     if (thread == 0) is_needed = true;
     block.sync();
     for (int64_t i = begin + thread; i < end; i += threads) atomicAdd(&counts[digit_of(from[i])], 1u);
-    Cluster::meet();
-    for (int d = thread; d < kDigits; d += threads) {
-      uint32_t before = 0, all = 0;
-      for (int other = 0; other < Cluster::size(); ++other) {
-        const uint32_t count = Cluster::of(other, counts[d]);
-        before += other < Cluster::rank() ? count : 0;
-        all += count;
+    block.sync();
+    for (int d = thread; Team::is_grid() && d < kDigits; d += threads) to[Team::rank() * kDigits + d] = counts[d];
+    Team::meet();
+    const auto add_counts = [&](auto count_of) {
+      for (int d = thread; d < kDigits; d += threads) {
+        uint32_t before = 0, all = 0;
+#pragma unroll 16
+        for (int other = 0; other < Team::size(); ++other) {
+          const uint32_t count = count_of(other, d);
+          before += other < Team::rank() ? count : 0;
+          all += count;
+        }
+        begins[d] = all, of_tile[d] = before;
+        if (all == n) is_needed = false;
       }
-      begins[d] = all, of_tile[d] = before;
-      if (all == n) is_needed = false;
+    };
+    if (Team::is_grid()) {
+      add_counts([&](int other, int d) { return to[other * kDigits + d]; });
+    } else {
+      add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
-    Cluster::meet();  // before anything is counted anew
+    Team::meet();  // before anything is counted anew
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
@@ -291,7 +298,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     }
     auto* const last = from;
     from = to, to = last;
-    Cluster::meet();
+    Team::meet();
   }
   widen(order, n, from < to);
 }
@@ -306,7 +313,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Cluster::rank() > 0) return;  // one block is enough
+    if (Team::rank() > 0) return;  // one block is enough
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }
@@ -336,9 +343,11 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   }
 }
 
+#endif  // __CUDACC__
+
 // By a heap of the first ones so far, of which the root comes last.
 template <bool kDescending, class T>
-__device__ void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
+HW_DEVICE void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
   const int64_t n = order.length;
   const auto comes_first = [&](int64_t a, int64_t b) {
     const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
@@ -363,18 +372,5 @@ __device__ void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
     sift(0, end, index);
   }
 }
-#else
-template <bool kDescending, class T>
-void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
-  std::vector<int64_t> indices(x.length);
-  std::iota(indices.begin(), indices.end(), int64_t{0});
-  const auto end = indices.begin() + order.length;
-  std::partial_sort(indices.begin(), end, indices.end(), [&](int64_t a, int64_t b) {
-    const auto key_a = sort_key<kDescending>(x[a]), key_b = sort_key<kDescending>(x[b]);
-    return key_a < key_b || (key_a == key_b && a < b);
-  });
-  for (int64_t i = 0; i < order.length; ++i) order[i] = indices[i];
-}
-#endif
 
 }  // namespace hw

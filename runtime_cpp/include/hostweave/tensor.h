@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <string>
 
 namespace hw {
 
@@ -39,7 +38,6 @@ struct Name {
   const char* suffix = "";
 
   Name(const char* text, int64_t number = -1, const char* suffix = "") : text(text), number(number), suffix(suffix) {}
-  std::string str() const { return text + (number < 0 ? "" : std::to_string(number)) + suffix; }
 };
 
 struct Tensor {

@@ -13,6 +13,7 @@
 
 #include "hostweave/channel.h"
 #include "hostweave/device_memory.h"
+#include "hostweave/errors.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
 
@@ -35,7 +36,7 @@ void run_ranks(int count, const std::function<void(int)>& rank);
 
 // Throws std::runtime_error unless the condition holds.
 void expect(bool condition, const std::string& what);
-inline void expect(bool condition, const Name& name, const char* what) { expect(condition, name.str() + ": " + what); }
+inline void expect(bool condition, const Name& name, const char* what) { expect(condition, text_of(name) + ": " + what); }
 
 // The communicators of one rank: that of all ranks, and those of process groups, which are split off it.
 class Communicators {

@@ -14,10 +14,12 @@ from hostweave.types.tensor import TensorType
 if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor
 
+Index = int | slice | EllipsisType | None
+
 LARGE = 720720 << 20  # stands for a size that is not known yet; all small numbers divide it
 
 
-def indexed(x: Tensor, key: Any) -> Tensor:
+def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
     """The part of x that the keys take: slices with positive steps, ints, which drop their dim, `None` for a new one, and `...`.
 
     A slice stays inside its dim: where the size is known only at a call, the program checks it then. Raises ProgramError.

@@ -18,14 +18,13 @@ from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
-from hostweave.fusion_ir.frontend.indexing import indexed
+from hostweave.fusion_ir.frontend.indexing import Index, indexed
 from hostweave.fusion_ir.frontend.naming import names_of
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
-from hostweave.fusion_ir.ir import Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.definition import INTS
-from hostweave.fusion_ir.text import ALGORITHM_NAMES, CHUNKINGS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
@@ -184,7 +183,7 @@ class Tensor:
             raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)", Location.of_caller())
         return record("permute_dims", self, axes=(1, 0))
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: Index | tuple[Index, ...]) -> Tensor:
         return indexed(self, key)
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -46,7 +46,7 @@ def kernel(
     source: str | Path,
     name: str,
     grid: int | str | Sequence[int | str],
-    args: Sequence[Any],
+    args: Sequence[Tensor | TensorType | str | int | float],
     *,
     block: int = 256,
     per: int = 1,
@@ -84,7 +84,7 @@ def kernel(
     return (result, *rest) if len(made.outputs) > 1 else result
 
 
-def _argument(arg: Any, mesh: Mesh, location: Location) -> Argument:
+def _argument(arg: object, mesh: Mesh, location: Location) -> Argument:
     if isinstance(arg, Tensor):
         return Argument("in", type=arg.type)
     if isinstance(arg, TensorType):

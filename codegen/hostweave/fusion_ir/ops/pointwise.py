@@ -27,7 +27,6 @@ from hostweave.fusion_ir.ops.definition import (
     same_dtype,
     unsharded,
 )
-from hostweave.fusion_ir.philox import philox
 from hostweave.types.tensor import TensorType, bool_, f32, u32
 
 if TYPE_CHECKING:
@@ -241,6 +240,19 @@ def _philox(types: Types, op: Op) -> TensorType:
     if same_dtype(types) != u32:
         raise Mismatch(f"counters and keys are u32, not {types[0]}; use hw.astype")
     return TensorType(f32, broadcast(types))
+
+
+def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any:
+    """Uniform numbers in [0, 1), multiples of 2^-24: the first word of the counter (i, j, k, m) under the key (seed, draw).
+
+    Philox 4x32-10 (Salmon et al., 2011), a counter-based generator: a number depends only on its global index and the key.
+    """
+    c0, c1, c2, c3, k0, k1 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw)))
+    for _ in range(10):
+        left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (right >> 32) ^ c1 ^ k0, right & 0xFFFFFFFF, (left >> 32) ^ c3 ^ k1, left & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return (c0 >> 8) * 2.0**-24
 
 
 OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0, linear="first")

@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.aliases import AliasRoots
-from hostweave.host_ir.calls import events_of
+from hostweave.host_ir.calls import channels_of, events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
 from hostweave.host_ir.text import print_instruction
 from hostweave.types.blocks import Cuts
@@ -72,8 +73,7 @@ class Checker:
         self.once([function.name for function in self.program.functions], "function @")
 
     def channels(self) -> None:
-        bodies = (*(function.body for function in self.program.functions), self.program.body)
-        used = {i.channel for body in bodies for i in tree.walk(body) if isinstance(i, ir.Communication)}
+        used = channels_of(self.program)
         declared: dict[object, str] = {}
         for channel in self.program.channels:
             self.part(channel.mesh)
@@ -298,8 +298,6 @@ class Checker:
         return missing[0] if missing else None
 
     def kernel(self, kernel: ir.Kernel) -> None:
-        from hostweave.fusion_ir.verify import verify_ops
-
         if kernel.name in self.kernels:
             self.fail(f"kernel @{kernel.name} is declared twice: rename one")
         if not kernel.ops:

@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from hostweave.base.errors import OverlapWarning, ProgramError
-from hostweave.fusion_ir.ir import Fusion, Op, Stream
+from hostweave.fusion_ir.ir import ALGORITHMS, AlgorithmsOf, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
-from hostweave.fusion_ir.text import ALGORITHMS, AlgorithmsOf
 from hostweave.options import Options
 from hostweave.transports.transport import find_transport, transport_of
 

@@ -31,7 +31,7 @@ from hostweave.check.match_collectives import meetings
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import renamed
+from hostweave.host_ir.calls import names_in, renamed
 from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
 from hostweave.options import Options
@@ -65,8 +65,7 @@ class _Ahead:
     def __init__(self, program: ir.HostProgram, in_turn: set[tree.Instruction]):
         self.program, self.in_turn = program, in_turn
         self.pools = {pool.name: pool.count for pool in program.streams}
-        self.taken = {parameter.name for parameter in (*program.inputs, *program.outputs)}
-        self.taken.update(name for i in tree.walk(program.body) for name in tree.names(i, "define", "index"))
+        self.taken = names_in(program)
         self.changed = False
 
     def loop(self, loop: ir.For) -> ir.For | None:

@@ -18,6 +18,7 @@ from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import names_in
 from hostweave.host_ir.dead_code import launched
 from hostweave.options import Options
 from hostweave.types.size import Size, product
@@ -39,8 +40,7 @@ class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
         self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # of a kernel that is split
-        self.taken = {name for i in tree.walk(program.body) for name in tree.names(i, "define")}
-        self.taken.update(parameter.name for parameter in (*program.inputs, *program.outputs))
+        self.taken = names_in(program)
 
     def body(self, body: tree.Body) -> tree.Body:
         return tuple(new for i in body for new in self.instruction(i))

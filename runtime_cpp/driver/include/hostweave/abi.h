@@ -2,7 +2,6 @@
 #pragma once
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "hostweave/channel.h"
 #include "hostweave/tensor.h"
@@ -44,10 +43,22 @@ struct SubmeshChannel {
   Transport transport = Transport::two_sided;
 };
 
+// What a program takes, or gives: tensors of its dtypes.
+struct Arguments {
+  size_t count;
+  void (*write)(Tensor* tensors);
+
+  template <class Vector>
+  Vector in() const {
+    Vector tensors(count);
+    write(tensors.data());
+    return tensors;
+  }
+};
+
 // What can be done with a program.
 struct Calls {
-  std::vector<Tensor> (*inputs)();  // of the dtypes that it takes
-  std::vector<Tensor> (*outputs)();
+  Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // streams, events and channels of this rank
   void (*destroy)(void* program);
   // Checks dtypes and sizes of the inputs and gives the local shapes of the outputs. Enqueues nothing.
@@ -76,7 +87,7 @@ struct ProgramTable {
   Calls calls;
 };
 
-constexpr int kAbi = 8;
+constexpr int kAbi = 9;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.
@@ -90,11 +101,12 @@ Named named(const Tensor* tensors) {
 
 // The tensors of such a struct.
 template <class Named>
-std::vector<Tensor> tensors_of() {
-  std::vector<Tensor> tensors(sizeof(Named) / sizeof(Tensor));
-  const Named named;
-  if (!tensors.empty()) std::memcpy(static_cast<void*>(tensors.data()), &named, sizeof named);
-  return tensors;
+constexpr Arguments arguments_of() {
+  if constexpr (std::is_empty_v<Named>) return {0, [](Tensor*) {}};
+  return {sizeof(Named) / sizeof(Tensor), [](Tensor* tensors) {
+            const Named named;
+            std::memcpy(static_cast<void*>(tensors), &named, sizeof named);
+          }};
 }
 
 // The calls of a program, given its class and the structs of its arguments.
@@ -102,8 +114,8 @@ template <class Program, class Inputs, class Outputs, class OutputShapes>
 constexpr Calls calls_of() {
   static_assert(std::is_trivially_copyable_v<OutputShapes>);
   return {
-      .inputs = tensors_of<Inputs>,
-      .outputs = tensors_of<Outputs>,
+      .inputs = arguments_of<Inputs>(),
+      .outputs = arguments_of<Outputs>(),
       .create = [](Rank& rank) -> void* { return new Program(rank); },
       .destroy = [](void* program) { delete static_cast<Program*>(program); },
       .output_shapes =

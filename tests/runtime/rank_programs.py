@@ -1,0 +1,81 @@
+"""Programs of four ranks that are threads of the test, and what each rank of a group makes of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.runtime.stores import MemoryStore, Store
+
+RANKS = 4
+mesh = hw.Mesh(x=RANKS)
+grid = hw.Mesh(dp=2, tp=2)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+def ag_matmul(x, w):
+    return hw.matmul(x, w).stream("M", chunks=RANKS)
+
+
+@hw.fusion(mesh=grid, x=hw.f32["M@dp", "K@tp"])
+def rows_and_columns(x):
+    return hw.sum(x, axis=1), hw.sum(x, axis=0)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M@x", "K"])
+def twice(x):
+    return x + x
+
+
+@hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M@x", "K"])
+def alone(x):
+    return hw.sum(x, axis=0)
+
+
+AG_MATMUL, ROWS_AND_COLUMNS, TWICE, ALONE = (hw.compile(one) for one in (ag_matmul, rows_and_columns, twice, alone))
+RANDOM = np.random.default_rng(0)
+X = RANDOM.integers(-4, 5, (16, 8)).astype(np.float32)
+W = RANDOM.integers(-4, 5, (8, 12)).astype(np.float32)
+ROWS = X.shape[0] // RANKS
+
+
+def x_of(rank: int) -> np.ndarray:
+    return X[rank * ROWS : (rank + 1) * ROWS]
+
+
+def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
+    """What `function(rank)` returns, or the exception that it raises, on every rank of a new group of threads."""
+    provider = hw.Threads(count)
+
+    def call(rank: int) -> Any:
+        group = hw.init(provider, **options)
+        assert (group.rank, group.local_rank, group.count) == (rank, rank, count)
+        try:
+            return function(rank)
+        except (ArgumentError, ExecutionError) as error:
+            return error
+
+    return provider.run(call)
+
+
+def check_results(results: list[Any], expected: Any) -> None:
+    for rank, result in enumerate(results):
+        assert not isinstance(result, Exception), (rank, result)
+        np.testing.assert_array_equal(result, expected)
+
+
+class Here:
+    """A world of one, whatever the environment says; or, with a store, a rank as if in a process of its own."""
+
+    def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
+        self._rank, self._count, self._store = rank, count, store or MemoryStore()
+
+    def rank_and_count(self, group: str) -> tuple[int, int]:
+        return self._rank, self._count
+
+    def store(self, group: str, timeout: float) -> Store:
+        return self._store

@@ -1,0 +1,422 @@
+"""Stores of a group, and what ranks do by them: find each other, and meet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_providers import TORCH, free_port, in_threads
+
+from hostweave.base.errors import ExecutionError
+from hostweave.runtime import tcp
+from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
+from hostweave.runtime.providers import (
+    Environment,
+    TorchStore,
+    _TorchKeys,
+)
+from hostweave.runtime.rendezvous import World, meet
+from hostweave.runtime.stores import MemoryStore, Store, StoreClosed
+from hostweave.runtime.tcp import TcpServer, TcpStore
+
+
+class FakeTorchStore:
+    """What is used of a torch.distributed store, where torch is not installed."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[TcpServer]:
+    server = TcpServer([("127.0.0.1", 0)], "job")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def tcp_store(server: TcpServer) -> Iterator[TcpStore]:
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["memory", "tcp", *(["torch file", "torch hash"] if TORCH else ["torch fake"])])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "tcp":
+        found: Store = request.getfixturevalue("tcp_store")
+        return found
+    if request.param == "torch fake":
+        return _TorchKeys(FakeTorchStore())
+    import torch.distributed as dist
+
+    kept = dist.FileStore(str(tmp_path / "store"), -1) if request.param == "torch file" else dist.HashStore()
+    return TorchStore(kept, rank=0, count=1).store("default", 1)
+
+
+def test_a_value_is_there_until_it_is_replaced(store: Store) -> None:
+    store.set("key", b"one\0\xff")
+    assert store.get("key", 0) == b"one\0\xff"
+    store.set("key", b"")
+    assert store.get("key", 0) == b""
+    assert store.get("key", 5) == b""
+
+
+def test_get_waits_and_gives_up(store: Store) -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        store.get("never", 0.2)
+    assert 0.2 <= time.monotonic() - started < 2
+    with pytest.raises(TimeoutError):
+        store.get("never", 0)
+    threading.Timer(0.1, store.set, ("late", b"value")).start()
+    assert store.get("late", 10) == b"value"
+
+
+def test_threads_wait_side_by_side(store: Store) -> None:
+    def exchange(rank: int) -> bytes:
+        if rank == 3:
+            time.sleep(0.1)
+        store.set(f"from {rank}", bytes([rank]))
+        return b"".join(store.get(f"from {other}", 10) for other in range(4))
+
+    assert in_threads(4, exchange) == [b"\0\1\2\3"] * 4
+
+
+def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
+    value = os.urandom(3_000_000)
+    tcp_store.set("large", value)
+    assert tcp_store.get("large", 1) == value
+
+
+def test_the_port_of_another_job_is_passed_over(server: TcpServer) -> None:
+    ours = TcpServer([("127.0.0.1", 0)], "ours")
+    store = TcpStore([("127.0.0.1", server.port), ("127.0.0.1", ours.port)], "ours", 5)
+    store.set("key", b"ours")
+    stranger = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    with pytest.raises(TimeoutError):
+        stranger.get("key", 0)
+    for one in (store, stranger, ours):
+        one.close()
+
+
+def test_a_port_that_is_taken_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        free = rf"no port from {port} to {port} is free for the store of rank 0 .*; set HOSTWEAVE_PORT to another on all ranks"
+        with pytest.raises(ExecutionError, match=free):
+            TcpServer([("127.0.0.1", port)], "job")
+        server = TcpServer([("127.0.0.1", port), ("127.0.0.1", 0)], "job")
+        server.close()
+
+
+def test_no_server_to_reach() -> None:
+    port = free_port()
+    unreachable = rf"the store of rank 0 cannot be reached on 127.0.0.1, port {port} \(.*\); is rank 0 running there\?"
+    with pytest.raises(ExecutionError, match=unreachable):
+        TcpStore([("127.0.0.1", port)], "job", 0.2)
+
+
+def test_a_server_that_closes_says_goodbye(server: TcpServer) -> None:
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    store.set("key", b"value")
+    threading.Timer(0.1, server.close).start()
+    with pytest.raises(StoreClosed):
+        store.get("never", 30)
+    server.close()
+    with socket.create_server(("127.0.0.1", server.port)):
+        pass  # the port is free again
+    store.close()
+
+
+def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp_store: TcpStore) -> None:
+    script = f"""
+import os
+from hostweave.runtime.tcp import TcpStore
+store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
+store.on_disconnect("will of " + os.environ["WHO"], b"died")
+if os.environ["WHO"] == "one":
+    os.kill(os.getpid(), 9)
+store.close()
+"""
+    clean = dict(os.environ)
+    for who, status in (("one", -9), ("two", 0)):
+        assert subprocess.run([sys.executable, "-c", script], env=clean | {"WHO": who}).returncode == status
+    assert tcp_store.get("will of one", 5) == b"died"
+    with pytest.raises(TimeoutError):
+        tcp_store.get("will of two", 0.3)
+
+
+def test_a_dead_server_is_an_error() -> None:
+    script = """
+from hostweave.runtime.tcp import TcpServer
+server = TcpServer([("127.0.0.1", 0)], "job")
+print(server.port, flush=True)
+input()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    store = TcpStore([("127.0.0.1", int(process.stdout.readline()))], "job", 5)
+    process.kill()
+    process.communicate()
+    with pytest.raises(ExecutionError, match=r"the store in the process of rank 0 does not answer \(.*\); has that process ended\?"):
+        store.get("key", 5)
+    store.close()
+
+
+def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2000), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        tcp_store.set("key", b"value")
+        store = TcpStore([tcp_store._address], "job", 5)
+        assert store._idle[0].fileno() > 1023
+        assert store.get("key", 0) == b"value"
+        store.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int) -> None:
+    """Whatever the loop does first: the reader has the value or none, and nothing breaks."""
+
+    async def race() -> bytes | None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.create_task(server._get("key", 0.01))
+        await asyncio.sleep(0)
+
+        def set_after(more: int) -> None:
+            if more:
+                loop.call_soon(set_after, more - 1)
+            else:
+                server._set("key", b"value")
+
+        loop.call_later(0.0101, set_after, turns)
+        time.sleep(0.03)  # both are due at once
+        return await reader
+
+    assert asyncio.run_coroutine_threadsafe(race(), server._loop).result(10) in (b"value", None)
+    assert server._waiting == {}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_the_store_listens_at_the_address_asked_for_alone(host: str) -> None:
+    server = TcpServer([(host, 0)], "job")
+    try:
+        assert server._socket.getsockname()[0] in ({"127.0.0.1", "::1"} if host == "localhost" else {host})
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", server.port), 5)
+        store = TcpStore([(host, server.port)], "job", 5)
+        store.close()
+    finally:
+        server.close()
+
+
+def test_a_name_that_leads_to_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"node0": "127.0.0.5", "own": "127.0.1.1", "far": "192.0.2.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(socket.AF_INET, 1, 6, "", (names[host], 0))])
+    monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", property(lambda address: str(address) == "127.0.1.1"))
+    for host, bound in (("node0", {"127.0.0.5"}), ("own", {"::", "0.0.0.0"})):
+        server = TcpServer([(host, 0)], "job")
+        assert server._socket.getsockname()[0] in bound
+        server.close()
+    message = r"^the store of rank 0 cannot listen at far \(.*\); set HOSTWEAVE_BIND to one of its host, or 0\.0\.0\.0$"
+    with pytest.raises(ExecutionError, match=message):
+        TcpServer([("far", 0)], "job")
+
+
+def test_names_of_jobs_and_tokens_count_whole() -> None:
+    name = "j" * 100
+    server = TcpServer([("127.0.0.1", 0)], name + "a", "token")
+    for job, token in ((name + "b", "token"), (name + "a", ""), (name + "a", "tokem"), (name + "atoken", "")):
+        with pytest.raises(ExecutionError, match="is of another job, or has another HOSTWEAVE_TOKEN"):
+            TcpStore([("127.0.0.1", server.port)], job, 0.1, token)
+    TcpStore([("127.0.0.1", server.port)], name + "a", 5, "token").close()
+    server.close()
+
+
+def said_to(server: TcpServer, request: bytes) -> bytes:
+    """What the server answers who knows its secret, until it closes or waits for more."""
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    connection = store._idle[0]
+    connection.settimeout(0.5)
+    connection.sendall(request)
+    try:
+        return connection.recv(100)
+    finally:
+        store.close()
+
+
+def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None:
+    """Who takes a port of the job hears nothing by which the job's own server would let him in."""
+    heard = b""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1))).start()
+        connection, _ = listener.accept()
+        with connection:
+            heard = connection.recv(1000)
+            with socket.create_connection(("127.0.0.1", server.port)) as relay:
+                relay.sendall(heard)
+                proof = relay.recv(100)
+                connection.sendall(bytes(len(proof)))  # without the secret
+                assert connection.recv(1000) == b""
+                relay.sendall(heard[-16:] * 2)
+                relay.settimeout(5)
+                assert relay.recv(100) == b""
+
+
+@pytest.mark.parametrize("sizes", [(2**32 - 1, 0), (0, 2**32 - 1), (5000, 0)])
+def test_lengths_are_bounded(server: TcpServer, tcp_store: TcpStore, sizes: tuple[int, int]) -> None:
+    assert said_to(server, struct.pack("!cIId", b"s", *sizes, 0)) == b""
+    tcp_store.set("key", b"still here")
+    with pytest.raises(ExecutionError, match="the store of rank 0 takes 67108864 bytes, and large has 67108865; send less"):
+        tcp_store.set("large", bytes(2**26 + 1))
+
+
+def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
+    assert said_to(server, struct.pack("!cIId", b"s", 2, 0, 0) + b"\xff\xff") == b""
+    tcp_store.set("key", b"still here")
+
+
+def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_STRANGERS", 20)
+    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    assert len(server._strangers) <= 20
+    assert strangers[0].recv(1) == b""
+    store.set("key", b"value")
+    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    late = socket.create_connection(("127.0.0.1", server.port), 5)
+    late.sendall(b"hostweave store")
+    assert late.recv(1) == b""
+    for one in (*strangers, late):
+        one.close()
+    store.close()
+
+
+# --- rendezvous -------------------------------------------------------------------------------------------------------
+
+
+def meet_all(store: Store, count: int, group: str = "default", timeout: float = 10) -> list[Any]:
+    return in_threads(count, lambda rank: meet(store, group, rank, count, timeout))
+
+
+def test_a_world_is_made_again_and_again(store: Store) -> None:
+    prefixes = set()
+    for group in ("default", "default", "other", "a/b", "a"):
+        worlds: list[World] = meet_all(store, 3, group)
+        assert worlds == [worlds[0]] * 3
+        assert [entry.rank for entry in worlds[0].entries] == [0, 1, 2]
+        assert [worlds[0].local_rank(rank) for rank in range(3)] == [0, 1, 2]
+        prefixes.add(worlds[0].prefix)
+    assert len(prefixes) == 5
+
+
+def test_alone() -> None:
+    store = Environment({"RANK": "0", "WORLD_SIZE": "1"}).store("default", 1)
+    assert isinstance(meet(store, "default", 0, 1, 1), World)
+
+
+def test_ranks_that_do_not_come() -> None:
+    store = MemoryStore()
+    errors = in_threads(2, lambda rank: meet(store, "default", rank, 4, 0.3))
+    assert [str(error) for error in errors] == [
+        f"hw.init: group 'default', rank {rank} of 4: timed out after 0.3 s waiting for ranks 2, 3" for rank in range(2)
+    ]
+    late = in_threads(1, lambda _: meet(store, "default", 2, 4, 0.1))  # the others have given up
+    assert str(late[0]) == "hw.init: group 'default', rank 2 of 4: timed out after 0.1 s waiting for rank 3"
+    assert all(isinstance(world, World) for world in meet_all(store, 4))
+
+
+def test_worlds_of_different_sizes() -> None:
+    store = MemoryStore()
+    errors = in_threads(4, lambda rank: meet(store, "default", rank, 4 if rank == 1 else 2 if rank < 2 else 4, 2 if rank < 2 else 0.5))
+    message = "hw.init: group 'default': rank 1 is in a world of 4 ranks, rank 0 in one of 2; start all with one size of world"
+    assert [str(error) for error in errors[:2]] == [message] * 2
+    assert all(isinstance(error, ExecutionError) for error in errors)
+
+
+def test_two_processes_of_one_rank() -> None:
+    store = MemoryStore()
+    errors = in_threads(3, lambda thread: meet(store, "default", min(thread, 1), 2, 0.5))
+    assert sum(isinstance(one, World) for one in errors) == 2
+    (refused,) = [str(error) for error in errors if isinstance(error, Exception)]
+    assert refused.startswith("hw.init: group 'default', rank")
+
+
+# --- meetings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["store", "threads"])
+def seats(request: pytest.FixtureRequest) -> list[Meeting]:
+    if request.param == "store":
+        store = MemoryStore()
+        return [StoreMeeting(store, "prefix", rank, 3) for rank in range(3)]
+    table = Table([None] * 3)
+    return [ThreadMeeting(table, rank) for rank in range(3)]
+
+
+def test_records_of_all(seats: list[Meeting]) -> None:
+    def rank(rank: int) -> list[list[str]]:
+        return [seats[rank].gather(f"{rank} in {number}", 10) for number in range(20)]
+
+    assert in_threads(3, rank) == [[[f"{rank} in {number}" for rank in range(3)] for number in range(20)]] * 3
+
+
+def test_a_rank_that_does_not_come(seats: list[Meeting]) -> None:
+    errors = in_threads(2, lambda rank: seats[rank].gather("", 0.3))
+    assert [type(error) for error in errors] == [PeerLost] * 2
+    assert [error.ranks for error in errors] == [(2,)] * 2
+
+
+def test_a_failure_ends_the_waiting(seats: list[Meeting]) -> None:
+    threading.Timer(0.1, seats[2].fail, ("rank 2: no data",)).start()
+    started = time.monotonic()
+    errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
+    assert time.monotonic() - started < 5
+    assert [(type(error), str(error)) for error in errors] == [(Failed, "rank 2: no data")] * 2
+    seats[0].fail("another")
+    assert [seat.failure() for seat in seats] == ["rank 2: no data"] * 3
+
+
+def test_a_thread_that_has_ended() -> None:
+    gone = threading.Thread(target=lambda: None)
+    gone.start()
+    gone.join()
+    table = Table([None, None, gone])
+    errors = in_threads(2, lambda rank: ThreadMeeting(table, rank).gather("", 30))
+    assert [str(error) for error in errors] == ["rank 2: its thread has ended"] * 2
+
+
+def test_notes(seats: list[Meeting]) -> None:
+    seats[1].note("at call 3")
+    assert seats[0].notes() == [None, "at call 3", None]
