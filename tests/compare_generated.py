@@ -43,7 +43,7 @@ def git(*arguments: str) -> None:
 
 def emit_in(checkout: Path, folder: Path) -> None:
     """This script with the package, the examples and the programs of a checkout."""
-    path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests", "tests/passes"))
+    path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests"))
     command = [sys.executable, "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
 
@@ -68,7 +68,7 @@ def emit(checkout: Path, folder: Path) -> None:
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
     """`seeds/4/ag_matmul`, and so on. What cannot be made for a number of ranks is left out."""
     import larger_programs
-    import test_random_programs
+    import random_fusions
 
     from hostweave.base.errors import ProgramError
     from hostweave.cli.programs import load_file, programs_in
@@ -87,7 +87,7 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
         for make in (larger_programs.mlp, larger_programs.attention, larger_programs.layers):
             yield f"larger_programs/{ranks}/{make.__name__}", make(ranks, bf16)
     for seed in range(SEEDS):
-        yield f"random_programs/{seed}", test_random_programs.Generator(seed).fusion()
+        yield f"random_programs/{seed}", random_fusions.Generator(seed).fusion()
 
 
 def show(file: Path, theirs: Path, ours: Path) -> bool:

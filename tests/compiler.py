@@ -15,7 +15,10 @@ from hostweave.build.toolchain import ENQUEUING, Toolchain
 from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
-HEADERS = ("abi", "arena", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor", "types")
+HEADERS = (
+    *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "mesh", "rank", "streams", "tensor"),
+    *("term_exchange", "types", "window"),
+)
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 STANDARD = {
     PROGRAM: "#include <array>\n#include <optional>\n",
@@ -43,13 +46,9 @@ esac
 # The first call makes the precompiled header, and those at the same time wait for it.
 CASE = """\
 *{options}" -c "*)
-  header={header}{wider}
+  header={header}
   test -e "$header.gch" || flock "$header.lock" sh -c {make} "$header" || exit
   exec {compiler} -include "$header" "$@" {level} ;;"""
-# What few programs include, and what takes longer to read than all others together.
-WIDER = ("attention", "window")
-IF_WIDER = f"""
-  if grep -qsE 'hostweave/({"|".join(WIDER)})[.]h' program.h program.cpp; then header="$header.wider.h"; fi"""
 
 
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
@@ -78,8 +77,7 @@ def _cases(folder: Path, optimised: Collection[str]) -> Iterator[str]:
             continue
         level = _level(what, optimised)
         header = folder / f"{target}_{what}{''.join(level)}.h"
-        for path, names in (header, headers), (f"{header}.wider.h", (*headers, *WIDER)):
-            Path(path).write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in names))
+        header.write_text(STANDARD[what] + "".join(f'#include "hostweave/{name}.h"\n' for name in headers))
         yield _case(toolchain, what, str(header), level)
 
 
@@ -94,7 +92,6 @@ def _case(toolchain: Toolchain, what: str, header: str, level: list[str]) -> str
     return CASE.format(
         options=shlex.quote(shlex.join(options)),
         header=shlex.quote(header),
-        wider=IF_WIDER if what == PROGRAM else "",
         make=shlex.quote(f'test -e "$0.gch" || {{ {command} "$0" -o "$0.part" && mv "$0.part" "$0.gch"; }}'),
         compiler=shlex.quote(compiler),
         level=" ".join(level),

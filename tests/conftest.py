@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
     if not gpus():
         nvrtc.OPTIONS += ("--ptxas-options=-O0",)
+        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would wait for the cores of other workers, and spin as they do
+            os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
         os.environ["HOSTWEAVE_CACHE"] = str(Path(folder.name, "cache"))

@@ -1,8 +1,7 @@
-#include "hostweave/attention.h"
-
 #include <algorithm>
 #include <string>
 
+#include "attention_plans.h"
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 
@@ -27,40 +26,42 @@ std::vector<Heads> AttentionProblem::operands() const {
   return result;
 }
 
-Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options)
-    : rank_(rank), dtype_(dtype), options_(options) {}
+Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : plans_(rank, dtype, options) {}
 
-void Attentions::prepare_for(const AttentionProblem& problem) {
-  current_ = plans_.find(problem, [&] {
-    if (!problem.is_empty() && !options_.blind_zeros) expect_columns(problem);
-    return plan(problem);
+Attentions::~Attentions() = default;
+
+void Attentions::Plans::prepare(const AttentionProblem& problem) {
+  current = known.find(problem, [&] {
+    if (!problem.is_empty() && !options.blind_zeros) expect_columns(problem);
+    return make(problem);
   });
+  gradients = problem.gradients;
 }
 
-const std::shared_ptr<const Attentions::Plan>& Attentions::plan_for(cudaStream_t stream) const {
+const std::shared_ptr<const Attentions::Plans::Plan>& Attentions::Plans::on(cudaStream_t stream) const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   HW_CHECK(cudaStreamGetCaptureInfo(stream, &status));
   const bool in_graph = status != cudaStreamCaptureStatusNone;
-  if (current_ && in_graph && std::ranges::find(of_graphs_, current_) == of_graphs_.end()) of_graphs_.push_back(current_);
-  return current_;
+  if (current && in_graph && std::ranges::find(of_graphs, current) == of_graphs.end()) of_graphs.push_back(current);
+  return current;
 }
 
 void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {
-  prepare_for({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt});
+  plans_->prepare({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt});
 }
 
 void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
                                     const Strided& o_gradient, const Strided& q_gradient, const Strided& k_gradient,
                                     const Strided& v_gradient, int64_t diagonal) {
-  gradients_ = {heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
-  prepare_for({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients_});
+  const Gradients gradients{heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
+  plans_->prepare({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients});
 }
 
 // A row without any has no softmax.
-void Attentions::expect_columns(const AttentionProblem& problem) const {
+void Attentions::Plans::expect_columns(const AttentionProblem& problem) const {
   const int64_t rows = problem.q.rows, columns = problem.k.rows, diagonal = problem.diagonal;
-  const bool last_sees_none = options_.window != 0 && rows - 1 + diagonal - options_.window >= columns - 1;
-  if (columns == 0 || (options_.causal && !options_.has_lengths && (diagonal < 0 || last_sees_none))) {
+  const bool last_sees_none = options.window != 0 && rows - 1 + diagonal - options.window >= columns - 1;
+  if (columns == 0 || (options.causal && !options.has_lengths && (diagonal < 0 || last_sees_none))) {
     throw ExecutionError("attention: of " + std::to_string(rows) + " rows of the query and " + std::to_string(columns) +
                          " of the key, a row of the query sees none of the key: pass as many rows of the key, or more");
   }

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "attention_f32_launch.h"
+#include "attention_plans.h"
 #include "cudnn_graph.h"
-#include "hostweave/attention.h"
 #include "hostweave/check.h"
 
 namespace hw {
@@ -332,10 +332,16 @@ class Engine {
   static constexpr int kMostEngines = 8;
 };
 
+// What columns have that no row sees.
+cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) {
+  const cudaError_t status = clear(k_gradient, of.k, first, of.k.rows, stream);
+  return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
+}
+
 }  // namespace
 
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
-struct Attentions::Plan {
+struct Attentions::Plans::Plan {
   struct Part {
     int64_t first;  // row
     Engine engine;
@@ -390,8 +396,8 @@ struct Attentions::Plan {
   }
 };
 
-std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem& problem) const {
-  if (dtype_ == CUDA_R_32F) return std::make_shared<const Plan>(problem, options_);
+std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const AttentionProblem& problem) const {
+  if (dtype == CUDA_R_32F) return std::make_shared<const Plan>(problem, options);
   if (problem.is_empty()) return nullptr;
   for (const Heads& x : problem.operands()) {
     constexpr int64_t step = kAlignment / 2;  // elements
@@ -401,12 +407,12 @@ std::shared_ptr<const Attentions::Plan> Attentions::plan(const AttentionProblem&
           "copy it first");
     }
   }
-  return std::make_shared<const Plan>(handle_of(rank_), problem, type_of(dtype_), options_, rank_.stream("ring", 0));
+  return std::make_shared<const Plan>(handle_of(rank), problem, type_of(dtype), options, rank.stream("ring", 0));
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
-  const auto& current = plan_for(stream);
+  const auto& current = plans_->on(stream);
   if (!current) return cudaSuccess;
   if (std::optional<AttentionF32> p = current->f32) {
     const auto read = [](const void* base) { return static_cast<const float*>(base); };
@@ -416,7 +422,7 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
   }
   const auto& [q_heads, k_heads, v_heads, o_heads, diagonal, gradients] = current->whole;
   const int64_t blind = current->blind, rows = q_heads.rows;
-  cudaError_t status = hw::clear(o, o_heads, 0, blind, stream);
+  cudaError_t status = clear(o, o_heads, 0, blind, stream);
   if (status == cudaSuccess && beside.lse && blind) {
     constexpr int kLeast = 0xfe;  // of which the bytes of -1.7e38 are
     status =
@@ -437,8 +443,8 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
                                                  cudaStream_t stream, const int32_t* lengths) const {
-  const auto& current = plan_for(stream);
-  if (!current) return clear(k_gradient, v_gradient, 0, stream);
+  const auto& current = plans_->on(stream);
+  if (!current) return clear(*plans_->gradients, k_gradient, v_gradient, 0, stream);
   if (std::optional<AttentionF32> p = current->f32) {
     const auto read = [](const void* base) { return static_cast<const float*>(base); };
     const auto written = [](const void* base) { return const_cast<float*>(static_cast<const float*>(base)); };
@@ -447,18 +453,14 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
     p->lse = const_cast<float*>(lse), p->lengths = lengths;
     return differentiate_f32(*p, stream);
   }
-  if (current->parts.empty()) return clear(k_gradient, v_gradient, 0, stream);
-  if (const cudaError_t status = clear(k_gradient, v_gradient, current->columns, stream); status != cudaSuccess) return status;
+  if (current->parts.empty()) return clear(*plans_->gradients, k_gradient, v_gradient, 0, stream);
+  if (const cudaError_t status = clear(*plans_->gradients, k_gradient, v_gradient, current->columns, stream);
+      status != cudaSuccess)
+    return status;
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
   if (lengths) values.push_back(lengths);
   return current->parts.front().engine.run(std::move(values), stream);
-}
-
-// What columns have that no row sees.
-cudaError_t AttentionBackwardPlan::clear(void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) const {
-  const cudaError_t status = hw::clear(k_gradient, gradients_.k, first, gradients_.k.rows, stream);
-  return status == cudaSuccess ? hw::clear(v_gradient, gradients_.v, first, gradients_.v.rows, stream) : status;
 }
 
 }  // namespace hw

@@ -8,16 +8,27 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "hostweave/check.h"
+#include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/reach.h"
+#include "hostweave/streams.h"
 #include "hostweave/term_exchange.h"
 
 namespace hw {
 namespace {
+
+// What all programs of a rank that use a channel's windows share.
+struct WindowUsers {
+  CallOrder calls;       // signals are counted by channel, so that calls follow one another
+  bool aborted = false;  // the communicator is gone, and its windows with it
+};
 
 std::mutex users_mutex;
 
@@ -47,13 +58,37 @@ void expect_one_sided_calls() {
 #endif
 }
 
-WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : channels_(channels) {
+struct WindowArena::Windows {
+  struct Memory {
+    void* data = nullptr;
+    size_t bytes = 0;
+    std::vector<Registered> registered;  // by channel
+  };
+
+  explicit Windows(std::initializer_list<const Channel*> channels);
+  ~Windows();
+
+  void reserve(MemoryPlan& plan);
+  const Registered& registered(const Channel& channel) const;
+  void release(Memory memory) const;
+  // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
+  bool is_aborted() const;
+
+  std::vector<const Channel*> channels_;
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // of the channels that this rank is in
+  Memory memory_;
+  DeviceMemory rest_;              // what peers do not reach
+  std::vector<Memory> of_graphs_;  // memory that was outgrown
+  std::vector<DeviceMemory> rest_of_graphs_;
+};
+
+WindowArena::Windows::Windows(std::initializer_list<const Channel*> channels) : channels_(channels) {
   for (const Channel* channel : channels_) {
     if (channel->size()) users_.push_back(users_of(channel->comm()));
   }
 }
 
-WindowArena::~WindowArena() {
+WindowArena::Windows::~Windows() {
   try {
     if (is_aborted()) {
       new DeviceMemory(std::move(rest_));
@@ -66,7 +101,13 @@ WindowArena::~WindowArena() {
   }
 }
 
-void WindowArena::reserve(MemoryPlan& plan) {
+WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : windows_(channels) {}
+
+WindowArena::~WindowArena() = default;
+
+void WindowArena::reserve(MemoryPlan& plan) { windows_->reserve(plan); }
+
+void WindowArena::Windows::reserve(MemoryPlan& plan) {
   const MemoryPlan::Bytes needed = plan.place();
   const size_t total = whole_pieces(needed.in_windows);
   const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
@@ -132,12 +173,12 @@ std::string why_out_of_reach(const Channel& channel) {
   return "";
 }
 
-bool WindowArena::is_aborted() const {
+bool WindowArena::Windows::is_aborted() const {
   return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; });
 }
 
 // What peers do with this memory they have told by signals, which the calls have waited for.
-void WindowArena::release(Memory memory) const {
+void WindowArena::Windows::release(Memory memory) const {
   if (!memory.data) return;
   if (is_aborted()) return;
   HW_CHECK(cudaDeviceSynchronize());
@@ -149,37 +190,51 @@ void WindowArena::release(Memory memory) const {
 }
 
 size_t WindowArena::offset(const void* place) const {
-  const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(memory_.data));
-  if (offset > memory_.bytes) throw ExecutionError("a peer cannot reach memory that lies in no window: allocate it there");
+  const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
+  if (offset > windows_->memory_.bytes)
+    throw ExecutionError("a peer cannot reach memory that lies in no window: allocate it there");
   return offset;
 }
 
-char* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const char* place) const {
-  const auto* const begin = static_cast<const char*>(memory_.data);
-  const bool is_own = place >= begin && place < begin + memory_.bytes;
-  if (char* const shared = is_own ? nullptr : channel.on_peer(peer, place)) return shared;
-  return registered(channel).peers[peer] + offset(place);
-}
-
 cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
-  for (const auto& users : users_) {
+  for (const auto& users : windows_->users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
   }
   return cudaSuccess;
 }
 
 cudaError_t WindowArena::end_call(cudaStream_t caller) const {
-  for (const auto& users : users_) {
+  for (const auto& users : windows_->users_) {
     if (const cudaError_t error = users->calls.end_call(caller)) return error;
   }
   return cudaSuccess;
 }
 
-const Registered& WindowArena::registered(const Channel& channel) const {
+const Registered& WindowArena::Windows::registered(const Channel& channel) const {
   const auto found = std::ranges::find(channels_, &channel);
   if (found == channels_.end())
     throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
   return memory_.registered[found - channels_.begin()];
+}
+
+ncclWindow_t WindowArena::window(const Channel& channel) const { return windows_->registered(channel).window; }
+
+void* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const void* place) const {
+  const auto* const at = static_cast<const char*>(place);
+  const auto* const begin = static_cast<const char*>(windows_->memory_.data);
+  const bool is_own = at >= begin && at < begin + windows_->memory_.bytes;
+  if (char* const shared = is_own ? nullptr : channel.on_peer(peer, at)) return shared;
+  return windows_->registered(channel).peers[peer] + offset(place);
+}
+
+void* WindowArena::in_windows(size_t& bytes) const {
+  bytes = windows_->memory_.bytes;
+  return windows_->memory_.data;
+}
+
+void* WindowArena::elsewhere(size_t& bytes) const {
+  bytes = windows_->rest_.bytes();
+  return windows_->rest_.data();
 }
 
 void abort_with_windows(const std::vector<ncclComm_t>& comms) {

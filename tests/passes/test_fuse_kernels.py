@@ -250,14 +250,31 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 """)
 
 
+def test_streams_that_write_nothing_of_it_go_on_between() -> None:
+    """A gather beside it, of what a later matmul takes, splits no kernel."""
+    text = fused(
+        host(
+            "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
+            "stream ring[0] {\n  copy %x -> %k\n}\nlaunch @multiply_y %h, %x -> %y\njoin ring"
+        )
+    )
+    assert "launch @negative_multiply_y %x -> %y\n  join ring" in text
+
+
 # What is launched, and why the first kernel ends.
 ENDS = {
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",
         "all_reduce uses %h",
     ),
-    "forked": (
-        "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\nlaunch @multiply_y %h, %x -> %y\njoin ring",
+    "forked, written": (
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\ncopy %x -> %k\nlaunch @negative_h %k -> %h\nfork ring\n"
+        "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %x -> %k\n}\njoin ring",
+        "other streams go on before %h is used",
+    ),
+    "forked, kept": (
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
+        "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %h -> %k\n}\njoin ring",
         "other streams go on before %h is used",
     ),
     "used between": (

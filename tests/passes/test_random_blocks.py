@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_random_programs import IGNORED, Generator, computes, parts
+from random_fusions import IGNORED, Generator, computes, parts
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op, Value

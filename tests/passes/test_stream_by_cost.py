@@ -167,6 +167,20 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
 
+IN_SEQUENCE = [
+    *((GATHER, 512, 8192, 7168, 128), (GATHER, 16, 8192, 7168, 49.5)),
+    *((SCATTER, 512, 3584, 8192, 79), (SCATTER, 16, 3584, 8192, 31)),
+]
+
+
+@pytest.mark.parametrize(("program", "rows", "inner", "columns", "micros"), IN_SEQUENCE)
+def test_times_of_few_rows(program: tuple[str, str], rows: int, inner: int, columns: int, micros: float) -> None:
+    sizes = {"M": rows, "K": inner * (2 if program is SCATTER else 1), "N": columns}
+    (choice,) = stream_by_cost(fusion(*program, "x=2"), Options(sizes=sizes)).choices
+    assert choice.taken.name == "none"
+    assert choice.taken.micros == pytest.approx(micros, rel=0.1)
+
+
 def test_links() -> None:
     link = Link("put", 2, ((0, 1.0), (10, 2.0), (20, 4.0)))
     assert [link.seconds(size) for size in (0, 5, 10, 15, 20, 40)] == [1.0, 1.5, 2.0, 3.0, 4.0, 8.0]

@@ -175,11 +175,12 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
 
 
 def weights_of(ranks: int) -> hw.Fusion:
-    """Layers whose weights are sharded, and gathered where they are used."""
+    """Layers whose weights are sharded, one of them computed, and gathered where they are used."""
 
     @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.f32["M@dp", "K"], **{f"w_{i}": hw.f32["K@dp", "K"] for i in range(3)})
     def layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
-        for w in weights.values():
+        computed = hw.relu(weights["w_2"])
+        for w in (weights["w_0"], weights["w_1"], computed):
             x = hw.relu(hw.matmul(x, hw.reshard(w, "K", "K")))
         return x
 
@@ -187,30 +188,31 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_gathers_beside_matmuls_are_read(ranks: int) -> None:
-    """Where that is stated, at sizes that are known and shared evenly; by the model kernels cost the matmuls less."""
+def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
+    """By copy engines, where sizes are known and shared evenly, and where that costs the matmuls less."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
-    chosen = hw.compile(fusion, options=options)
-    assert {tuple(way.name for way in choice.ways) for choice in chosen.choices} == {("none", "get(1)")}
-    assert "one_sided" not in chosen.host_ir
-    options = replace(options, ways={choice.name: "get(1)" for choice in chosen.choices})
     program = hw.compile(fusion, options=options)
-    assert [choice.value for choice in program.choices] == ["w_1_resharded", "w_2_resharded"]  # the first is needed at once
-    assert "beside other ops on a stream of its own by get, one_sided, predicted" in program.explain()
+    assert [tuple(way.name for way in choice.ways) for choice in program.choices] == [("put(1)", "none"), ("get(1)", "none")]
+    options = replace(options, ways={choice.name: choice.taken.name for choice in program.choices})
+    assert program.host_ir == hw.compile(fusion, options=options).host_ir
+    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # what is put next does not wait for copies of own shards
+    assert [choice.value for choice in program.choices] == ["w_1_resharded", "computed_resharded"]  # the first is needed at once
+    for way in ("put", "get"):
+        assert f"beside other ops on a stream of its own by {way}, one_sided, predicted" in program.explain()
     for rows, inner in ((48, 48), (7, 48), (48, 49)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
         want = x
-        for w in weights:
+        for w in (*weights[:2], np.maximum(weights[2], 0)):
             want = np.maximum(want @ w, 0)
         np.testing.assert_array_equal(program.run(x, *weights), want)
     for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without_puts("of an old NCCL")}, {"sizes": {}}):
         with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
-    stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %w_2_resharded": "get(1)"})
+    stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
     assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)"]
-    with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of none, get\(1\)"):
+    with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of put\(1\), none"):
         hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
     text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
     assert "%w_1_resharded: f32[K, K] pinned async one_sided = all_gather" in text

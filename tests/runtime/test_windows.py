@@ -75,12 +75,12 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
-    all_of_them = copied(ranks, ())
-    x, weight = (4 * M * K, 4 * K * K) if ranks > 1 else (0, 0)
+    """Inputs that land in memory of the program are put there from anywhere; %h is gathered to an output, so that peers read it."""
+    all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
-        assert copied(ranks, ("x", "h")) == all_of_them - 2 * x
-    assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - 2 * x - 2 * weight
-    assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - 2 * x - 2 * weight
+        assert copied(ranks, ("x", "h")) == all_of_them - h
+    assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - h
+    assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - h
     assert copied(ranks, ("w",)) == all_of_them  # a function has one form for all of its calls
 
 

@@ -24,17 +24,23 @@ _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str) -> None:
     """Makes the library of a target's runtime, with what it has of kernels. Raises BuildError where that fails."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
-    if kernels:
+
+    def cubin(file: Path) -> Path:
         assert toolchain.kernel_compiler
-        cubins = {}
-        for file in kernels:
-            cubins[file.stem] = folder / f"{file.stem}.cubin"
-            cubins[file.stem].write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
-        (folder / _JIT_FILE).write_text(loader(cubins))
-        sources.append(folder / _JIT_FILE)
-    units = _merged(sources, folder)
+        made = folder / f"{file.stem}.cubin"
+        made.write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
+        return made
+
     options = ("-fvisibility=default", "-Wno-subobject-linkage")  # an unnamed namespace is one of an included file here
-    run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
+    units = _merged(sources, folder)
+    with ThreadPoolExecutor(CORES) as pool:
+        cubins = pool.map(cubin, kernels)
+        run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
+        found = {file.stem: made for file, made in zip(kernels, cubins, strict=True)}
+    if found:
+        units.append(_JIT_FILE)
+        (folder / _JIT_FILE).write_text(loader(found))
+        run_together([[*toolchain.compile(_JIT_FILE, _object(_JIT_FILE)), *options]], folder)
     run_together([toolchain.link([*map(_object, units)], library)], folder)
 
 

@@ -71,7 +71,8 @@ class InTurn:
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     """Pairs of communications that neither streams nor events of their rank order, and have to: the earlier one, the later one."""
-    for operations in instances.ranks:  # each alone: a clock has as many parts as there are streams on the ranks together
+    alike = {_shape(operations): operations for operations in reversed(instances.ranks)}
+    for operations in reversed(alike.values()):  # each alone: a clock has as many parts as there are streams on the ranks together
         posted, started = Posted(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
             if turns_of(task.operation):
@@ -81,6 +82,22 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
         in_turn = InTurn()
         for task, clock in (started[operation] for operation in operations if operation in started):  # in the order of issue
             yield from ((earlier, part) for part, earlier in in_turn.unordered(task, clock))
+
+
+def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
+    """All that the order of a rank's operations follows from: that of ranks which differ in who their peers are is the same."""
+    numbers, peers = {operation: k for k, operation in enumerate(operations)}, dict[int | None, int]()
+    return tuple(
+        [
+            (
+                operation.instruction,
+                operation.stream,
+                tuple([numbers[waited] for waited in operation.waits]),
+                tuple([(part.instruction, peers.setdefault(part.peer, len(peers))) for part in operation.communications]),
+            )
+            for operation in operations
+        ]
+    )
 
 
 @ir.analysis

@@ -44,6 +44,7 @@ class Builder:
         self.location: Location | None = None  # of the op that is being lowered
         self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
         self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
+        self.aside: list[tree.Instruction] | None = None  # of a communication beside the rest: copies that need not hold up the next
         self._taken: set[str] = set()
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
@@ -66,6 +67,13 @@ class Builder:
         scope.move_to(self.mesh)
         placed = replace(instruction, location=self.location)
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
+
+    def copy_aside(self, src: str, dst: str) -> None:
+        """A copy that nothing waits for which the present body emits; where that is of a communication, it goes beside it."""
+        if self.aside is None:
+            self.emit(ir.Copy(src, dst))
+        else:
+            self.aside.append(ir.Copy(src, dst))
 
     @contextmanager
     def on(self, mesh: Mesh | None) -> Iterator[None]:
@@ -211,6 +219,10 @@ class Builder:
     def is_in_window(self, name: str) -> bool:
         """Whether it is memory that peers can reach, or will be: what the program allocates is put there where it has to be."""
         return name in self._allocated or name in self._windows
+
+    def is_outside(self, name: str) -> bool:
+        """Whether a buffer or view is defined before the loop or block that is being built, if one is."""
+        return not any(name in tree.names(i, "define") for scope in self._scopes[1:] for i in scope.instructions)
 
     def is_visible(self, name: str) -> bool:
         """Whether a buffer or view can be named here."""

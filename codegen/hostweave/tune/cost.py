@@ -27,6 +27,7 @@ TILES = (
     *((128, 128, 0.93), (64, 256, 0.85), (64, 128, 0.7), (64, 64, 0.5)),
 )
 SPLITS = (1, 2, 4, 8)  # into which the inner dim is cut, where there are few tiles
+READS = 0.85  # how fast a matmul reads its operands, where nothing else takes its time, beside a kernel that copies
 BESIDE_COPIES = 1.05  # a matmul takes as many times longer while copy engines use the memory, too
 BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
 KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
@@ -61,7 +62,7 @@ class Product:
             return 0.0
         computed = min(self._in_tiles(machine, *tile, parts) for tile in TILES for parts in SPLITS)
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / machine.memory)
+        return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / (machine.memory * READS))
 
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> float:
         """Each tile by as many multiprocessors as the inner dim has parts, which are added in f32 afterwards."""
@@ -150,13 +151,12 @@ def most_in_kernel(machine: Machine, ranks: int) -> int:
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 
 
-def cost_beside(machine: Machine, kind: str, ranks: int, size: float) -> tuple[float, float]:
+def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
     """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
-    copies from the memory of each peer. Of these nothing is hidden, as measured: copies within a device, of what lies in no window and of
-    the own shard, stand in line behind the tiles of a matmul, and the others behind them."""
+    copy engines, which put or get it and want the memory alone."""
     by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
-    by_copies = (ranks - 1) * machine.link("get", ranks).seconds(size / ranks) + 4 * size / ranks / machine.memory
-    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies + LOOP
+    by_copies = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
+    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies * (BESIDE_COPIES - 1) + LOOP
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------

@@ -156,14 +156,15 @@ def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, t
 
 def ways_beside(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine) -> tuple[Way, ...]:
     """Of a gather that runs beside other ops how it can be done, and what it costs these: by kernels, which hold multiprocessors, or
-    read by copy engines. Nothing of another op, and where its size is not known."""
+    by copy engines, put from where it lies in no window and else read. Nothing of another op, and where its size is not known."""
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
     if op.kind != "all_gather" or ranks < 2 or not is_known:
         return ()
     bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
-    by_kernels, by_copies = cost_beside(machine, op.kind, ranks, bytes_of)
-    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way("get", 1, _micros(by_copies))), key=lambda way: way.micros))
+    by = "get" if _is_made(op.tensors[0], fusion) else "put"
+    by_kernels, by_copies = cost_beside(machine, op.kind, by, ranks, bytes_of)
+    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way(by, 1, _micros(by_copies))), key=lambda way: way.micros))
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:

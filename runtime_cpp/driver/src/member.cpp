@@ -5,7 +5,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
-#include "hostweave/window.h"
+#include "hostweave/reach.h"
 #include "world_target.h"
 
 namespace hw {

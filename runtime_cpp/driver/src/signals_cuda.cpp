@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "hostweave/check.h"
-#include "hostweave/window.h"
+#include "hostweave/reach.h"
 #include "world_target.h"
 
 namespace hw::target {

@@ -2,14 +2,10 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <compare>
 #include <cstdint>
-#include <memory>
-#include <optional>
-#include <vector>
 
+#include "hostweave/hidden.h"
 #include "hostweave/matmul.h"
-#include "hostweave/plan_cache.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -30,57 +26,17 @@ struct Beside {
   const int32_t* lengths = nullptr;
 };
 
-// An operand as [batch, heads, rows, elements of a row], which lie side by side. Strides are in elements.
-struct Heads {
-  int64_t batch = 1, heads = 1, rows = 1, size = 1;
-  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
-
-  auto operator<=>(const Heads&) const = default;
-};
-
-struct Gradients {
-  Heads o, q, k, v;
-
-  auto operator<=>(const Gradients&) const = default;
-};
-
-struct AttentionProblem {
-  Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
-  std::optional<Gradients> gradients;  // of what it is the backward pass for
-
-  auto operator<=>(const AttentionProblem&) const = default;
-  bool is_empty() const;
-  std::vector<Heads> operands() const;
-};
-
 // Plans of the device's library for the last few problems.
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
+  ~Attentions();
   Attentions(const Attentions&) = delete;
   Attentions& operator=(const Attentions&) = delete;
 
  protected:
-  struct Plan;
-  // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
-  // lengths.
-  void prepare_for(const AttentionProblem& problem);
-  // Of the last problem, for a call on this stream; none where the device has nothing to compute. Where the stream is captured,
-  // the plan stays as long as the program: a graph may read what it owns.
-  const std::shared_ptr<const Plan>& plan_for(cudaStream_t stream) const;
-
- private:
-  std::shared_ptr<const Plan> plan(const AttentionProblem& problem) const;
-  void expect_columns(const AttentionProblem& problem) const;
-
-  Rank& rank_;
-  cudaDataType_t dtype_;
-  AttentionOptions options_;
-  static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
-  PlanCache<AttentionProblem, std::shared_ptr<const Plan>> plans_{kMostPlans};
-  std::shared_ptr<const Plan> current_;
-  mutable std::vector<std::shared_ptr<const Plan>> of_graphs_;
+  struct Plans;
+  Hidden<Plans> plans_;
 };
 
 // o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v. All operands have three or
@@ -88,6 +44,8 @@ class Attentions {
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
+  // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
+  // lengths.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
 
   // As prepared last. A row before all columns gives zeros, and an lse below -1e30; a length is at least 1.
@@ -104,11 +62,6 @@ class AttentionBackwardPlan : Attentions {
   cudaError_t differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
                             void* q_gradient, void* k_gradient, void* v_gradient, cudaStream_t stream,
                             const int32_t* lengths = nullptr) const;
-
- private:
-  cudaError_t clear(void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) const;
-
-  Gradients gradients_;
 };
 
 }  // namespace hw

@@ -8,7 +8,8 @@ namespace hw {
 template <class T>
 class Hidden {
  public:
-  Hidden() : own_(new T) {}
+  template <class... Given>
+  explicit Hidden(Given&&... given) : own_(new T(static_cast<Given&&>(given)...)) {}
   ~Hidden() { delete own_; }
   Hidden(Hidden&&) = delete;
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <thread>
 
-#include "hostweave/attention.h"
+#include "attention_plans.h"
 #include "hostweave/streams.h"
 #include "testing.h"
 
@@ -12,14 +12,14 @@ using namespace testing;
 
 namespace {
 
-struct Plans : hw::Attentions {
+struct OfRows : hw::Attentions {
   using Attentions::Attentions;
 
   // The plan that a call on the stream uses, for so many rows.
-  std::weak_ptr<const Plan> plan_of(int64_t rows, cudaStream_t stream) {
+  std::weak_ptr<const Plans::Plan> plan_of(int64_t rows, cudaStream_t stream) {
     const hw::Heads x{.rows = rows, .size = 8, .row_stride = 8};
-    prepare_for({x, x, x, x, 0, std::nullopt});
-    return plan_for(stream);
+    plans_->prepare({x, x, x, x, 0, std::nullopt});
+    return plans_->on(stream);
   }
 };
 
@@ -28,7 +28,7 @@ struct Plans : hw::Attentions {
 TEST(a_plan_that_a_graph_uses_is_not_evicted) {
   on_ranks(1, [](int) {
     hw::Rank rank(0, 0, 1);
-    Plans plans(rank, CUDA_R_32F, {});
+    OfRows plans(rank, CUDA_R_32F, {});
     const Stream stream;
     const auto called = plans.plan_of(1, stream);
     OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

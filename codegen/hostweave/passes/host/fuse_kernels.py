@@ -156,12 +156,17 @@ class Links:
         read = {self.root(src) for src in first.srcs}
         if any(read & self.roots(i, "write") for i in (*between, last)):
             return f"what %{result} is computed from is overwritten"
-        if any(tree.names(i, "record", "fork") for i in between):
+        if any(tree.names(i, "record", "fork") for i in between) and (kept or self._is_written_after(producer, read)):
             return f"other streams go on before %{result} is used"
         for i in between:
             if early := self.roots(i, "read", "write") & {self.root(dst) for dst in kept}:
                 return f"{i.syntax.split()[0]} uses %{min(early)} before"
         return ""
+
+    def _is_written_after(self, place: Place, roots: set[str]) -> bool:
+        """Whether buffers may be written, by a stream that goes on beside it, once an instruction has read them."""
+        touched = (touch for root in roots for touch in self.uses.touches[root] if touch.number > place.number or touch.loop)
+        return any(self.roots(touch.instruction, "write") & roots for touch in touched)
 
     def _why_slow(self, kernel: ir.Kernel) -> str:
         try:

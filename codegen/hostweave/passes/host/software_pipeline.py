@@ -41,11 +41,19 @@ NAMES = ("view", "index")  # the roles of what a body can say again
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """In loops whose communications take turns, where no ranks then wait for one another."""
-    if not (in_turn := unordered_instructions(program)):
+    if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
-    pipelined = replace(program, body=tree.rewrite(program.body, lambda i: ahead.loop(i) if isinstance(i, ir.For) else None))
+    pipelined = replace(program, body=tree.rewrite(program.body, ahead.loop))
     return pipelined if ahead.changed and _goes_on(pipelined) else program
+
+
+def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
+    """A loop with its block, if neighbouring steps are on two streams, and nothing but names stands before the block."""
+    if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
+        return None
+    streams = next(pool.count for pool in program.streams if pool.name == block.stream)
+    return (i, block) if streams > 1 and block.index == Var(i.out) and i.count.is_int and int(i.count) > 1 else None
 
 
 def _goes_on(program: ir.HostProgram) -> bool:
@@ -64,16 +72,13 @@ _Halves = tuple[tree.Body, tree.Body]  # what is issued a step ahead, and the re
 class _Ahead:
     def __init__(self, program: ir.HostProgram, in_turn: set[tree.Instruction]):
         self.program, self.in_turn = program, in_turn
-        self.pools = {pool.name: pool.count for pool in program.streams}
         self.taken = names_in(program)
         self.changed = False
 
-    def loop(self, loop: ir.For) -> ir.For | None:
-        *before, block = loop.body
-        if not isinstance(block, ir.OnStream) or not all(map(_only_names, before)):
+    def loop(self, i: tree.Instruction) -> ir.For | None:
+        if not (found := _on_streams(i, self.program)):
             return None
-        if not loop.count.is_int or int(loop.count) < 2 or block.index != Var(loop.out) or self.pools[block.stream] < 2:
-            return None  # neighbouring steps are on two streams
+        (loop, block), before = found, found[0].body[:-1]
         if any(i.orders or tree.names(i, "call") for i in tree.walk(loop.body)) or (halves := self.halves(block.body)) is None:
             return None
         self.changed = True

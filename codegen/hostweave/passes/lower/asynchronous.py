@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, communicates
-from hostweave.host_ir import ir
+from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 from hostweave.passes.lower.dataflow import Dataflow
 
 COMM = "comm"  # the stream of what communicates beside the rest
+COPIES = "copies"  # and that of what a rank copies for it, where the next communication need not wait
 
 
 class Asynchronous:
@@ -30,19 +32,24 @@ class Asynchronous:
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """What `communicate` emits, after all that the caller's stream has by now."""
-        name = op.result.name
-        with self.b.nested() as body:
-            with self.b.by(op.result.transport):
-                communicate()
-            self.pending[name] = self._event(name) if self._is_read(name) else ""
-            if self.pending[name]:
-                self.b.emit(ir.Record(self.pending[name], Const(0)))
+        name, self.b.aside = op.result.name, []
+        with self.b.nested() as body, self.b.by(op.result.transport):
+            communicate()
+        copies, self.b.aside = self.b.aside, None
+        self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
+        aside = copies if ready else []
+        arrived = self._event(f"{name}_arrived") if aside else ready
         self.b.emit(ir.Fork(COMM))
+        self._on(COMM, *body, *(copies if not aside else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
+        if aside:
+            self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
         self.is_forked = True
-        self.b.emit(ir.OnStream(COMM, Const(0), tuple(body)))
 
-    def _event(self, name: str) -> str:
-        self.events.append(ir.Events(unique_name(f"{name}_ready", {events.name for events in self.events}), 1))
+    def _on(self, stream: str, *body: tree.Instruction) -> None:
+        self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
+
+    def _event(self, wanted: str) -> str:
+        self.events.append(ir.Events(unique_name(wanted, {events.name for events in self.events}), 1))
         return self.events[-1].name
 
     def _is_read(self, name: str) -> bool:

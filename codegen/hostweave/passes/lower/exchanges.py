@@ -12,6 +12,14 @@ of two ranks becomes
     signal 0 at 1 - rank.x for %x_packed on x          # it has been read
     wait_signal 0 from 1 - rank.x for %x_packed on x   # and so has this rank's, which may be written again
 
+What lies in no window, as an input does, is not copied to one for a gather; it is put to where the others want it:
+
+    signal 0 at 1 - rank.x for %y on x                 # it may be written
+    copy %x -> %y_own
+    wait_signal 0 from 1 - rank.x for %y on x
+    put %x -> %y_own at 1 - rank.x signal 0 on x
+    wait_signal 0 from 1 - rank.x for %y on x
+
 Each rank signals before it waits, so that no order of ranks stops another one. What is reduced is read first, from each rank the part
 that a rank reduces, and added up by a kernel in the order of ranks, so that all ranks round alike.
 """
@@ -19,7 +27,7 @@ that a rank reduces, and added up by a kernel in the order of ranks, so that all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from hostweave.host_ir import ir, tree
@@ -82,8 +90,20 @@ class Exchange(Signals):
     """One communication of all ranks of a process group, whose buffers are contiguous."""
 
     def all_gather(self, src: str, dst: str) -> None:
-        blocks, src = self.by_rank(dst, self.b.types[src].shape), self.in_window(src)
-        self.read(src, lambda: self.copy(src, self.block(blocks, self.rank)), lambda peer: (src, self.block(blocks, peer)))
+        puts = self.lies_in_window(dst) and not self.lies_in_window(src)
+        src = src if puts else self.in_window(src)
+        is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
+        with self.b.outermost() if is_outside else nullcontext():
+            blocks = self.by_rank(dst, self.b.types[src].shape)
+            own = self.block(blocks, self.rank)
+
+        def copy_own() -> None:
+            (self.b.copy_aside if is_outside else self.copy)(src, own)
+
+        if puts:
+            self.write(src, own, dst, copy_own)
+        else:
+            self.read(src, copy_own, lambda peer: (src, self.block(blocks, peer)))
 
     def all_to_all(self, src: str, dst: str) -> None:
         blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
@@ -166,6 +186,18 @@ class Exchange(Signals):
         self.each_peer(lambda peer: self.get(peer, *taken(peer)))
         self.wait(src)
 
+    def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
+        """To each peer `src`, where it has this rank's `own` block of `dst`."""
+
+        def put(peer: Expr) -> None:
+            self.wait_for(peer, dst)
+            self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel))
+
+        self.signal(dst)
+        copy_own()
+        self.each_peer(put)
+        self.wait(dst)
+
     def get(self, peer: Expr, src: str, dst: str, number: int = SIGNAL) -> None:
         """Once the peer says that it is there; then tells it, by a signal of this number."""
         self.wait_for(peer, src)
@@ -175,9 +207,13 @@ class Exchange(Signals):
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
+    def lies_in_window(self, name: str) -> bool:
+        """Whether it is all of what lies in a window, or will: a part may begin elsewhere on a peer."""
+        return self.b.is_in_window(self.b.memory_of(name))
+
     def in_window(self, src: str) -> str:
-        """`src` where it is all of what lies in a window, or will, else a copy of it: a part may begin elsewhere on a peer."""
-        if self.b.is_in_window(self.b.memory_of(src)):
+        """`src`, or a copy of it where it lies in no window."""
+        if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
         self.b.emit(ir.Copy(src, packed))

@@ -29,7 +29,7 @@ from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.passes.lower import attention, communication
-from hostweave.passes.lower.asynchronous import COMM, Asynchronous
+from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
@@ -131,10 +131,10 @@ class _Lowering:
                 if self.buffers.buffer_of(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(self.buffers.buffer_of(name), parameter.name))
         body = with_windows(b.body())
-        forked = {name for i in tree.walk(body) for name in tree.names(i, "fork")}
+        used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
         ring = ir.Streams(RING, streams)
-        alone = (ir.Streams(name, 1) for name in (COMM, PUTS, ARRIVALS))
-        pools = tuple(pool for pool in (ring, *alone) if pool.name in forked)
+        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS, ARRIVALS))
+        pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "hostweave/member.h"
-#include "hostweave/window.h"
+#include "hostweave/reach.h"
 
 namespace hw {
 

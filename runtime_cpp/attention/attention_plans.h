@@ -1,0 +1,60 @@
+// What the plans of attention are of on each target.
+#pragma once
+#include <compare>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "hostweave/attention.h"
+#include "hostweave/plan_cache.h"
+
+namespace hw {
+
+// An operand as [batch, heads, rows, elements of a row], which lie side by side. Strides are in elements.
+struct Heads {
+  int64_t batch = 1, heads = 1, rows = 1, size = 1;
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
+
+  auto operator<=>(const Heads&) const = default;
+};
+
+struct Gradients {
+  Heads o, q, k, v;
+
+  auto operator<=>(const Gradients&) const = default;
+};
+
+struct AttentionProblem {
+  Heads q, k, v, o;
+  int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
+  std::optional<Gradients> gradients;  // of what it is the backward pass for
+
+  auto operator<=>(const AttentionProblem&) const = default;
+  bool is_empty() const;
+  std::vector<Heads> operands() const;
+};
+
+struct Attentions::Plans {
+  struct Plan;
+
+  Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
+
+  void prepare(const AttentionProblem& problem);
+  // Of the last problem, for a call on this stream; none where the device has nothing to compute. Where the stream is captured,
+  // the plan stays as long as the program: a graph may read what it owns.
+  const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
+  std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
+  void expect_columns(const AttentionProblem& problem) const;
+
+  Rank& rank;
+  const cudaDataType_t dtype;
+  const AttentionOptions options;
+  static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
+  PlanCache<AttentionProblem, std::shared_ptr<const Plan>> known{kMostPlans};
+  std::shared_ptr<const Plan> current;
+  std::optional<Gradients> gradients;  // of the last problem
+  mutable std::vector<std::shared_ptr<const Plan>> of_graphs;
+};
+
+}  // namespace hw

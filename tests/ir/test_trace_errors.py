@@ -1,0 +1,419 @@
+"""What tracing refuses, each with the exact message."""
+
+from __future__ import annotations
+
+import pytest
+from traced import X, trace
+
+from hostweave.base.errors import ProgramError
+
+ERRORS = {
+    "inner dims": (
+        "return hw.matmul(x, w)",
+        {"w": 'hw.bf16["J", "N"]'},
+        "4: matmul: inner dims differ: bf16[M, K] x bf16[J, N]; "
+        "the last dim of the first is the one before the last of the second: transpose or reshape one of them",
+    ),
+    **{
+        f"matmul of {dtype}": (
+            "return hw.matmul(x, w)",
+            {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
+            f"4: matmul: cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64; "
+            "use hw.astype on both",
+        )
+        for dtype in ("f8e4m3", "f8e5m2", "i8", "u8", "i32", "u32", "i64")
+    },
+    "rank of matmul": (
+        "return hw.matmul(x, w)",
+        {"w": 'hw.bf16["K"]'},
+        "4: matmul: rank mismatch: bf16[K] has 1 dims, at least 2 are needed; use x[None] or x[:, None]",
+    ),
+    "batch dims": (
+        "return hw.matmul(x, w)",
+        {"x": 'hw.f32[3, "M", "K"]', "w": 'hw.f32[4, "K", "N"]'},
+        "4: matmul: batch dims do not broadcast: f32[3, M, K] x f32[4, K, N]",
+    ),
+    "broadcast": (
+        "return x + w",
+        {"w": 'hw.bf16["M"]'},
+        "4: add: shapes do not broadcast: bf16[M, K] and bf16[M] differ in dim -1; dims are aligned from the "
+        "right: give the smaller one a dim of 1 at its end, as in y[:, None]",
+    ),
+    "dtypes": ("return x + w", {"w": 'hw.f32["M", "K"]'}, "4: add: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them"),
+    "dtype": ("return hw.exp(x)", {"x": 'hw.i32["M"]'}, "4: exp: not defined for i32; use hw.astype to a dtype that is float"),
+    "number": ("return x + 0.5", {"x": 'hw.i32["M"]'}, "4: add: 0.5 is not a value of i32[M]; use hw.astype on the tensor"),
+    "large number": ("return x + 300", {"x": 'hw.u8["M"]'}, "4: add: 300 is not a value of u8[M]; use hw.astype on the tensor"),
+    "condition": ("return hw.where(x, x, x)", {}, "4: where: the condition must be bool, not bf16[M, K]; compare it first"),
+    "operand": ("return hw.add(x, 'a')", {}, "4: add: 'a' is neither a tensor of this fusion nor a Python number; make it an input"),
+    "numbers alone": ("return hw.add(1, 2)", {}, "4: add: no operand is a tensor; compute with Python numbers instead"),
+    "unknown dim": ('return hw.sum(x, axis="Q")', {}, "4: sum: bf16[M, K] has no dim named Q"),
+    "repeated dim": (
+        'return hw.sum(x, axis="M")',
+        {"x": 'hw.f32["M", "M"]'},
+        "4: sum: f32[M, M] has 2 dims named M: say which by its number",
+    ),
+    "axis": ("return hw.sum(x, axis=2)", {}, "4: sum: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "axis of no int": ("return hw.sum(x, axis=1.0)", {}, "4: sum: 1.0 is no dim of bf16[M, K]; write its number or its name"),
+    "cast to a name": ("return hw.astype(x, 'f32')", {}, "4: astype: 'f32' is not a dtype; use hw.f32, hw.bf16 and the like"),
+    "loop": (
+        "return sum(x)",
+        {},
+        "4: a loop: bf16[M, K] has no first dim of known size; use functions of whole tensors, such as hw.sum",
+    ),
+    "length": ("return x * len(x)", {}, "4: len: bf16[M, K] has no first dim of known size; its name is in x.shape"),
+    "change": ("x[0] = 1", {}, "4: a tensor is a value and does not change; make another one by hw.where or hw.concat"),
+    "NumPy": (
+        "import numpy; return numpy.exp(x)",
+        {},
+        "4: numpy.exp: NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs",
+    ),
+    "NumPy's sum": (
+        "import numpy; return numpy.sum(numpy.asarray(x))",
+        {},
+        "4: numpy.asarray: a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs",
+    ),
+    "axis twice": ("return hw.sum(x, axis=(0, -2))", {}, "4: sum: axis=(0, 0) names a dim twice; name it once"),
+    "expand": ("return hw.expand_dims(x, 3)", {}, "4: expand_dims: axis 3 is out of range: the result has 3 dims"),
+    "permute_dims": (
+        "return hw.permute_dims(x, (0, 0))",
+        {},
+        "4: permute_dims: axes=(0, 0) is no order of the 2 dims of bf16[M, K]; name each once",
+    ),
+    "T": ("return x[None].T", {}, "4: T: bf16[1, M, K] has 3 dims, not 2; use hw.permute_dims(x, axes)"),
+    "reshape": (
+        'return hw.reshape(x, "M", 4)',
+        {},
+        "4: reshape: bf16[M, K] does not have the elements of [M, 4]; make the products of the dims equal",
+    ),
+    "reshape rest": ("return hw.reshape(x, 'J', -1)", {}, "4: reshape: -1 cannot be told for bf16[M, K] to ['J', -1]; write every dim"),
+    "reshape dim": (
+        "return hw.reshape(x, 'M+1', 'K')",
+        {},
+        "4: reshape: not a size: 'M+1'; write a name, an int, or a product such as 8*M/4",
+    ),
+    "reshape size": ("return hw.reshape(x, 0, 'K')", {}, "4: reshape: a dim has at least one element, not 0"),
+    "broadcast_to": (
+        'return hw.broadcast_to(x, "M", "N")',
+        {},
+        "4: broadcast_to: bf16[M, K] does not broadcast to [M, N]; dims are aligned from the right and must be equal or 1",
+    ),
+    "index": (
+        "return x[x > 0]",
+        {"x": "hw.f32[8, 4]"},
+        "4: indexing: Tensor(bool[8, 4]) is neither an int, a slice, None nor '...'; choose by values with hw.where(condition, x, 0)",
+    ),
+    "indices": ("return x[:, :, :]", {}, "4: indexing: 3 dims of bf16[M, K], which has 2; leave some out"),
+    "index twice": ("return x[..., 0, ...]", {}, "4: indexing: '...' is given twice; write ':' for each dim instead"),
+    "index outside": ("return x[8]", {"x": "hw.f32[8, 4]"}, "4: indexing: 8 is outside of dim 0 of f32[8, 4]; it goes from 0 to 7"),
+    "slice outside": (
+        "return x[:, 2:5]",
+        {"x": "hw.f32[8, 4]"},
+        "4: indexing: 2:5 of dim 1 of f32[8, 4] goes outside of it; stay between 0 and 4",
+    ),
+    "slice before": ("return x[-9:]", {"x": "hw.f32[8]"}, "4: indexing: -9: of dim 0 of f32[8] goes outside of it; stay between 0 and 8"),
+    "slice of nothing": (
+        "return x[-2:3]",
+        {},
+        "4: indexing: -2:3 of dim 0 of bf16[M, K] takes nothing; take at least one element",
+    ),
+    "slice backwards": ("return x[::-1]", {}, "4: indexing: ::-1 of dim 0 of bf16[M, K] goes backwards; steps are at least 1"),
+    "slice by a name": (
+        "return x[:'K']",
+        {},
+        "4: indexing: :K of dim 0 of bf16[M, K] is not made of ints; split a dim by hw.reshape where its parts have names",
+    ),
+    "concat": (
+        "return hw.concat(x)",
+        {},
+        "4: concat: Tensor(bf16[M, K]) is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)",
+    ),
+    "concat of numbers": (
+        "return hw.concat([x, 1])",
+        {},
+        "4: concat: [Tensor(bf16[M, K]), 1] is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)",
+    ),
+    "concat axis": ("return hw.concat([x, x], axis=2)", {}, "4: concat: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "concat sizes": (
+        "return hw.concat([x, w], axis='M')",
+        {"w": 'hw.bf16["J", 4]'},
+        "4: concat: bf16[M, K] and bf16[J, 4] differ in dim 1; only dim 0, along which they are joined, may differ",
+    ),
+    "concat ranks": (
+        "return hw.concat([x, w])",
+        {"w": 'hw.bf16["K"]'},
+        "4: concat: bf16[M, K] and bf16[K] differ in their number of dims; use hw.expand_dims or hw.reshape",
+    ),
+    "concat dtypes": (
+        "return hw.concat([x, w])",
+        {"w": 'hw.f32["M", "K"]'},
+        "4: concat: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them",
+    ),
+    "pad": (
+        "return hw.pad(x, (1, 2, 3))",
+        {},
+        "4: pad: (1, 2, 3) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
+    ),
+    "dims": (
+        "return hw.expand_dims(x, 0)",
+        {"x": "hw.f32[1, 2, 3, 4, 5, 6, 7, 8]"},
+        "4: f32[1, 1, 2, 3, 4, 5, 6, 7, 8]: has 9 dims, and an array has at most 8; reshape it",
+    ),
+    "mesh": (
+        "return hw.reshard(x, 'M', 'K', mesh='x')",
+        {},
+        "4: reshard: mesh='x' is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])",
+    ),
+    "kernel of nothing": (
+        "return hw.kernel('', 'k', 'M', [x, hw.f32['M']])",
+        {},
+        "4: kernel: the source has no `__global__ void k(...)`; name= is the function to launch",
+    ),
+    "pad as NumPy's": (
+        "return hw.pad(x, ((0, 1), (2, 3)))",
+        {},
+        "4: pad: ((0, 1), (2, 3)) is not (before, after) of up to 2 dims of bf16[M, K], the last one first",
+    ),
+    "pad widths": ("return hw.pad(x, (-1, 2))", {}, "4: pad: widths (0, -1) and (0, 2) are not all at least 0; use a slice to take less"),
+    "pad mode": (
+        "return hw.pad(x, (1, 2), mode='reflect')",
+        {},
+        "4: pad: mode='reflect' is not 'constant'; take other modes together by slices and hw.concat",
+    ),
+    "pad value": (
+        "return hw.pad(x, (1, 1), value=0.5)",
+        {"x": "hw.i32[4]"},
+        "4: pad: 0.5 is not a value of i32[4]; use hw.astype on the tensor",
+    ),
+    "stream of a joined dim": (
+        "return hw.concat([x, x]).stream(0, chunks=2)",
+        {},
+        "4: stream: dim 0 of bf16[2*M, K] is joined by a concat, so no loop can walk it; stream a tensor before it",
+    ),
+    "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
+    "clip": ("return hw.clip(x)", {}, "4: clip: neither min nor max is given; pass one"),
+    "var": ("return hw.var(x, correction=1)", {}, "4: var: correction=1 is not supported; use 0 and scale the result"),
+    "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
+    "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
+    "seed": ("return hw.uniform(x, seed=-1)", {}, "4: philox: -1 is not a value of u32[1, K]; use hw.astype on the tensor"),
+    "seed dtype": (
+        "return hw.uniform(x, seed=w)",
+        {"w": "hw.i32[()]"},
+        "4: philox: dtypes differ: u32[M, 1] and i32[]; use hw.astype on one of them",
+    ),
+    "uniform": (
+        "return hw.uniform(x, seed=1)",
+        {"x": 'hw.f32["A", "B", "C", "D", "E"]'},
+        "4: uniform: f32[A, B, C, D, E] has 5 dims, and 4 are supported; reshape it",
+    ),
+    "dropout": ("return hw.dropout(x, 1, seed=1)", {}, "4: dropout: p=1 is not a probability from 0 to below 1"),
+    "softmax axis": ("return hw.softmax(x, axis='Q')", {}, "4: softmax: bf16[M, K] has no dim named Q"),
+    "log_softmax axis": ("return hw.log_softmax(x, axis=2)", {}, "4: log_softmax: bf16[M, K] has no dim 2: dims go from 0 to 1"),
+    "norm axis": ("return hw.rms_norm(x, axis=-3)", {}, "4: rms_norm: bf16[M, K] has no dim -3: dims go from 0 to 1"),
+    "norm weight": (
+        "return hw.layer_norm(x, w)",
+        {"w": 'hw.bf16["N"]'},
+        "4: layer_norm: the weight is bf16[N], and x bf16[M, K]; it broadcasts against x, from the right",
+    ),
+    "norm bias": (
+        "return hw.layer_norm(x, None, w)",
+        {"w": 'hw.bf16["M", "M", "K"]'},
+        "4: layer_norm: the bias is bf16[M, M, K], and x bf16[M, K]; it broadcasts against x, from the right",
+    ),
+    "linear dtypes": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.f32["N", "K"]'},
+        "4: matmul: dtypes differ: bf16[M, K] and f32[K, N]; use hw.astype on one of them",
+    ),
+    "dtypes of where": (
+        "return hw.where(x > 0, x, w)",
+        {"w": 'hw.f32["M", "K"]'},
+        "4: where: dtypes differ: bf16[M, K] and f32[M, K]; use hw.astype on one of them",
+    ),
+    "dtypes of a comparison": (
+        "return x < w",
+        {"w": 'hw.i32["M", "K"]'},
+        "4: less: dtypes differ: bf16[M, K] and i32[M, K]; use hw.astype on one of them",
+    ),
+    "dtypes of matmul": (
+        "return x @ w",
+        {"w": 'hw.f16["K", "N"]'},
+        "4: matmul: dtypes differ: bf16[M, K] and f16[K, N]; use hw.astype on one of them",
+    ),
+    "axis of var": ("return hw.var(x, axis=4)", {}, "4: var: bf16[M, K] has no dim 4: dims go from 0 to 1"),
+    "axis of argmax": ("return hw.argmax(x, axis='J')", {}, "4: argmax: bf16[M, K] has no dim named J"),
+    "argmax of bools": (
+        "return hw.argmax(x > 0, axis=0)",
+        {},
+        "4: argmax: not defined for bool; use hw.astype to a dtype that is float or int or uint",
+    ),
+    "mean of ints": (
+        "return hw.mean(x, axis=0)",
+        {"x": "hw.i32[4]"},
+        "4: mean: not defined for i32; use hw.astype to a dtype that is float",
+    ),
+    "linear rank": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.bf16["N"]'},
+        "4: linear: bf16[M, K] and a weight of bf16[N] are not [..., K] and [N, K]; reshape them",
+    ),
+    "linear": (
+        "return hw.linear(x, w)",
+        {"w": 'hw.bf16["K", "N"]'},
+        "4: linear: inner dims differ: bf16[M, K] and a weight of bf16[K, N]; the weight is [N, K]",
+    ),
+    "linear bias": (
+        "return hw.linear(x, w, w)",
+        {"w": 'hw.bf16["N", "K"]'},
+        "4: linear: the bias is bf16[N, K], and the weight bf16[N, K]; it has one element for each row",
+    ),
+    "attention": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[4, 'T', 16]"},
+        "4: attention: query bf16[4, S, 8], key bf16[4, T, 16], value bf16[4, T, 16] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
+    ),
+    "attention heads": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[2, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[2, T, 8], value bf16[2, T, 8] differ in their heads; "
+        "use enable_gqa=True for groups of heads",
+    ),
+    "attention groups": (
+        "return hw.scaled_dot_product_attention(x, w, w, enable_gqa=True)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[3, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[3, T, 8], value bf16[3, T, 8]: "
+        "the heads of the key do not divide those of the query; use multiples as ints",
+    ),
+    "attention masks": (
+        "return hw.scaled_dot_product_attention(x, x, x, w, is_causal=True)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bool_['S', 'S']"},
+        "4: attention: attn_mask and is_causal are both given; put both into the mask",
+    ),
+    "attention mask": (
+        "return hw.scaled_dot_product_attention(x, x, x, w)",
+        {"x": "hw.bf16[2, 4, 'S', 8]", "w": "hw.bool_[2, 'S', 'S']"},
+        "4: attention: a mask of bool[2, S, S] does not broadcast to the scores, [2, 4, S, S]; reshape it",
+    ),
+    "attention mask dtype": (
+        "return hw.scaled_dot_product_attention(x, x, x, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.i32['S', 'S']"},
+        "4: attention: a mask of i32[S, S] is neither bool nor float; compare it, as in mask != 0",
+    ),
+    "attention dropout": (
+        "return hw.scaled_dot_product_attention(x, x, x, dropout_p=1.5)",
+        {"x": "hw.bf16[4, 'S', 8]"},
+        "4: attention: dropout_p=1.5 is not a probability from 0 to below 1",
+    ),
+    "attention seed": (
+        "return hw.scaled_dot_product_attention(x, x, x, dropout_p=0.1)",
+        {"x": "hw.bf16[4, 'S', 8]"},
+        "4: attention: dropout_p=0.1 without a seed; pass seed=, an int or a u32 tensor without dims",
+    ),
+    "attention dtypes": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32[4, 'T', 8]"},
+        "4: attention: dtypes differ: bf16[4, S, 8] and f32[4, T, 8]; use hw.astype on one of them",
+    ),
+    "rotary": (
+        "return hw.rotary_embedding(x, x, x)",
+        {"x": "hw.bf16['S', 7]"},
+        "4: rotary_embedding: bf16[S, 7] is not [..., S, E] with an even E; reshape or pad it",
+    ),
+    "rotary table": (
+        "return hw.rotary_embedding(x, w, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.f32['S', 8]"},
+        "4: rotary_embedding: cos is f32[S, 8], and x bf16[4, S, 8]; it has an element a pair, [S, 4]",
+    ),
+    "attention rank": (
+        "return hw.scaled_dot_product_attention(x, x, x)",
+        {},
+        "4: attention: query bf16[M, K], key bf16[M, K], value bf16[M, K] are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; "
+        "reshape them",
+    ),
+    "attention values": (
+        "return hw.scaled_dot_product_attention(x, x, w)",
+        {"x": "hw.bf16[4, 'S', 8]", "w": "hw.bf16[4, 'T', 8]"},
+        "4: attention: query bf16[4, S, 8], key bf16[4, S, 8], value bf16[4, T, 8] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
+    ),
+    "attention batches": (
+        "return hw.scaled_dot_product_attention(x, w, w)",
+        {"x": "hw.bf16['B', 4, 'S', 8]", "w": "hw.bf16['C', 4, 'S', 8]"},
+        "4: attention: query bf16[B, 4, S, 8], key bf16[C, 4, S, 8], value bf16[C, 4, S, 8] are not "
+        "[..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them",
+    ),
+    "attention scale": (
+        "return hw.scaled_dot_product_attention(x, x, x)",
+        {"x": "hw.bf16[4, 'S', 'E']"},
+        "4: attention: E, the last dim of the query, is not known at compile time; pass scale=",
+    ),
+    "truth": ("return x if x > 0 else -x", {}, "4: the values of a tensor are not known while a fusion is traced; use hw.where"),
+    "reshard rank": (
+        'return hw.reshard(x, "M")',
+        {},
+        "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims, only the mesh axes may differ",
+    ),
+    "reshard dim": ('return hw.reshard(x, "M@", "K")', {}, "4: reshard: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
+    "reshard axis": ('return hw.reshard(x, "M@y", "K")', {}, "4: bf16[M@y, K]: no axis y in mesh(x=8); its axes: x"),
+    "reshard twice": (
+        'return hw.reshard(x, "M@x", "K@x")',
+        {},
+        "4: bf16[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+    ),
+    "axis twice in a spec": (
+        "return x",
+        {"x": 'hw.f32["M@x", "K@x"]'},
+        "2: f32[M@x, K@x]: mesh axis x is used twice; it can split one dim once",
+    ),
+    "axis of the mesh": ("return x", {"x": 'hw.f32["M@y"]'}, "2: f32[M@y]: no axis y in mesh(x=8); its axes: x"),
+    "dim of an input": ("return x", {"x": 'hw.f32["M/2"]'}, "2: not a dim of an input: 'M/2'; give it a name of its own"),
+    "dim type": ("return x", {"x": "hw.f32[1.5]"}, "2: not a dim: 1.5; write a name or an int"),
+    "empty dim": ("return x", {"x": "hw.f32[0]"}, "2: a dim has at least one element, not 0"),
+    "stream of an input": ('return x.stream("M")', {}, "4: stream: %x is an input; stream what is computed from it, or hw.copy(x)"),
+    "stream twice": ("return (-x).stream(0).stream(1)", {}, "4: stream: this value is streamed already; state one dim, once"),
+    "stream dim": ('return (-x).stream("N")', {}, "4: stream: bf16[M, K] has no dim named N"),
+    "stream chunks": ("return (-x).stream(0, chunks=0)", {}, "4: stream: chunks=0 must be an int of at least 1"),
+    "stream divides": (
+        "return (-x).stream(0, chunks=3)",
+        {"x": "hw.f32[8, 4]"},
+        "4: stream: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8",
+    ),
+    "stream chunking": (
+        'return (-x).stream(0, chunking="slow")',
+        {},
+        "4: stream: there is no chunking='slow'; one of by_shard, across_shards",
+    ),
+    "stream by": (
+        'return (-x).stream(0, algorithm="mail")',
+        {},
+        "4: stream: there is no algorithm='mail'; one of p2p, broadcast, ring, put, all_gather, reduce, reduce_scatter, all_reduce, "
+        "all_to_all, collective_permute, transfer",
+    ),
+    "stream of a merged dim": (
+        'return hw.reshape(x, "M*K").stream(0)',
+        {},
+        "4: stream: dim 0 of bf16[K*M] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+    ),
+    "stream of a split dim": (
+        'return hw.reshape(x, 4, "M/4", "K").stream(1)',
+        {},
+        "4: stream: dim 1 of bf16[4, M/4, K] is split or merged by a reshape, so no loop can walk it; stream a tensor before it",
+    ),
+    "reduced stream": (
+        "return hw.max(x, axis=1, keepdims=True).stream(1)",
+        {},
+        "4: stream: dim 1 of bf16[M, 1] is reduced by a max, so no loop can walk it; stream a tensor before it",
+    ),
+    "name": ('return (-x).named("2h")', {}, "4: named: '2h' is not a name; use letters, digits and _"),
+    "name of an input": ('return x.named("h")', {}, "4: named: %x is an input; rename the parameter instead"),
+    "name twice": ('h = (-x).named("h")\nreturn (-h).named("h")', {}, "5: named: %h is taken by another value; choose another name"),
+    "result": ("return 5", {}, "2: fusion @f returns 5; return a tensor of it, or a tuple of tensors"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_error(case: str) -> None:
+    body, inputs, message = ERRORS[case]
+    with pytest.raises(ProgramError) as caught:
+        trace(body, **{"x": X, **inputs})
+    assert str(caught.value) == f"mlp.py:{message}"

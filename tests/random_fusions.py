@@ -1,0 +1,399 @@
+"""Fusions that nobody thought of, from seeds, and what is to be true of each that is not refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.calls import map_functions
+from hostweave.fusion_ir.frontend.function import Function
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import pointwise
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.mesh import Mesh
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.shards import block_of, holds
+from hostweave.types.tensor import TensorType
+
+Array = NDArray[Any]
+MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
+MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact; also those that number operands, as ints and as floats
+# How the operand of a loop's product arrives, or its terms are added up, where the result is split and where it is whole.
+GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
+SCATTERING, SUMMING = ("p2p", "ring", "reduce", "reduce_scatter", "put"), ("all_reduce",)
+BY_BLOCK = ("p2p", "ring", "broadcast", "reduce", "put")
+SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None, 2), slice(1, None, 3))
+
+
+class Generator:
+    """A mesh and some of its ranks, sizes, and a function of random ops."""
+
+    def __init__(self, seed: int):
+        self.random = Random(seed)
+        self.mesh = hw.Mesh(**self.random.choice(MESHES))
+        self.meshes = [self.mesh, *(self.some_ranks() for _ in range(2) if self.random.random() < 0.3)]
+        even = [self.mesh.size * times for times in (1, 2, 3)]
+        choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
+        self.sizes = {name: self.random.choice(choices) for name in "MNK"}
+        self.dtype = self.random.choice([hw.f64, hw.f64, hw.i64])
+        self.blocks: dict[Any, list[Function]] = {}
+
+    def some_ranks(self) -> Mesh:
+        ranks = self.random.sample(range(self.mesh.size), self.random.randint(1, self.mesh.size))
+        return self.mesh.ranks(ranks, z=len(ranks))
+
+    def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
+        """These dims, some of them split."""
+        axes = [name for name, _ in (mesh or self.mesh).axes]
+        self.random.shuffle(axes)
+        dims = []
+        for size in shape:
+            own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
+            dims.append(f"{size}@{','.join(own)}" if own else size)
+        return tuple(dims)
+
+    def input(self, shape: Sequence[Any]) -> TensorType:
+        mesh = self.random.choice(self.meshes)
+        type = self.dtype[self.sharded(shape, mesh)]
+        return type if mesh is self.mesh else type.on(mesh)
+
+    def resharded(self, t: hw.Tensor, mesh: Mesh | None = None) -> hw.Tensor:
+        return hw.reshard(t, *self.sharded(t.shape, mesh or t.type.mesh), mesh=mesh)
+
+    def other(self, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+        """A value on the same mesh."""
+        return self.random.choice([value for value in values if value.type.mesh == t.type.mesh])
+
+    def body(self, tensors: list[hw.Tensor], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
+        """Some of what up to `most` ops make of the tensors and of one another's results."""
+        values = list(tensors)
+        for _ in range(self.random.randint(1, most)):
+            with contextlib.suppress(ProgramError):  # of operands that do not fit
+                (last,) = self.random.choices(values, range(1, len(values) + 1))  # later ones more often: what is made is used
+                values.append(self.random.choice(ops)(self, values, last))
+        made = values[len(tensors) :] or [values[0] + 1]
+        return tuple(self.random.sample(made, min(len(made), self.random.randint(1, 3))))
+
+    def fusion(self) -> Fusion:
+        sizes = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK" * 3]
+        inputs = {f"x{i}": self.input(self.random.sample(sizes, self.random.randint(1, 3))) for i in range(self.random.randint(1, 3))}
+
+        def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return self.body(list(tensors.values()), 8, (*OPS, *OUTER_OPS))
+
+        return hw.fusion(mesh=self.mesh, **inputs)(random)
+
+    def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
+        """Small integers: sums and products of them are exact."""
+        random = np.random.default_rng(seed)
+        shapes = {v.name: [e.bind(self.sizes) for e in v.type.shape] for v in fusion.inputs}
+        return {v.name: random.integers(-2, 3, shapes[v.name]).astype(numpy_dtype(v.type.dtype)) for v in fusion.inputs}
+
+
+def _reduced(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    axes = tuple(g.random.sample(range(t.ndim), g.random.randint(0, t.ndim)))
+    return g.random.choice([hw.sum, hw.max, hw.min, hw.mean])(t, axis=axes, keepdims=g.random.random() < 0.5)
+
+
+def _turned(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return hw.permute_dims(t, tuple(g.random.sample(range(t.ndim), t.ndim)))
+
+
+def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    key: list[Any] = [slice(None)] * t.ndim
+    if key:
+        dim = g.random.randrange(t.ndim)
+        is_sum = "(" in str(t.shape[dim])  # with a step it would have to divide, which other uses of the size may not allow
+        key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
+    return t[tuple(key)]
+
+
+def _joined(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    others = [t * 2, t, g.other(values, t)]
+    return hw.concat(g.random.sample(others, 2), axis=g.random.randrange(t.ndim or 1))
+
+
+def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return hw.pad(t, [g.random.choice([0, 0, 1, 2]) for _ in range(2 * g.random.randint(0, t.ndim))], value=g.random.randint(-1, 1))
+
+
+def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What is communicated, and products that do not need it."""
+    made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
+    values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
+    return made
+
+
+def _streamed(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return (-t).stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size]))
+
+
+def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return t.stream(g.random.randrange(t.ndim or 1), chunks=g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])) * 2
+
+
+def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Each step makes, transposes and reads its own chunk."""
+    order = g.random.sample(range(t.ndim), t.ndim)
+    dim, chunks = g.random.randrange(t.ndim or 1), g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])
+    turned = hw.permute_dims((t * 2).stream(order[dim], chunks=chunks), tuple(order)).stream(dim, chunks=chunks)
+    return g.random.choice([-turned, hw.reshard(turned, *turned.shape)]).stream(dim, chunks=chunks)
+
+
+def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """An op of a tensor and a number, also beside the same op without the number."""
+    op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
+    made = op(t, g.random.choice(NUMBERS))
+    return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])
+
+
+def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Any op of one or two tensors that the table has, of integers, which all of these compute exactly."""
+    if t.dtype != hw.i64:
+        return _with_number(g, values, t)
+    kind = g.random.choice([kind for kind, op in pointwise.OPS.items() if op.is_public and op.arity in (1, 2)])
+    made = getattr(hw, kind)(*(t, g.other(values, t))[: pointwise.OPS[kind].arity])
+    return hw.astype(made, hw.i64) if made.dtype == hw.bool_ else made
+
+
+def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Where elements are, and elements there, in order or so far, of integers, as rounding may make others of floats equal."""
+    if t.dtype != hw.i64:
+        return _with_number(g, values, t)
+    axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
+    return g.random.choice(
+        [
+            lambda: hw.argmax(t, axis, is_kept),
+            lambda: hw.take(t, hw.argmax(t, axis, is_kept), axis),
+            lambda: hw.take_along_axis(t, hw.argsort(t, axis, descending=is_kept), axis),
+            lambda: hw.scatter(t, axis, hw.argsort(t, axis), other),
+            lambda: hw.scatter_add(t, axis, hw.argmax(t, axis, keepdims=True), other),
+            lambda: hw.scatter_add(t, axis, hw.argsort(other, axis), t),
+            lambda: hw.cumsum(t, axis),
+            lambda: hw.sort(t, axis),
+            lambda: hw.reduce_xor(t, axis, is_kept),
+            lambda: hw.astype(hw.any(t > 1, axis, is_kept), hw.i64),
+        ]
+    )()
+
+
+def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Its operand arrives in steps, for one product or several of one loop, or its terms are added up in steps, by any algorithm."""
+    t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
+    axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
+    rows, columns = t.shape
+    if g.random.random() < 0.4:
+        sharded, w = hw.reshard(t, f"{rows}@{axis}", columns), hw.reshard(t.T, columns, rows)
+        algorithms, products = GATHERING, [sharded @ w for _ in range(g.random.choice([1, 1, 2, 3]))]
+    else:
+        algorithms, to = g.random.choice([(SCATTERING, (f"{rows}@{axis}", rows)), (SUMMING, (rows, rows))])
+        products = [hw.reshard(hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(t.T, f"{columns}@{axis}", rows), *to)]
+    by = g.random.choice((None, *algorithms))
+    chunks = g.random.choice([size, 2 * size] if by in BY_BLOCK else [2, 3, 3, size])
+    first, *others = [product.stream(0, chunks=chunks, algorithm=by if size > 1 else None) for product in products]
+    return sum((other * g.random.choice([1, 2]) for other in others), start=first)
+
+
+def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What is linear, and now and then what is not, in sums over a dim that is split."""
+    t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
+    rows, columns = t.shape
+    split = f"{columns}@{g.random.choice(t.type.mesh_in(g.mesh).axes)[0]}"
+    first, second = (hw.reshard(x, rows, split) @ hw.reshard(t.T, split, rows) for x in (t, -t))
+    made = first = g.random.choice([first, g.resharded(first)])
+    for _ in range(g.random.randint(1, 5)):
+        other = second if made.shape == second.shape else first if made.shape == first.shape else made
+        made = g.random.choice(LINEAR)(g, made, other)
+    return made
+
+
+LINEAR: tuple[Callable[[Generator, hw.Tensor, hw.Tensor], hw.Tensor], ...] = (
+    lambda g, a, b: a + b,
+    lambda g, a, b: a + b,
+    lambda g, a, b: b - a,
+    lambda g, a, b: a * b,
+    lambda g, a, b: -a * 3,
+    lambda g, a, b: a * hw.iota(a, 0 if a.ndim == 1 else -1, hw.i64) if a.ndim and a.dtype == hw.i64 else a / 2 if a.dtype == hw.f64 else a,
+    lambda g, a, b: _turned(g, [], a),
+    lambda g, a, b: _cut(g, [], a),
+    lambda g, a, b: _reduced(g, [], a),
+    lambda g, a, b: g.resharded(a),
+    lambda g, a, b: hw.reshape(a, -1),
+    lambda g, a, b: hw.expand_dims(a, 0),
+    lambda g, a, b: hw.concat([a, b], axis=g.random.randrange(a.ndim or 1)),
+)
+
+
+PAIRS: tuple[Callable[[Any, Any], hw.Tensor], ...] = (
+    lambda a, b: a + b,
+    lambda a, b: b - a,
+    lambda a, b: a * b,
+    hw.maximum,
+    hw.minimum,
+    lambda a, b: hw.where(a > b, a, b),
+    lambda a, b: hw.where(a != b, 3, a),
+    lambda a, b: hw.where(a <= b, b, 7),
+)
+
+OPS: tuple[MakeOp, ...] = (
+    lambda g, values, t: t + g.other(values, t),
+    lambda g, values, t: t * g.other(values, t),
+    lambda g, values, t: t @ g.other(values, t),
+    _with_number,
+    _with_number,
+    _of_table,
+    lambda g, values, t: hw.where(t > 0, t, 0 - t),
+    lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
+    lambda g, values, t: g.resharded(t),
+    lambda g, values, t: g.resharded(t),
+    _reduced,
+    _located,
+    _turned,
+    _cut,
+    _joined,
+    _padded,
+    _beside_others,
+    lambda g, values, t: hw.reshape(t, -1),
+    _streamed,
+    _stream_of,
+    _product_in_a_loop,
+    _product_in_a_loop,
+    _product_in_a_loop,
+)
+
+
+def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    return g.resharded(t, g.random.choice(g.meshes))
+
+
+def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What a block makes of two tensors: a new one, or one that has taken such before."""
+    other = g.other(values, t)
+    known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
+    if not known:
+
+        def block(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return g.body([x, y], 3, OPS)
+
+        block.__name__ = f"block{len(g.blocks)}"
+        known.append(hw.block(x=_parameter(g, t), y=_parameter(g, other))(block))
+    made = known[0](t, other)
+    return g.random.choice(made) if isinstance(made, tuple) else made
+
+
+def _parameter(g: Generator, t: hw.Tensor) -> TensorType:
+    """A type that a block may take: a dim that is computed from sizes stays whole."""
+    whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
+    return t.dtype[t.shape if whole else g.sharded(t.shape)]
+
+
+def _by_a_kernel(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """By a kernel of the user: twice the tensor, and its negation, of which the program gets one."""
+    dims = g.sharded(t.shape, t.type.mesh)
+    spec = TensorType(t.dtype, t.dtype[dims].dims, mesh=t.type.mesh)
+    sizes = [f"n{i}" for i in range(t.ndim)]
+    name, of = f"both{t.ndim}_{t.dtype}", t.dtype.cpp
+    parameters = [f"const {of}* x", f"{of}* twice", f"{of}* negated", *(f"int64_t {size}" for size in sizes)]
+    source = f"""
+__global__ void {name}({", ".join(parameters)}) {{
+  for (int64_t i : hw::over_grid({" * ".join(["1", *sizes])})) {{
+    twice[i] = 2 * x[i];
+    negated[i] = -x[i];
+  }}
+}}
+"""
+    return g.random.choice(hw.kernel(source, name, dims or 1, [hw.reshard(t, *dims), spec, spec, *dims], per=256))
+
+
+def without_kernels(fusion: Fusion) -> Fusion:
+    """The same by ops of ours, which NumPy can compute."""
+
+    def of_body(body: Fusion) -> Fusion:
+        read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
+
+        def replaced(op: Op) -> Op:
+            if op.user_kernel:
+                return replace(op, kind="multiply", operands=(read[op.result.name], 2), user_kernel=None)
+            if op.kind == "output" and op.tensors[0] in read:
+                return replace(op, kind="negative", operands=(read[op.tensors[0]],), attributes=())
+            return op
+
+        return replace(body, ops=tuple(map(replaced, body.ops)))
+
+    return map_functions(fusion, of_body)
+
+
+OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
+
+
+def computes(generator: Generator, fusion: Fusion, seed: int) -> bool:
+    """Kernels of users are looked at by all that looks at a program; what is interpreted has ops in their place."""
+    options = Options(transport="auto" if seed % 5 else "one_sided")
+    host = checked(fusion, options)
+    plain = without_kernels(fusion)
+    if host and plain != fusion:
+        host = checked(plain, options)
+    if not host:
+        return False
+    arrays = generator.arrays(fusion, seed)
+    try:
+        ranks = interpret(host, arrays)
+    except (ArgumentError, ProgramError):
+        return False  # sizes that do not divide
+    compare(host, plain, arrays, ranks, f"seed {seed}\n{host}")
+    return True
+
+
+def checked(fusion: Fusion, options: Options) -> HostProgram | None:
+    """The host program, which the static check has passed; None where the fusion is refused."""
+    assert Fusion.parse(str(fusion)) == fusion
+    try:
+        host = lower(fusion, options)
+    except ProgramError:
+        return None  # a loop that cannot be
+    assert HostProgram.parse(str(host)) == host
+    try:
+        check(host)
+    except ProgramError as error:
+        if "choose sizes that it divides" in str(error):  # there are none, as of N and N - 1 that are both even
+            return None
+        raise
+    return host
+
+
+def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
+    """Every rank has its block of what NumPy says of the fusion without kernels of users, and nothing of what is on other ranks."""
+    with np.errstate(all="ignore"):
+        wanted = run_reference(plain, arrays)
+    for parameter, want in zip(host.outputs, wanted, strict=True):
+        for rank, results in enumerate(ranks):
+            if not holds(parameter.type, host.mesh, rank):
+                assert results.get(parameter.name) is None
+                continue
+            block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
+            np.testing.assert_allclose(results[parameter.name], block, rtol=1e-12, atol=1e-12, err_msg=f"rank {rank}, {message}")
+
+
+def parts(count: int, many: int) -> list[Any]:
+    """Seeds in parts that workers share: some by default, many more with -m slow."""
+    some = [range(count)[i::4] for i in range(4)]
+    return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
+
+
+# A stream that overlaps nothing has its results, too.
+IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")
