@@ -18,6 +18,18 @@ def exchanges(x, y, w, v):
     return gathered, columns, turned, scattered, summed, largest
 
 
+rows, columns = 3 * D - 1, 2 * D - 1  # of which the last rank has fewer than the others, and maybe some have none
+
+
+@hw.fusion(mesh=mesh, x=dtype[f"{rows}@x", "K"], y=dtype[columns, "K@x"], v=dtype["K@x", columns], z=hw.i32[f"{rows}@x", f"{columns}"])
+def uneven(x, y, v, z):
+    gathered = hw.reshard(hw.relu(x), rows, "K")
+    turned = hw.reshard(x, rows, "K@x")
+    scattered = hw.reshard(hw.matmul(y, v), columns, f"{columns}@x")
+    both = hw.reshard(z, rows, f"{columns}@x")
+    return gathered, turned, scattered, both, hw.reshard(turned, f"{rows}@x", "K")
+
+
 @hw.fusion(mesh=mesh, x=dtype["M@x", "N"], k=hw.f32[64 * D, "L@x"], v=hw.f32["L@x", 64 * D], b=hw.i32["M@x"])
 def permutes(x, k, v, b):
     shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # a rank without a source gets zeros

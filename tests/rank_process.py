@@ -36,6 +36,9 @@ from hostweave.types.shards import block_of, holds
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
+IN_WINDOWS = "mlp_put"  # is called with arrays of `group.empty`, too
+
+
 def named(name: str, ranks: int) -> Fusion:
     return fusion_of(name, ranks, 3, hw.bf16)
 
@@ -83,6 +86,15 @@ class Rank:
         of_torch = getattr(self.torch, {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32"}[dtype])
         return self.torch.from_numpy(np.ascontiguousarray(block.astype(np.float32))).to(self.device, of_torch)
 
+    def in_window(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
+        """The same in memory that the ranks share."""
+        made = []
+        for value, array in zip(fusion.inputs, self.local(fusion, arrays), strict=True):
+            own = self.group.empty(tuple(array.shape), value.type.dtype, self.target)
+            made.append(self.torch.from_dlpack(own) if self.target == "cuda" else own)
+            made[-1][...] = array
+        return made
+
     def local(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
         """This rank's blocks of the inputs."""
         rank, mesh = self.group.rank, fusion.mesh
@@ -116,6 +128,9 @@ def run_all(rank: Rank, which: str) -> None:
         results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # in flight together
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, arrays, result)
+        if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
+            rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0])))
+            assert any(other._host.windows for other in program._with_windows.values())
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
 

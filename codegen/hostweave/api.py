@@ -68,6 +68,8 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> Program:
     host = lower(program, options)
     _expect_ways(host, options)
+    if unknown := [name for name in options.windows if name not in {p.name for p in (*host.inputs, *host.outputs)}]:
+        raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
     find_target(target).expect_kernels(host.user_kernels)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
@@ -114,6 +116,7 @@ class Program:
         self._unbound: Program | None = None  # where this one has inputs bound
         self._without_puts: Program | None = None  # for ranks that cannot reach each other's memory
         self._without_loops: Program | None = None  # for sizes that chosen loops do not divide
+        self._with_windows: dict[tuple[str, ...], Program] = {}  # for arguments of these names in memory that ranks share
         self.target = target
 
     def __repr__(self) -> str:
@@ -263,7 +266,7 @@ class Program:
         Example: `y = program(x, w)`.
         """
         given = self._in_order(arrays, named)
-        return self._or_in_sequence(lambda program: program._local(group, given, stream)(self._bound, given, out, stream, sizes))
+        return self._or_in_sequence(lambda program: program._local(group, given, stream, out)(self._bound, given, out, stream, sizes))
 
     def capture(
         self,
@@ -289,7 +292,9 @@ class Program:
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
         given = self._in_order(arrays, named)
-        return self._or_in_sequence(lambda program: program._local(group, given, stream).capture(self._bound, given, out, stream, sizes))
+        return self._or_in_sequence(
+            lambda program: program._local(group, given, stream, out).capture(self._bound, given, out, stream, sizes)
+        )
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
         """Gets this process's or thread's rank ready for calls at each of these global sizes. All ranks call it together.
@@ -373,6 +378,9 @@ class Program:
         """
         from hostweave.emit import export
 
+        if self._host.windows:
+            why = f"{', '.join(self._host.windows)}: is compiled for a window, which a group of Python makes"
+            raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
             export(self._host, Path(folder), *reference_of(self._given, self._options))
         except OSError as error:
@@ -390,8 +398,9 @@ class Program:
                 self._session = None
             for local in self._locals:
                 local.close()
-        for other in filter(None, (self._without_puts, self._without_loops)):
-            other.close()
+        for other in filter(None, (self._without_puts, self._without_loops, *self._with_windows.values())):
+            if other is not self:
+                other.close()
 
     def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
         if unknown := sizes.keys() - set(self._host.symbols()):
@@ -414,10 +423,11 @@ class Program:
 
         return make_call(self._host, self.target, self._bound, arrays, named)
 
-    def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any) -> LocalProgram:
-        """The program on this process's or thread's rank of a group, where the first call has these arrays."""
+    def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any, out: Any = None, bound: Bound | None = None) -> LocalProgram:
+        """The program on this process's or thread's rank of a group, for a call with these arrays."""
+        bound = bound or self._bound
         if self._unbound:
-            return self._unbound._local(group, arrays, stream)
+            return self._unbound._local(group, arrays, stream, out, bound)
         from hostweave.runtime.group import current
 
         self._expect_open()
@@ -427,6 +437,8 @@ class Program:
         if group.hosts > 1 and self._reaches_memory:
             figures = self._options.figures.without_peers("the ranks are on several hosts")
             return self._by_sends(figures)._local(group, arrays, stream)
+        if group.windows.made and (program := self._for_windows(group, bound, arrays, out)) is not self:
+            return program._local(group, arrays, stream)
         local = group.programs.get(self)
         if local is None:
             from hostweave.runtime.local import LocalProgram, stream_of_call
@@ -438,6 +450,24 @@ class Program:
         if local.out_of_reach and self._reaches_memory:
             return self._by_sends(self._options.figures.without_puts(local.out_of_reach))._local(group, arrays, stream)
         return local
+
+    def _for_windows(self, group: Group, bound: Bound, arrays: Sequence[Any], out: Any) -> Program:
+        """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
+        if (
+            self._options.windows
+            or not isinstance(self._given, Fusion)
+            or not any(channel.transport.has_windows for channel in self._host.channels)
+        ):
+            return self
+        outs = () if out is None else (out,) if len(self._host.outputs) == 1 else out
+        pairs = (*zip(bound.free, arrays, strict=False), *zip(self._host.outputs, outs, strict=False))
+        names = group.windows.names(bound, pairs)
+        with self._lock:
+            if names and names not in self._with_windows:
+                made = _compiled(self._given, self.target.name, replace(self._options, windows=names))
+                known = (self, *self._with_windows.values())  # of which one may be for the same
+                self._with_windows[names] = next((one for one in known if one._host.windows == made._host.windows), made)
+            return self._with_windows[names] if names else self
 
     @property
     def _reaches_memory(self) -> bool:
@@ -491,6 +521,9 @@ class Program:
 
         if self._unbound:
             return self._unbound._ready()
+        if self._host.windows:
+            why = f"{', '.join(self._host.windows)}: is compiled for a window of the rank's"
+            raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
         with self._lock:
             self._expect_open()
             if self._session is None or self._session.broken:

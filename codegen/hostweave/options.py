@@ -38,10 +38,12 @@ class Options:
       The CPU target computes in f32.
     - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
-      (2.32 for moves between meshes). Ranks share all sizes evenly, and chunk loops that communicate are by shard, of gathers beside
-      and of reduce-scatters behind matmuls. auto: two_sided but for the loops that say `.stream(..., algorithm="put")`, and for those
+      (2.32 for moves between meshes). Ranks share sizes that are names evenly, and chunk loops that communicate are by shard, of gathers
+      beside and of reduce-scatters behind matmuls. auto: two_sided but for loops that say `.stream(..., algorithm="put")`, and for those
       that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
       of few bytes are done by the kernels that use them, of ranks of one host.
+    - `windows`: names of inputs and outputs that lie in arrays of `group.empty`, so that one-sided communication reads and writes them
+      where they lie. A call finds that out by itself, and uses a program that is compiled for it; what is named here has to lie there.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
@@ -66,6 +68,7 @@ class Options:
     tf32: bool = False
     transport: str = "auto"
     verify_calls: bool = False
+    windows: tuple[str, ...] = ()
     graph: str | None = None
     tune: bool = False
     machine: Machine | None = field(default=None, repr=False)
@@ -87,6 +90,8 @@ class Options:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.graph not in (None, "auto"):
             raise ProgramError(f'Options: graph={self.graph!r} is neither "auto" nor None; program.capture captures one call')
+        if not isinstance(self.windows, tuple) or not all(isinstance(name, str) for name in self.windows):
+            raise ProgramError(f'Options: windows={self.windows!r} is no tuple of names; write windows=("x",)')
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
                 f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"

@@ -13,6 +13,7 @@
 #include "glue.h"
 #include "hostweave/algorithms.h"
 #include "hostweave/errors.h"
+#include "hostweave/group_memory.h"
 #include "hostweave/instance.h"
 
 namespace glue {
@@ -83,6 +84,60 @@ std::string out_of_reach(hw::Member& member) {
   return without_gil([&] { return member.out_of_reach(table()); });
 }
 
+// Why the ranks cannot reach each other's memory, or "".
+std::string connect_all(hw::Member& member, const py::bytes& id, double timeout) {
+  const ncclUniqueId all = id_of(id);
+  return without_gil([&] { return hw::GroupMemory::connect(member, all, timeout); });
+}
+
+// What DLPack's tensors are laid out as, in its header.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+// A contiguous array in DLPack's capsule, which keeps its owner.
+struct Lent {
+  DLManagedTensor managed;
+  Sizes shape;
+  py::object owner;
+};
+
+py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> device, Sizes shape, int code, int bits) {
+  auto* const lent = new Lent{{}, std::move(shape), std::move(owner)};
+  lent->managed.tensor = {.data = reinterpret_cast<void*>(address),
+                          .device_type = device.first,
+                          .device = device.second,
+                          .ndim = static_cast<int32_t>(lent->shape.size()),
+                          .code = static_cast<uint8_t>(code),
+                          .bits = static_cast<uint8_t>(bits),
+                          .lanes = 1,
+                          .shape = lent->shape.data(),
+                          .strides = nullptr,
+                          .byte_offset = 0};
+  lent->managed.context = lent;
+  lent->managed.deleter = [](DLManagedTensor* managed) {
+    const py::gil_scoped_acquire gil;
+    delete static_cast<Lent*>(managed->context);
+  };
+  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // whoever takes it renames it
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+    auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    managed->deleter(managed);
+  });
+}
+
 hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
   std::vector<std::optional<void*>> pointers;
   for (const std::optional<uintptr_t>& address : bound)
@@ -145,6 +200,15 @@ void bind_member(py::module_& m) {
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
   m.def("out_of_reach", out_of_reach, py::arg("member"));
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
+  m.def("connect_all", connect_all, py::arg("member"), py::arg("id"), py::arg("timeout"));
+  py::class_<hw::GroupMemory, Holder<hw::GroupMemory>>(m, "GroupMemory", py::module_local())
+      .def(py::init([](hw::Member& member, size_t bytes) {
+             return without_gil([&] { return Holder<hw::GroupMemory>(new hw::GroupMemory(member, bytes)); });
+           }),
+           py::arg("member"), py::arg("bytes"), py::keep_alive<1, 2>())
+      .def_property_readonly("address", [](const hw::GroupMemory& memory) { return reinterpret_cast<uintptr_t>(memory.data()); });
+  m.def("dlpack", dlpack, py::arg("owner"), py::arg("address"), py::arg("device"), py::arg("shape"), py::arg("code"),
+        py::arg("bits"));
 
   m.def("blas_version", [] { return cublasLtGetVersion(); });
   m.def("measured_algorithms", measured_algorithms);

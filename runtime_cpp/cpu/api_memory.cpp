@@ -123,6 +123,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   const Stream* const on = Machine::get().find_stream(stream);
   const bool pageable = blocks || (c.kind == cudaMemcpyHostToDevice && c.bytes() != 0 && is_pageable(c.src));
   if (on && on->capture && pageable) return *forbidden_in_capture("cudaMemcpyAsync of pageable memory", *on);
+  if (c.kind == cudaMemcpyDeviceToDevice) Machine::get().copied_bytes += c.bytes();
   if (const cudaError_t result = submit(call.lock, op, stream, true)) return result;
   return blocks ? wait_for(call.lock, {op}, "a copy") : cudaSuccess;
 }

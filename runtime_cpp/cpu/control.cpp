@@ -142,6 +142,7 @@ void hw_cpu_get_counters(hw_cpu_counters* counters) {
   counters->live_events = machine.events.size();
   counters->live_communicators = machine.communicators.size();
   counters->allocations = machine.memory.made();
+  counters->copied_bytes = machine.copied_bytes;
 }
 
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,

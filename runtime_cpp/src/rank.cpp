@@ -24,6 +24,7 @@ int priority_of(const std::string& stream) {
 
 struct Rank::Pools {
   std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
+  std::vector<SharedMemory> shared;
   std::map<std::string, std::vector<Stream>> streams;
   std::map<std::string, Handle> handles;  // by library
   cublasLtHandle_t blas = nullptr;
@@ -52,7 +53,8 @@ Rank& Rank::expect_world(int64_t size) {
 }
 
 void Rank::add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport) {
-  pools_->channels.emplace(std::pair(std::string(mesh) + " " + axes, transport), channel);
+  const auto [added, _] = pools_->channels.emplace(std::pair(std::string(mesh) + " " + axes, transport), channel);
+  added->second.set_shared(&pools_->shared);
 }
 
 bool Rank::has_channel(const char* mesh, const char* axes, Transport transport) const {
@@ -70,6 +72,20 @@ const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size, T
                          std::to_string(found->second.size()) + " ranks, and the program is for " + std::to_string(size));
   }
   return found->second;
+}
+
+char* Channel::on_peer(int64_t peer, const char* place) const {
+  if (!shared_ || ranks_.empty()) return nullptr;
+  for (const SharedMemory& memory : *shared_) {
+    if (place >= memory.data && place < memory.data + memory.bytes) return memory.peers[ranks_[peer]] + (place - memory.data);
+  }
+  return nullptr;
+}
+
+void Rank::share(SharedMemory memory) { pools_->shared.push_back(std::move(memory)); }
+
+void Rank::unshare(const char* data) {
+  std::erase_if(pools_->shared, [data](const SharedMemory& memory) { return memory.data == data; });
 }
 
 cublasLtHandle_t Rank::blas() {

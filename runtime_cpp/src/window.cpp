@@ -30,8 +30,6 @@ struct WindowUsers {
   bool aborted = false;  // the communicator is gone, and its windows with it
 };
 
-constexpr size_t kGranularity = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
-
 std::mutex users_mutex;
 
 std::map<ncclComm_t, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
@@ -47,7 +45,8 @@ std::shared_ptr<WindowUsers> users_of(ncclComm_t comm) {
   return users;
 }
 
-// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+}  // namespace
+
 void expect_one_sided_calls() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (ncclPutSignal && ncclSignal && ncclWaitSignal && ncclGetPeerDevicePointer) return;
@@ -59,13 +58,7 @@ void expect_one_sided_calls() {
 #endif
 }
 
-}  // namespace
-
 struct WindowArena::Windows {
-  struct Registered {
-    ncclWindow_t window = nullptr;
-    std::vector<char*> peers;  // where the memory of each rank of the channel begins, seen from this one
-  };
   struct Memory {
     void* data = nullptr;
     size_t bytes = 0;
@@ -77,7 +70,6 @@ struct WindowArena::Windows {
 
   void reserve(MemoryPlan& plan);
   const Registered& registered(const Channel& channel) const;
-  void add(size_t channel, size_t bytes);
   void release(Memory memory) const;
   // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
   bool is_aborted() const;
@@ -117,7 +109,7 @@ void WindowArena::reserve(MemoryPlan& plan) { windows_->reserve(plan); }
 
 void WindowArena::Windows::reserve(MemoryPlan& plan) {
   const MemoryPlan::Bytes needed = plan.place();
-  const size_t total = (needed.in_windows + kGranularity - 1) / kGranularity * kGranularity;
+  const size_t total = whole_pieces(needed.in_windows);
   const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
   if (total > memory_.bytes) {
     expect_one_sided_calls();
@@ -134,7 +126,7 @@ void WindowArena::Windows::reserve(MemoryPlan& plan) {
     HW_CHECK(ncclMemAlloc(&memory_.data, total));
     memory_.registered.resize(channels_.size());
     for (size_t channel = 0; channel < channels_.size(); ++channel) {
-      if (channels_[channel]->size()) add(channel, total);
+      if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
     }
     memory_.bytes = total;
   }
@@ -142,25 +134,23 @@ void WindowArena::Windows::reserve(MemoryPlan& plan) {
   plan.set_pointers(rest_.reserve(needed.elsewhere), memory_.data);
 }
 
-void WindowArena::Windows::add(size_t number, size_t bytes) {
-  const Channel& channel = *channels_[number];
-  Registered& one = memory_.registered[number];
-  HW_CHECK(ncclCommWindowRegister(channel.comm(), memory_.data, bytes, &one.window, NCCL_WIN_COLL_SYMMETRIC));
-  if (!one.window) {
+void register_window(const Channel& channel, void* data, size_t bytes, Registered& made) {
+  HW_CHECK(ncclCommWindowRegister(channel.comm(), data, bytes, &made.window, NCCL_WIN_COLL_SYMMETRIC));
+  if (!made.window) {
     throw ExecutionError(
         "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
   }
-  one.peers.assign(channel.size(), static_cast<char*>(memory_.data));
+  made.peers.assign(channel.size(), static_cast<char*>(data));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
     if (peer == channel.rank()) continue;
     void* base = nullptr;
-    HW_CHECK(ncclGetPeerDevicePointer(one.window, 0, static_cast<int>(peer), &base));
+    HW_CHECK(ncclGetPeerDevicePointer(made.window, 0, static_cast<int>(peer), &base));
     if (!base) {
       throw ExecutionError(
           "transport one_sided: this rank cannot reach the memory of rank " + std::to_string(peer) +
           " of the channel, which is on another host or has no peer access; compile with transport=\"two_sided\"");
     }
-    one.peers[peer] = static_cast<char*>(base);
+    made.peers[peer] = static_cast<char*>(base);
   }
 }
 
@@ -220,7 +210,7 @@ cudaError_t WindowArena::end_call(cudaStream_t caller) const {
   return cudaSuccess;
 }
 
-const WindowArena::Windows::Registered& WindowArena::Windows::registered(const Channel& channel) const {
+const Registered& WindowArena::Windows::registered(const Channel& channel) const {
   const auto found = std::ranges::find(channels_, &channel);
   if (found == channels_.end())
     throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
@@ -230,6 +220,10 @@ const WindowArena::Windows::Registered& WindowArena::Windows::registered(const C
 ncclWindow_t WindowArena::window(const Channel& channel) const { return windows_->registered(channel).window; }
 
 void* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const void* place) const {
+  const auto* const at = static_cast<const char*>(place);
+  const auto* const begin = static_cast<const char*>(windows_->memory_.data);
+  const bool is_own = at >= begin && at < begin + windows_->memory_.bytes;
+  if (char* const shared = is_own ? nullptr : channel.on_peer(peer, at)) return shared;
   return windows_->registered(channel).peers[peer] + offset(place);
 }
 

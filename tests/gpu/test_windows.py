@@ -8,13 +8,14 @@ import sys
 
 import pytest
 from cuda_here import nccl
-from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
+from hostweave.types.shards import block_of
 
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
@@ -85,6 +86,39 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
             blocks = [y.double().cpu() for y in results]
             got = torch.cat(blocks).numpy() if name == "matmul_rs_put" else blocks[-1].numpy()
             assert abs(got - want).max() <= allowed.atol + allowed.rtol * abs(want).max()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
+def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> None:
+    """By threads, with arrays that are freed between calls."""
+    torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program, provider = hw.compile(fusion, target="cuda", options=Options(transport="one_sided")), hw.Threads(ranks)
+
+    def rank(rank: int) -> None:
+        group = hw.init(provider, call_timeout=40)
+        torch.cuda.set_device(rank)
+        for times in (1, 16, 8):
+            arrays = integer_arrays(fusion, sizes_of(fusion, times), seed=times)
+            given = {}
+            for value in fusion.inputs:
+                block = arrays[value.name][block_of(value.type, fusion.mesh, rank, arrays[value.name].shape)]
+                given[value.name] = torch.from_dlpack(group.empty(block.shape, value.type.dtype, "cuda"))
+                given[value.name].copy_(torch.from_numpy(block.astype("f4")))
+            results = program(**given)
+            torch.cuda.synchronize()
+            group.check()
+            results = results if isinstance(results, tuple) else (results,)
+            for output, got, want in zip(lowered(fusion).outputs, results, run_reference(fusion, arrays), strict=True):
+                block = want[block_of(output.type, fusion.mesh, rank, want.shape)]
+                assert (got.double().cpu().numpy() == block.astype("f8")).all(), output.name
+        floats = group.empty((2, 3), hw.f32, "cuda")
+        assert floats.__cuda_array_interface__["shape"] == (2, 3)
+        assert torch.as_tensor(floats, device=f"cuda:{rank}").data_ptr() == torch.from_dlpack(floats).data_ptr()
+
+    provider.run(rank)
+    assert any(other._host.windows for other in program._with_windows.values())
 
 
 def test_closed_programs_leave_their_channel() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from device_counters import counted
 from larger_programs import PROGRAMS
 from numpy.typing import NDArray
 from whole_programs import compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
-from hostweave.base.paths import NATIVE
 from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan
 from hostweave.fusion_ir.ir import Fusion
@@ -25,21 +24,6 @@ from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.tensor import DType
 
 RANKS = 4
-
-
-class Counters(ctypes.Structure):
-    """hw_cpu_counters of hostweave_cpu.h."""
-
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators", "allocations")
-    ]
-
-
-def counted() -> dict[str, int]:
-    counters = Counters()
-    ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so")).hw_cpu_get_counters(ctypes.byref(counters))
-    return {name: getattr(counters, name) for name, _ in Counters._fields_}
 
 
 def held() -> dict[str, int]:

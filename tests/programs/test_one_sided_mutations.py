@@ -91,9 +91,14 @@ def is_needless(what: str) -> bool:
 LOOPS = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
 
 
-@pytest.mark.parametrize("name", [*LOOPS, "stages", pytest.param("exchanges", marks=pytest.mark.slow)])
-def test_every_one_is_needed(name: str) -> None:
-    host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided"))
+SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges", "uneven")]
+
+
+@pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, "stages")), ("ag_matmul_put", ("x",)), *SLOW])
+def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
+    """Also of memory that ranks share, which the caller may write before a call and after it."""
+    host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
+    assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.taken import Arguments
+from hostweave.runtime.windows import Windows
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.mesh import Mesh
 from hostweave.types.shards import holds
@@ -245,7 +247,7 @@ def test_sizes_that_the_own_arrays_do_not_tell() -> None:
     """Of ranks that are processes: what a rank knows is what it passes, and what the caller says."""
     host = lowered(FUSION)
     target = find_target("cpu")
-    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False)
+    arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows(SimpleNamespace()))
     nothing = Bound(host, target, {})
     with pytest.raises(ArgumentError, match=r"^two_stages: sizes=: no size of M; give the global one$"):
         arguments.global_shapes(arguments.take(nothing, local(2), None, None, None))

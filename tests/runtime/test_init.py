@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_counters import counted
 from rank_programs import (
     AG_MATMUL,
     ALONE,
@@ -39,6 +40,7 @@ from hostweave.runtime import group as groups
 from hostweave.runtime.arrays import NumpyLibrary
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.taken import Arguments
+from hostweave.runtime.windows import Windows
 from hostweave.targets.cuda import handle_of
 from hostweave.targets.target import find_target
 
@@ -209,16 +211,9 @@ def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_channels_are_made_once_and_freed() -> None:
-    class Counters(ctypes.Structure):
-        names = ("ops", "steps", "schedule", "live_bytes", "live_streams", "live_events", "live_communicators")
-        _fields_ = [(name, ctypes.c_uint64) for name in names]
-
     def communicators() -> int:
-        counters = Counters()
-        device.hw_cpu_get_counters(ctypes.byref(counters))
-        return int(counters.live_communicators)
+        return counted()["live_communicators"]
 
-    device = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
     gc.collect()
     before = communicators()
     counts = []
@@ -381,7 +376,9 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
         def stream(self, device: int) -> int:
             raise TypeError("in the library")
 
-    arguments = Arguments(AG_MATMUL._host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False)
+    arguments = Arguments(
+        AG_MATMUL._host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False, windows=Windows(SimpleNamespace())
+    )
     with pytest.raises(TypeError, match=r"^in the library$"):
         arguments.handle(None, Broken())
     with pytest.raises(ArgumentError, match=r"^ag_matmul: stream=: expected an int"):

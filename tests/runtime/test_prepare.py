@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from device_counters import counted
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -39,9 +40,7 @@ def matmuls() -> int:
 
 def allocations() -> int:
     """How many there ever were on the CPU device."""
-    counters = (ctypes.c_uint64 * 8)()
-    LIBRARY.hw_cpu_get_counters(counters)
-    return counters[7]
+    return counted()["allocations"]
 
 
 def resident_bytes() -> int:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -172,7 +173,7 @@ def test_a_rank_is_killed(place: Place, trial: int) -> None:
 def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: int) -> None:
     if reason := place.reason_for_no_windows():
         pytest.skip(reason)
-    kill_a_rank(place, SIGNALLED, trial)
+    kill_a_rank(place, SIGNALLED, trial, stands_still=True)
 
 
 @pytest.mark.usefixtures("nothing_left_over")
@@ -214,7 +215,7 @@ def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, 
                 assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
 
 
-def kill_a_rank(place: Place, program: str, trial: int) -> None:
+def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = False) -> None:
     """The others get an exception, which names the rank, and are a world of their own in the same processes. Rank 0 keeps the store."""
     moment, count = random.Random(trial), place.killed
     victim = moment.randrange(count) if trial else 0
@@ -223,6 +224,9 @@ def kill_a_rank(place: Place, program: str, trial: int) -> None:
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
+        if stands_still:  # so that the others have come to where they wait for it
+            ranks.processes[victim].send_signal(signal.SIGSTOP)
+            time.sleep(1)
         ranks.processes[victim].kill()
         survivors = [rank for rank in range(count) if rank != victim]
         started = time.monotonic()

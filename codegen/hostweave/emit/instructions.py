@@ -169,9 +169,9 @@ class Emitter:
         """Of a communication, or of all that a group posts."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
-    def lies_in_window(self, name: str) -> bool:
-        """Whether a buffer is memory that peers can reach."""
-        return self.buffers[name].root in self.windows
+    def lie_in_windows(self, *names: str) -> bool:
+        """Whether buffers are in the program's own windows, which are registered with its channels."""
+        return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---
 

@@ -50,6 +50,7 @@ class Builder:
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
         self._made_of: dict[str, ir.View] = {}  # every view by its name
         self._allocated: set[str] = set()
+        self._windows: set[str] = set()
 
     # --- names and bodies ---
 
@@ -138,9 +139,10 @@ class Builder:
 
     # --- buffers and views ---
 
-    def parameter(self, name: str, type: BufferType) -> str:
+    def parameter(self, name: str, type: BufferType, in_window: bool = False) -> str:
         name = self.name(name)
         self.types[name] = type
+        self._windows |= {name} if in_window else set()
         return name
 
     def allocate(self, wanted: str, type: BufferType) -> str:
@@ -214,9 +216,9 @@ class Builder:
         """Whether it is a parameter or an allocation, no view."""
         return name not in self._made_of
 
-    def is_allocated(self, name: str) -> bool:
-        """Whether it is memory of the program, no parameter and no view."""
-        return name in self._allocated
+    def is_in_window(self, name: str) -> bool:
+        """Whether it is memory that peers can reach, or will be: what the program allocates is put there where it has to be."""
+        return name in self._allocated or name in self._windows
 
     def is_outside(self, name: str) -> bool:
         """Whether a buffer or view is defined before the loop or block that is being built, if one is."""

@@ -33,12 +33,14 @@ MAX_WORDS = 3  # ops that the name of a kernel lists
 class Parameter:
     """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says.
 
-    An output may lie in the memory of an input of its type, which is donated: that is overwritten.
+    An output may lie in the memory of an input of its type, which is donated: that is overwritten. What is in a window lies in memory
+    that all ranks share, at the same place in that of each, so that peers can read and write it.
     """
 
     name: str
     type: TensorType
     memory: str = ""  # the name of that input
+    in_window: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,11 @@ class HostProgram:
 
     def local_type(self, parameter: Parameter) -> BufferType:
         return parameter.type.local(self.mesh, self.uneven)
+
+    @property
+    def windows(self) -> tuple[str, ...]:
+        """The inputs and outputs that lie in windows."""
+        return tuple(p.name for p in (*self.inputs, *self.outputs) if p.in_window)
 
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""

@@ -54,7 +54,7 @@ def _kernel_lines(kernel: ir.Kernel) -> list[str]:
 
 
 def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
-    return ", ".join(f"%{p.name}: {p.type} in %{p.memory}" if p.memory else f"%{p.name}: {p.type}" for p in parameters)
+    return ", ".join(f"%{p.name}: {p.type}" + (f" in %{p.memory}" if p.memory else " in window" * p.in_window) for p in parameters)
 
 
 def _channels(program: ir.HostProgram) -> str:
@@ -149,7 +149,13 @@ def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...
 
 
 def _parse_parameters(reader: Reader) -> tuple[ir.Parameter, ...]:
-    return reader.enclosed(lambda: ir.Parameter(*reader.typed_name(), reader.named() if reader.accept("in") else ""))
+    def parameter() -> ir.Parameter:
+        name, type = reader.typed_name()
+        if not reader.accept("in"):
+            return ir.Parameter(name, type)
+        return ir.Parameter(name, type, in_window=True) if reader.accept("window") else ir.Parameter(name, type, reader.named())
+
+    return reader.enclosed(parameter)
 
 
 def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +23,9 @@ from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed
 from hostweave.runtime.tcp import TcpStore
 from hostweave.runtime.watchdog import watch
+from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
+from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:
     from hostweave.runtime.local import LocalProgram
@@ -115,6 +117,7 @@ class Group:
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
+        self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
         self.closed = False
@@ -188,6 +191,25 @@ class Group:
         made.local_rank = self.local_rank
         self._parts.append(made)
         return made
+
+    def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
+        """A contiguous array of this rank, not initialized, in a window: memory that the other ranks reach where it lies.
+
+        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs with one-sided
+        communication, of `hw.Options(transport="one_sided")` or with loops of puts, read such inputs from their peers and write such
+        outputs where they lie, and copy others. For that the ranks pass, as one argument, what one call of `empty` gave them, or a part
+        of it that begins at the same place. The first call of a program with other arguments in windows compiles it for these.
+
+        On the CPU target that is a NumPy array, on CUDA an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
+        in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
+
+        Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError where ranks
+        cannot reach each other's memory, as on several hosts or with older libraries than `transport="one_sided"` takes, if the group has
+        failed, or where there is not as much memory.
+
+        Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
+        """
+        return self.windows.empty(shape, dtype, target)
 
     def close(self) -> None:
         """Frees this rank's devices and channels. Programs cannot be called in the group afterwards."""
@@ -263,6 +285,17 @@ class Group:
                     }
                     module.connect(member, ids, self.timeout)
                 return module.Instance(member, tune)
+        except BaseException as error:
+            self.fail(f"rank {self.rank}: {error}")
+            raise
+
+    def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
+        """Makes the channel of all ranks, by which they share memory. Gives why they cannot, the same on all, or ""."""
+        try:
+            with native_calls:
+                id = module.new_id(member) if self.rank == 0 else None
+                id = self._share_id(f"process_group/all for {target}", id) if self._store else id
+                return str(module.connect_all(member, id, self.timeout))
         except BaseException as error:
             self.fail(f"rank {self.rank}: {error}")
             raise

@@ -72,7 +72,7 @@ class LocalProgram:
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
         self._device = self._target.device_of_arrays(self._member)
-        self._arguments = Arguments(host, self._target, group.rank, self._device, self._module.Table, self._meets)
+        self._arguments = Arguments(host, self._target, group.rank, self._device, self._module.Table, self._meets, group.windows)
         self._native: Any = group.connected(self._member, self._module, options.tune)
         self.out_of_reach: str = self._module.out_of_reach(self._member)  # why its ranks cannot reach each other's memory; the same on all
         self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
@@ -220,7 +220,7 @@ class LocalProgram:
         signature = replace(self._intent, error=str(error) if error else "")
         if isinstance(result, Taken):
             spans = result.spans if self._group.in_process else ()
-            signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest)
+            signature = replace(signature, shapes=result.shapes, spans=spans, bound=result.table.digest, windows=result.windows)
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures

@@ -257,6 +257,7 @@ class CallSignature:
     spans: tuple[Span, ...] = ()  # of the rank's arguments, where ranks share the memory of one process
     error: str = ""
     bound: str = ""  # a digest of the inputs that are bound, which shapes and spans are then without
+    windows: tuple[tuple[int, int], ...] = ()  # where arguments lie in memory that ranks share
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -265,7 +266,12 @@ class CallSignature:
     def parse(text: str) -> CallSignature:
         fields = json.loads(text)
         return CallSignature(
-            **{**fields, "shapes": tuple(map(tuple, fields["shapes"])), "spans": tuple(Span(*span) for span in fields["spans"])}
+            **{
+                **fields,
+                "shapes": tuple(map(tuple, fields["shapes"])),
+                "spans": tuple(Span(*span) for span in fields["spans"]),
+                "windows": tuple(map(tuple, fields["windows"])),
+            }
         )
 
 
@@ -283,4 +289,6 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
             )
         if signature.digest != first.digest:
             return f"rank {rank} calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"
+        if signature.windows != first.windows:
+            return f"rank {rank} passes other arrays of group.empty than rank 0; pass what one call of it gave, from the same place on"
     return None

@@ -16,6 +16,7 @@ from hostweave.runtime.arguments import accept, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
 from hostweave.runtime.bound import Bound
 from hostweave.runtime.meeting import Shape, Span
+from hostweave.runtime.windows import Place, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
 
@@ -54,6 +55,7 @@ class Taken:
     given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and shapes of what the rank has of it
     donated: tuple[int, ...]  # of each output the address of the input that it takes over, else 0
     spans: tuple[Span, ...]  # of what is taken and given
+    windows: tuple[Place, ...]  # of what lies in memory that ranks share, as the program says
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -63,10 +65,19 @@ class Taken:
 class Arguments:
     """The arrays that a program takes on a rank: each fits its parameter, all fit one another, and none overlap where they are written."""
 
-    def __init__(self, host: HostProgram, target: Target, rank: int, device: int, native_table: Callable[[Any], Any], meets: bool):
+    def __init__(
+        self,
+        host: HostProgram,
+        target: Target,
+        rank: int,
+        device: int,
+        native_table: Callable[[Any], Any],
+        meets: bool,
+        windows: Windows,
+    ):
         """`native_table` makes the native part of a Table; `meets` says whether the ranks compare their shapes before a call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
-        self._native_table, self._meets = native_table, meets
+        self._native_table, self._meets, self._windows = native_table, meets, windows
         self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
         self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all
         self.tables: weakref.WeakKeyDictionary[Bound, Table] = weakref.WeakKeyDictionary()
@@ -76,7 +87,7 @@ class Arguments:
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
-        key = states and (states, len(arrays), outs is None, known)
+        key = states and (states, len(arrays), outs is None, known, self._windows.made)
         taken = table.taken.get(key) if key else None
         if taken is None:
             taken = self._checked_arrays(table, bound.free, arrays, outs, known)
@@ -116,7 +127,8 @@ class Arguments:
         )
         self.expect_apart(table.spans, spans)
         where = None if given is None else (places_of(given)[0], tuple(tuple(one[1].shape) if one else None for one in given))
-        taken = Taken(table, library, *places_of(accepted), sizes, 0, where, places_of(donated)[0], spans)
+        shared = shared_places(self._windows, self._host, (*table.spans, *spans), outs is not None)
+        taken = Taken(table, library, *places_of(accepted), sizes, 0, where, places_of(donated)[0], spans, shared)
         if sizes and self._meets:
             self.global_shapes(taken)  # what the ranks find out together is to be what the caller says
         return taken

@@ -147,6 +147,8 @@ class Machine {
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
   std::set<std::pair<int, int>> peer_access;  // of a device to a peer
 
+  std::uint64_t copied_bytes = 0;  // between buffers of devices, ever
+
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
   std::string channels_report(const OpName& earlier, const OpName& later) const;

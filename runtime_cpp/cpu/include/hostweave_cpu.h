@@ -77,7 +77,8 @@ typedef struct hw_cpu_counters {
   uint64_t live_streams;
   uint64_t live_events;
   uint64_t live_communicators;
-  uint64_t allocations;  // calls of cudaMalloc, ever
+  uint64_t allocations;   // calls of cudaMalloc, ever
+  uint64_t copied_bytes;  // between buffers of devices, ever
 } hw_cpu_counters;
 void hw_cpu_get_counters(hw_cpu_counters* counters);
 // How many descriptions of cublasLtMatmul there are.

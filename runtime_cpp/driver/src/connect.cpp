@@ -1,6 +1,7 @@
 #include "hostweave/connect.h"
 
 #include <algorithm>
+#include <ranges>
 
 #include "hostweave/check.h"
 #include "world_target.h"
@@ -18,8 +19,9 @@ void for_each_axis(const std::string& axes, const Use& use) {
   }
 }
 
-// The process group along `axes` of the rank of number `index` of a mesh.
-ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, int64_t index) {
+// The process group along `axes` of the rank of number `index` of a mesh, which is of these ranks of the world, or of all.
+ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, int64_t index,
+                              List<int64_t> ranks = {}) {
   std::vector<int64_t> coordinates(mesh_axes.size());
   for (size_t i = mesh_axes.size(); i-- > 0;) {
     coordinates[i] = index % mesh_axes[i].size;
@@ -27,16 +29,27 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   }
   ProcessGroup process_group{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes};
   std::vector<bool> common(mesh_axes.size(), true);
+  std::vector<size_t> along;
   for_each_axis(axes, [&](const std::string& axis) {
     for (size_t i = 0; i < mesh_axes.size(); ++i) {
       if (axis != mesh_axes[i].name) continue;
       common[i] = false;
+      along.push_back(i);
       process_group.rank_in_group = process_group.rank_in_group * mesh_axes[i].size + coordinates[i];
       process_group.size *= mesh_axes[i].size;
     }
   });
   for (size_t i = 0; i < mesh_axes.size(); ++i) {
     if (common[i]) process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
+  }
+  for (int64_t member = 0; member < process_group.size; ++member) {
+    int64_t rest = member, rank = 0;
+    for (const size_t i : std::views::reverse(along)) {
+      coordinates[i] = rest % mesh_axes[i].size;
+      rest /= mesh_axes[i].size;
+    }
+    for (size_t i = 0; i < mesh_axes.size(); ++i) rank = rank * mesh_axes[i].size + coordinates[i];
+    process_group.ranks.push_back(ranks.size() ? ranks[rank] : rank);
   }
   return process_group;
 }
@@ -57,8 +70,8 @@ std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t
   for (const SubmeshChannel& process_group : program.submesh_channels) {
     const auto found = std::ranges::find(process_group.ranks, rank);
     if (found != process_group.ranks.end()) {
-      process_groups.push_back(
-          process_group_of(process_group.mesh, process_group.mesh_axes, process_group.axes, found - process_group.ranks.begin()));
+      process_groups.push_back(process_group_of(process_group.mesh, process_group.mesh_axes, process_group.axes,
+                                                found - process_group.ranks.begin(), process_group.ranks));
       use_transport(process_groups.back(), process_group.transport);
     }
   }
@@ -71,13 +84,17 @@ ncclUniqueId new_process_group_id() {
   return id;
 }
 
+void connect(Rank& rank, const ProcessGroup& process_group, const ncclUniqueId& id, const Keep& keep, double timeout_seconds) {
+  const ncclComm_t comm = target::make_channel(process_group, id, rank.device(), timeout_seconds);
+  keep(comm);
+  rank.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
+                   Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks), process_group.transport);
+}
+
 void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds) {
   for (const ProcessGroup& process_group : process_groups_of(program, rank.index())) {
     if (rank.has_channel(process_group.mesh.c_str(), process_group.axes.c_str(), process_group.transport)) continue;
-    const ncclComm_t comm = target::make_channel(process_group, id_of(process_group), rank.device(), timeout_seconds);
-    keep(comm);
-    rank.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                     Channel(comm, process_group.rank_in_group, process_group.size), process_group.transport);
+    connect(rank, process_group, id_of(process_group), keep, timeout_seconds);
   }
 }
 

@@ -31,7 +31,7 @@ Member::Member(std::string group, int device, int64_t index, int64_t size, bool 
     : group_(std::move(group)), rank_(device, index, size), processes_(processes) {}
 
 Member::~Member() {
-  if (aborted_) abort_with_windows(std::exchange(owned_, {}));
+  if (aborted_) target::abort(std::exchange(owned_, {}));
   for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
 
@@ -61,11 +61,17 @@ void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, d
   expect_working();
   const Use use(*this);
   expect_not_stopped();
-  const auto keep = [this](ncclComm_t comm) {
-    const std::lock_guard lock(owned_mutex_);
-    owned_.push_back(comm);
-  };
-  hw::connect(rank_, program, id_of, keep, timeout_seconds);
+  hw::connect(rank_, program, id_of, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+}
+
+void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
+  expect_not_stopped();
+  hw::connect(rank_, process_group, id, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+}
+
+void Member::keep(ncclComm_t comm) {
+  const std::lock_guard lock(owned_mutex_);
+  owned_.push_back(comm);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
@@ -93,7 +99,8 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
     rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                      Channel(comm, process_group.rank_in_group, process_group.size), process_group.transport);
+                      Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks),
+                      process_group.transport);
   }
 }
 
@@ -114,7 +121,7 @@ void Member::abort(const std::string& reason) {
   const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   const OnDevice device(rank_.device());
   const std::lock_guard lock(owned_mutex_);
-  abort_with_windows(std::exchange(owned_, {}));
+  target::abort(std::exchange(owned_, {}));
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }
@@ -129,13 +136,16 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-Member::Use::Use(Member& member) : lock_(member.in_use_) {
+// The turn comes first: whoever frees what a member holds has one already.
+Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
+  lock_ = std::unique_lock(member.in_use_);
   device_.emplace(member.device());
 }
 
-Member::Use::Use(Member& member, const Schedule& schedule) : lock_(member.in_use_) {
+Member::Use::Use(Member& member, const Schedule& schedule) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
+  lock_ = std::unique_lock(member.in_use_);
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));
   device_.emplace(member.device());

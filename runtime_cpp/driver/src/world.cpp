@@ -8,7 +8,6 @@
 #include "hostweave/check.h"
 #include "hostweave/connect.h"
 #include "hostweave/errors.h"
-#include "hostweave/reach.h"
 #include "world_target.h"
 
 namespace hw {
@@ -118,7 +117,7 @@ void World::thread_main(int index) {
   }
   lock.unlock();
   member.rank.reset();
-  if (broken_) abort_with_windows(std::exchange(member.owned, {}));
+  if (broken_) target::abort(std::exchange(member.owned, {}));
   for (const ncclComm_t comm : member.owned) ncclCommDestroy(comm);
 }
 
@@ -162,7 +161,7 @@ void World::stop(const std::string& reason) {
 void World::abort_channels(Member& member, std::unique_lock<std::mutex>& lock) {
   const std::vector<ncclComm_t> comms = std::exchange(member.owned, {});
   lock.unlock();
-  abort_with_windows(comms);
+  target::abort(comms);
   lock.lock();
 }
 

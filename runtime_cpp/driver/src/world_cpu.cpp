@@ -6,6 +6,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/reach.h"
 #include "world_target.h"
 
 namespace hw::target {
@@ -85,6 +86,8 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
   HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.rank_in_group)));
   return comm;
 }
+
+void abort(const std::vector<ncclComm_t>& comms) { abort_with_windows(comms); }
 
 void finish() { HW_CHECK(cudaDeviceSynchronize()); }
 

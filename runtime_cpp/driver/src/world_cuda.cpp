@@ -9,6 +9,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "signals_cuda.h"
 #include "world_target.h"
 
 namespace hw::target {
@@ -150,6 +151,7 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
   }
   const ncclResult_t ncclCommInitRank = making->result;
   HW_CHECK(ncclCommInitRank);
+  if (process_group.transport == Transport::one_sided) find_signals(making->comm, process_group);
   return making->comm;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "hostweave/connect.h"
 #include "hostweave/device_lease.h"
@@ -64,6 +65,8 @@ bool is_set_up(int device);
 int device_for(int64_t index, int64_t local);
 // Every rank of the process group calls it, with its device current. Throws ExecutionError where some do not in time.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds);
+// Aborts communicators, on a thread that has their device: what streams wait for on them ends, also where a peer is gone.
+void abort(const std::vector<ncclComm_t>& comms);
 // What a call of a program on a member waits for: on the CPU target for its device, elsewhere for nothing.
 void finish();
 

@@ -47,6 +47,10 @@ class Rank {
   // Throws ExecutionError where there is none, or where its process group is not of this size.
   const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
+  // Memory that all ranks share, until it is taken away. A call of a program names places in it.
+  void share(SharedMemory memory);
+  void unshare(const char* data);
+
   cublasLtHandle_t blas();  // made on first use
   // A handle of a library that only some programs use, null until one of them makes it.
   Handle& handle(const char* library);

@@ -6,8 +6,24 @@
 #include <vector>
 
 #include "hostweave/channel.h"
+#include "hostweave/window.h"
 
 namespace hw {
+
+constexpr size_t kPiece = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
+constexpr size_t whole_pieces(size_t bytes) { return (bytes + kPiece - 1) / kPiece * kPiece; }
+
+// Memory, as it is registered with a channel.
+struct Registered {
+  ncclWindow_t window = nullptr;
+  std::vector<char*> peers;  // where that of each rank begins, seen from this one
+};
+
+// Registers memory of ncclMemAlloc, as all ranks of the channel do at the same time. Throws ExecutionError where NCCL does not,
+// or where a peer is out of reach.
+void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
+// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+void expect_one_sided_calls();
 
 // Why the ranks of a channel cannot write to each other's memory, by what NCCL knows of its communicator; "" where they can, or
 // where that shows when windows are registered.

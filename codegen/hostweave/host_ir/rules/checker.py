@@ -47,7 +47,7 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    windows: set[str] = field(default_factory=set)  # what is allocated in windows
+    windows: set[str] = field(default_factory=set)  # what is allocated in windows, and parameters that lie there
     current: tree.Instruction | None = None
     mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
 
@@ -108,7 +108,10 @@ class Checker:
                 self.axis(axis, parameter.type.mesh)
             parameter.type.check(None, self.program.mesh)
             self.types[parameter.name] = self.program.local_type(parameter)
+            if parameter.in_window and parameter.type.mesh:
+                self.fail(f"%{parameter.name} in window: only ranks of {parameter.type.mesh} have it; a window is one of all ranks")
         self.memories()
+        self.windows.update(self.program.windows)
 
     def memories(self) -> None:
         """An input is donated for one output of its type."""
@@ -142,8 +145,9 @@ class Checker:
             self.current = instruction
             for name in tree.names(instruction, "read", "write", "alias"):
                 self.buffer(name)
+            guarded = tree.names(instruction, "guard")
             for name in tree.names(instruction, "write"):
-                if not self.inputs.isdisjoint(self.roots.all_of(name)):
+                if name not in guarded and not self.inputs.isdisjoint(self.roots.all_of(name)):
                     self.fail(f"%{name} is an input and may not be written: allocate a buffer")
             for name in tree.names(instruction, "define", "index"):
                 if name in self.types or name in self.indices:

@@ -128,7 +128,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
     """What peers touch lies in windows, and has one place in those of all ranks of the channel."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
-            c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window")
+            c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
         c.counts(*moved, 1)

@@ -72,6 +72,8 @@ def _call(c: Checker, i: ir.Call, scope: Scope) -> None:
             wanted = c.program.local_type(parameter)
             c.as_wanted(name, wanted, f"and @{i.function} {word} {wanted} as %{parameter.name}")
             c.contiguous(name, what=", which a function needs")
+            if parameter.in_window and (outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None)):
+                c.fail(f"%{outside} lies in no window, and @{i.function} {word} %{parameter.name} in one: allocate it there")
     for name, parameter in zip(i.dsts, function.outputs, strict=True):
         donated = [src for src, p in zip(i.srcs, function.inputs, strict=True) if p.name == parameter.memory]
         if i.srcs.count(name) > donated.count(name) or i.dsts.count(name) > 1:

@@ -26,9 +26,9 @@ that a rank reduces, and added up by a kernel in the order of ranks, so that all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
@@ -208,8 +208,8 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """Whether it is memory of the program, which will lie in a window: a part may begin elsewhere on a peer."""
-        return self.b.is_allocated(self.b.memory_of(name))
+        """Whether it is all of what lies in a window, or will: a part may begin elsewhere on a peer."""
+        return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
         """`src`, or a copy of it where it lies in no window."""
@@ -240,15 +240,35 @@ class Exchange(Signals):
         self.b.emit(ir.If(self.rank.equals(rank), tuple(body)))
 
 
-def with_windows(body: tree.Body) -> tree.Body:
-    """A body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
-    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
+    """Of the parameters that may lie in windows those that peers do reach, also in functions that are called, are said to."""
+    named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
+    for i in tree.walk(part.body):
+        for function in tree.names(i, "call"):
+            pairs = zip(tree.names(i, "read"), functions[function].inputs, strict=True)
+            named += [name for name, parameter in pairs if parameter.in_window]
+    roots = roots_of(part.body, named)
+    inputs, outputs = (
+        tuple(replace(p, in_window=p.in_window and p.name in roots) for p in parameters) for parameters in (part.inputs, part.outputs)
+    )
+    return replace(part, inputs=inputs, outputs=outputs)
+
+
+def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
+    """The memory behind views."""
     sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
     roots = set()
-    for name in named:
+    for name in names:
         while name in sources:
             name = sources[name]
         roots.add(name)
+    return roots
+
+
+def with_windows(body: tree.Body) -> tree.Body:
+    """A body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+    roots = roots_of(body, named)
     on_some: list[tree.Instruction] = []
 
     def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:

@@ -32,7 +32,7 @@ from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import with_windows
+from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
 from hostweave.passes.lower.parts import borders, part
@@ -55,11 +55,28 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
     uneven = uneven_sizes(fusion, transport_for(options))
     channels: dict[str, ir.Channel] = {}
-    bodies = [_Lowering(Dataflow(body, uneven), options, channels) for body in (*fusion.functions, fusion)]
+    windows = _in_windows(fusion, frozenset(options.windows))
+    bodies = [_Lowering(Dataflow(body, uneven), options, channels, windows[body.name]) for body in (*fusion.functions, fusion)]
     streams = max(body.most_streams() for body in bodies)
-    program = joined([body.program(streams) for body in bodies])
+    parts: dict[str, ir.HostProgram] = {}
+    for body in bodies:
+        part = with_reached(body.program(streams), parts)
+        parts[part.name] = part
+    program = joined(tuple(parts.values()))
     choices = tuple(choice for body in (*fusion.functions, fusion) for choice in body.choices)
     return replace(program, channels=tuple(channels.values()), user_kernels=fusion.user_kernels, choices=choices)
+
+
+def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
+    """By body, its parameters that lie in windows: those of a function if they do in all of its calls."""
+    found = {fusion.name: names}
+    for body in (fusion, *reversed(fusion.functions)):  # whoever calls a function before it
+        for op in body.ops:
+            if op.kind == "call" and op.callee:
+                pairs = zip(op.callee.inputs, op.operands, strict=True)
+                given = frozenset(value.name for value, operand in pairs if operand in found[body.name])
+                found[op.callee.name] = found.get(op.callee.name, given) & given
+    return found
 
 
 def transport_for(options: Options) -> str:
@@ -70,7 +87,8 @@ def transport_for(options: Options) -> str:
 class _Lowering:
     """Writes the instructions of one body."""
 
-    def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel]):
+    def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
+        self.windows = windows
         self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, transport_for(options))
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
@@ -98,11 +116,9 @@ class _Lowering:
         """The body, in a program with so many streams for loops."""
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
-        inputs = tuple(ir.Parameter(b.parameter(v.name, flow.local(v)), v.type) for v in f.inputs)
-        outputs = tuple(
-            ir.Parameter(b.parameter(name, flow.local(flow.values[name])), flow.types[name], memory)
-            for name, memory in zip(f.outputs, f.donated or ("",) * len(f.outputs), strict=True)
-        )
+        donated = f.donated or ("",) * len(f.outputs)
+        inputs = tuple(self.parameter(v.name) for v in f.inputs)
+        outputs = tuple(self.parameter(name, memory) for name, memory in zip(f.outputs, donated, strict=True))
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
             self.asynchronous.settle(loop.ops)
@@ -126,6 +142,11 @@ class _Lowering:
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
+
+    def parameter(self, name: str, memory: str = "") -> ir.Parameter:
+        type = self.flow.types[name]
+        in_window = name in self.windows and not memory and type.mesh is None
+        return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window)
 
     def loop(self, loop: Loop) -> None:
         b, flow = self.b, self.flow

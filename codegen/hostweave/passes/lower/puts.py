@@ -87,7 +87,7 @@ class Gather(PutLoop):
         self.buffers.take_chunks(self.op, self.own)
         memory = self.buffers.by_step.get(value.name) or self.buffers.buffer_of(value.name)
         is_contiguous = value.name in self.buffers.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
-        if is_contiguous and b.is_allocated(memory):
+        if is_contiguous and b.is_in_window(memory):
             self.landing = memory
             return True
         shape = (self.steps.count, *self.chunk_shape(value.name))
@@ -95,12 +95,12 @@ class Gather(PutLoop):
         return False
 
     def shard_in_window(self) -> str | None:
-        """The memory of this rank's shard, where the program allocates it, and chunks of it are contiguous."""
+        """The memory of this rank's shard, where that lies in a window, or will, and chunks of it are contiguous."""
         b, stream, whole = self.b, self.op.result.stream, self.buffers.buffer_of(self.op.tensors[0])
         memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
         assert stream is not None
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
-        return memory if b.is_allocated(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
+        return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
 
     def put(self, index: Var) -> None:
         """Whoever needs this shard first gets it first."""

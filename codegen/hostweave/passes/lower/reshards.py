@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
@@ -24,7 +25,7 @@ from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, ra
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, Dim
 
 
 def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
@@ -122,10 +123,41 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
-        if shards.is_uneven and self.b.transport.has_windows:
-            why = f"{shards.size} ranks share a dim of {self.flow.types[op.tensors[0]]}, or of {op.result.type}, unevenly"
-            remedy = 'pad it to a size that divides, or use transport="auto"'
-            raise ProgramError(f"{op.kind}: transport one_sided: {why}; {remedy}", op.location)
+        if self.b.transport.has_windows and (shape := self._padded_shape(op)):
+            with self._padded(op, src, dst, shape) as padded:
+                self._collective(op, change, *padded, replace(shards, is_uneven=False), steps)
+        else:
+            self._collective(op, change, src, dst, shards, steps)
+
+    def _padded_shape(self, op: Op) -> tuple[Size, ...] | None:
+        """A global shape that ranks share evenly, where they do not share that of an op so."""
+        mesh, uneven = self.flow.mesh_of(op), self.flow.uneven
+        pairs = zip(self.flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
+        dims = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in pairs]
+        shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, uneven) else size for size, ranks in dims)
+        return shape if shape != tuple(size for size, _ in dims) else None
+
+    @contextmanager
+    def _padded(self, op: Op, src: str, dst: str, shape: tuple[Size, ...]) -> Iterator[tuple[str, str]]:
+        """Memory that is alike on all ranks, as windows are, for what is not: each block has the size of the largest one."""
+        b, mesh = self.b, self.flow.mesh_of(op)
+
+        def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
+            """Memory for it, and the part in which it lies there."""
+            sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
+            made = part = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
+            for i, size in enumerate(b.types[name].shape):
+                part = b.slice(part, i, size, Const(0), f"{name}_part")
+            return made, part
+
+        (sent, given), (landing, wanted) = padded(src, self.flow.types[op.tensors[0]].dims), padded(dst, op.result.type.dims)
+        if given != sent:
+            b.emit(ir.Fill(sent, 0.0))
+        b.emit(ir.Copy(src, given))
+        yield sent, landing
+        b.emit(ir.Copy(wanted, dst))
+
+    def _collective(self, op: Op, change: ReshardStep, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)

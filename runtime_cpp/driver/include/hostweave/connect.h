@@ -20,6 +20,7 @@ struct ProcessGroup {
                      // in common
   int64_t rank_in_group = 0;  // its coordinates along the axes, the last one fastest
   int64_t size = 1;
+  std::vector<int64_t> ranks = {};  // of the world, in the order that they have in the group
   Transport transport = Transport::two_sided;
 
   // The axes, and the transport where it is another than usual.
@@ -37,6 +38,8 @@ using ProcessGroupId = std::function<ncclUniqueId(const ProcessGroup&)>;
 // Takes over a communicator that has been made.
 using Keep = std::function<void(ncclComm_t)>;
 
+// Makes the channel of a process group. Every rank of it calls it.
+void connect(Rank& rank, const ProcessGroup& process_group, const ncclUniqueId& id, const Keep& keep, double timeout_seconds);
 // Makes the channels that the program uses and the rank does not have yet. Every rank of the program calls it, with its
 // device current. Throws ExecutionError where the others of a process group do not come within `timeout_seconds`.
 void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds);

@@ -54,6 +54,8 @@ class Member {
   ncclUniqueId new_process_group_id();
   // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
   void connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds);
+  // Makes the channel of one process group, while in use. Every rank of it calls it.
+  void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators that the host keeps, by the axes of their process groups, instead. Throws ArgumentError where one is
   // missing, or where this rank has another number in it than in the mesh.
   void adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators);
@@ -83,8 +85,8 @@ class Member {
     Use(Use&&) = delete;
 
    private:
-    std::unique_lock<std::timed_mutex> lock_;
     std::optional<DeviceLease> turn_;
+    std::unique_lock<std::timed_mutex> lock_;
     std::unique_ptr<target::Attached> attached_;
     std::optional<OnDevice> device_;
   };
@@ -92,6 +94,7 @@ class Member {
  private:
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
+  void keep(ncclComm_t comm);
 
   Schedule with_processes(Schedule schedule) const {
     schedule.processes = processes_;

@@ -1,0 +1,184 @@
+"""Arrays that the ranks of a group share: each rank has its own, and the others reach it where it lies. `Group.empty` makes them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
+from math import prod
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.build.program import build, load
+from hostweave.build.toolchain import MODULE_FILE
+from hostweave.emit import render
+from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.runtime.arrays import Array, library_of
+from hostweave.runtime.bound import Bound
+from hostweave.runtime.meeting import CallSignature, Span
+from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DType
+
+if TYPE_CHECKING:
+    from hostweave.runtime.group import Group
+
+# Of DLPack: of dtypes that are not the usual ones of their kind by name, of a device.
+_CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
+_CUDA = 2
+
+_building = threading.Lock()
+
+
+class Place(NamedTuple):
+    """Where an array lies in memory that ranks share: the same on all of them where they made it together."""
+
+    number: int
+    offset: int
+
+
+class WindowArray:
+    """A contiguous array in memory of a GPU that the other ranks reach, for libraries that take DLPack or `__cuda_array_interface__`.
+
+    Example: `x = torch.from_dlpack(group.empty((M // 8, K), hw.bf16, target="cuda"))`.
+    """
+
+    def __init__(self, memory: Any, module: ModuleType, shape: tuple[int, ...], dtype: DType, device: int):
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self._memory, self._module = memory, module
+
+    def __repr__(self) -> str:
+        return f"<array {self.dtype}[{', '.join(map(str, self.shape))}] in a window, on GPU {self.device}>"
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CUDA, self.device
+
+    def __dlpack__(self, **_: object) -> Any:
+        """Of memory that nothing is enqueued for: no stream has to wait."""
+        code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
+        return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Raises AttributeError for a dtype that NumPy does not have."""
+        dtype = np.dtype(numpy_dtype(self.dtype))
+        if dtype.isbuiltin != 1:
+            raise AttributeError(f"{self.dtype} has no typestr of __cuda_array_interface__; use __dlpack__")
+        return {"shape": self.shape, "typestr": dtype.str, "data": (self._memory.address, False), "version": 3, "strides": None}
+
+
+class _HostBytes:
+    """What NumPy makes an array of, which keeps the memory."""
+
+    def __init__(self, memory: Any, size: int):
+        self._memory = memory
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
+
+
+class Windows:
+    """The shared arrays of a group, on one of its ranks."""
+
+    def __init__(self, group: Group):
+        self._group = group
+        self.made = 0  # so far; the same on all ranks
+        self._begins: list[int] = []  # of those in use
+        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in that order: the number, the size, the memory
+        self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        self._connected: set[str] = set()  # targets
+
+    def empty(self, shape: Sequence[int], dtype: DType, target: str) -> Array:
+        """As `Group.empty` says."""
+        shape = _checked(shape, dtype, target)
+        group, on = self._group, find_target(target)
+        if not group.can_meet and group.count > 1:
+            raise ArgumentError("group.empty: ranks with communicators of the application exchange no messages; make the group by hw.init")
+        group.expect_working()
+        size = prod(shape) * dtype.itemsize
+        what = f"group.empty of {dtype} for {target}"
+        self.made += 1
+        told = group.agree(CallSignature(what, group.name, str(self.made), bound=json.dumps(size)), "", group.timeout)
+        if group.hosts > 1:
+            raise ExecutionError(
+                f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
+            )
+        with _building:  # ranks that are threads want it at the same time
+            module = _built(target)
+        member = group.member(module, on)
+        if target not in self._connected:
+            if why := group.connect_all(member, module, target):
+                raise ExecutionError(f"{what}: {why.partition(';')[0]}; use arrays of a library, which programs copy")
+            self._connected.add(target)
+        bytes = max(json.loads(signature.bound) for signature in told)
+        memory = group.run(what, member, lambda: module.GroupMemory(member, bytes))
+        self._add(memory, max(1, bytes))
+        if (device := on.device_of_arrays(member)) != CPU_DEVICE:
+            return WindowArray(memory, module, shape, dtype, device)
+        return np.asarray(_HostBytes(memory, size)).view(numpy_dtype(dtype)).reshape(shape)
+
+    def place(self, address: int) -> Place | None:
+        """Of what lies in memory that ranks share."""
+        if (at := bisect_right(self._begins, address) - 1) < 0:
+            return None
+        offset, (number, size, memory) = address - self._begins[at], self._known[at]
+        return Place(number, offset) if offset < size and memory() is not None else None
+
+    def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
+        """Of what is bound, and of parameters, whose arrays lie there. What is bound stays where it is."""
+        if (held := self._held.get(bound)) is None:
+            held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
+        return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
+
+    def _add(self, memory: Any, size: int) -> None:
+        pairs = zip(self._begins, self._known, strict=True)
+        known = {begin: one for begin, one in pairs if one[-1]() is not None} | {memory.address: (self.made, size, weakref.ref(memory))}
+        self._begins = sorted(known)
+        self._known = [known[begin] for begin in self._begins]
+
+    def _place_of(self, array: Array) -> Place | None:
+        try:
+            return self.place(library_of(array).address(array))
+        except (TypeError, AttributeError, RuntimeError):  # no array, as the call will say
+            return None
+
+
+def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[Place, ...]:
+    """Of what a program says lies in windows, of a call with these arguments. Raises ArgumentError where it does not."""
+    places, remedy = [], "pass an array of group.empty"
+    begins = {span.name: span.begin for span in spans}  # of arrays that have elements
+    for parameter in (p for p in (*host.inputs, *host.outputs) if p.in_window):
+        name, is_missing = parameter.name, parameter in host.outputs and not has_outputs
+        place = windows.place(begins[name]) if name in begins else None
+        if is_missing or (name in begins and place is None):
+            where = f"{host.name}: {'out=: ' * (parameter in host.outputs)}{name}"
+            raise ArgumentError(f"{where}: lies in no window, and the program was compiled for one that does; {remedy}")
+        places += [place] if place else []
+    return tuple(places)
+
+
+def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]:
+    sizes = (shape,) if isinstance(shape, int) else shape
+    try:
+        is_shape = all(isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0 for size in sizes)
+    except TypeError:
+        is_shape = False
+    if not is_shape or isinstance(sizes, str):
+        raise ArgumentError(f"group.empty: shape={shape!r} is no tuple of ints of at least 0; give the shape of this rank's array")
+    if not isinstance(dtype, DType):
+        raise ArgumentError(f"group.empty: dtype={dtype!r} is no dtype of Hostweave; give hw.f32, hw.bf16 or another one")
+    if target not in NAMES:
+        raise ArgumentError(f"group.empty: there is no target {target!r}; the targets are {' and '.join(NAMES)}")
+    return tuple(int(size) for size in sizes)
+
+
+@cache
+def _built(target: str) -> ModuleType:
+    """A program of nothing: any program's module makes what all of them use."""
+    host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
+    folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
+    return load(folder / MODULE_FILE, on.dlopen_flags)

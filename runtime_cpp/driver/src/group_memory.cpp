@@ -1,0 +1,62 @@
+#include "hostweave/group_memory.h"
+
+#include <algorithm>
+#include <exception>
+#include <numeric>
+#include <vector>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "world_target.h"
+
+namespace hw {
+namespace {
+
+// Of all ranks of a group, whatever meshes its programs are for.
+constexpr char kGroup[] = "group", kRank[] = "rank";
+
+}  // namespace
+
+std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double timeout_seconds) {
+  member.expect_working();
+  const Member::Use use(member);
+  Rank& rank = member.rank();
+  try {
+    expect_one_sided_calls();
+  } catch (const ExecutionError& missing) {
+    return missing.what();
+  }
+  if (!rank.has_channel(kGroup, kRank, Transport::one_sided)) {
+    ProcessGroup all{.mesh = kGroup, .axes = kRank, .key = "group", .rank_in_group = rank.index(), .size = rank.size()};
+    all.transport = Transport::one_sided;
+    all.ranks.resize(rank.size());
+    std::iota(all.ranks.begin(), all.ranks.end(), 0);
+    member.connect(all, id, timeout_seconds);
+  }
+  return why_out_of_reach(rank.channel(kGroup, kRank, rank.size(), Transport::one_sided));
+}
+
+GroupMemory::GroupMemory(Member& member, size_t bytes)
+    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::one_sided)) {
+  member.expect_working();
+  const Member::Use use(member);
+  const size_t total = std::max(kPiece, whole_pieces(bytes));
+  HW_CHECK(ncclMemAlloc(&data_, total));
+  register_window(channel_, data_, total, registered_);
+  member.rank().share({static_cast<char*>(data_), total, registered_.peers});
+}
+
+GroupMemory::~GroupMemory() {
+  try {
+    member_.expect_working();
+    const Member::Use use(member_);
+    member_.rank().unshare(static_cast<char*>(data_));
+    HW_CHECK(cudaDeviceSynchronize());
+    HW_CHECK(ncclCommWindowDeregister(channel_.comm(), registered_.window));
+    HW_CHECK(ncclMemFree(data_));
+  } catch (const std::exception&) {
+    // Nothing more can be done for a device that does not even free.
+  }
+}
+
+}  // namespace hw

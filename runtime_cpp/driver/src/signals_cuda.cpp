@@ -1,0 +1,134 @@
+// Ends waits for the signals of a peer that is gone.
+//
+// NCCL has streams wait for values in memory of the device (cuStreamBatchMemOp), which ncclCommAbort leaves as they are. Where
+// that memory is, a captured wait tells; whoever fills it with a large value ends them all.
+#include "signals_cuda.h"
+
+#include <dlfcn.h>
+#include <nccl.h>
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // which has signals with the communicator
+#define HOSTWEAVE_FINDS_SIGNALS
+#include <cuda.h>
+#endif
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "hostweave/check.h"
+#include "hostweave/reach.h"
+#include "world_target.h"
+
+namespace hw::target {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kLarge = 0x7f;    // in each byte: more than any count
+constexpr auto kPatience = 5s;  // for the device to end what waited
+
+// Where signals arrive that streams wait for.
+struct Signals {
+  void* data = nullptr;
+  size_t bytes = 0;
+  int device = 0;
+  cudaStream_t stream = nullptr;  // to write them
+};
+
+std::mutex known_mutex;
+
+std::map<ncclComm_t, Signals>& known() {  // guarded by known_mutex
+  static auto* const all = new std::map<ncclComm_t, Signals>;
+  return *all;
+}
+
+#ifdef HOSTWEAVE_FINDS_SIGNALS
+template <class Function>
+Function* driver_call(const char* name) {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
+}
+
+// What the first wait for a value in a graph waits for.
+CUdeviceptr awaited(cudaGraph_t graph) {
+  static auto* const params_of = driver_call<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
+  size_t count = 0;
+  if (!params_of || cudaGraphGetNodes(graph, nullptr, &count) != cudaSuccess) return 0;
+  std::vector<cudaGraphNode_t> nodes(count);
+  if (cudaGraphGetNodes(graph, nodes.data(), &count) != cudaSuccess) return 0;
+  for (const cudaGraphNode_t node : nodes) {
+    CUDA_BATCH_MEM_OP_NODE_PARAMS params{};
+    if (params_of(node, &params) == CUDA_SUCCESS && params.count > 0) return params.paramArray[0].waitValue.address;
+  }
+  return 0;
+}
+#endif
+
+// Gives all signals, until the device has nothing left to do or has had its time.
+void give(const std::vector<Signals>& signals) {
+  if (signals.empty()) return;
+  const auto idle = std::make_shared<std::atomic<bool>>(false);
+  std::thread([device = signals.front().device, idle] {
+    cudaSetDevice(device);
+    cudaDeviceSynchronize();
+    *idle = true;
+  }).detach();
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (!*idle && std::chrono::steady_clock::now() < end) {  // again: what peers still give overwrites it
+    for (const Signals& one : signals) {
+      if (cudaStreamQuery(one.stream) == cudaSuccess) cudaMemsetAsync(one.data, kLarge, one.bytes, one.stream);
+    }
+    std::this_thread::sleep_for(5ms);
+  }
+}
+
+}  // namespace
+
+void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
+#ifdef HOSTWEAVE_FINDS_SIGNALS
+  static auto* const range_of = driver_call<CUresult(CUdeviceptr*, size_t*, CUdeviceptr)>("cuMemGetAddressRange_v2");
+  if (process_group.size < 2 || !range_of || !ncclWaitSignal) return;
+  Signals found;
+  int least = 0, greatest = 0;
+  HW_CHECK(cudaGetDevice(&found.device));
+  HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  // Of a priority that no other stream has, so that it stands in no queue behind those that wait.
+  HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
+  HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
+  cudaGraph_t graph = nullptr;
+  (void)wait_signal((process_group.rank_in_group + 1) % process_group.size, 0, comm, found.stream);
+  (void)cudaStreamEndCapture(found.stream, &graph);
+  const CUdeviceptr place = graph ? awaited(graph) : 0;
+  if (graph) cudaGraphDestroy(graph);
+  cudaGetLastError();
+  CUdeviceptr begin = 0;
+  if (!place || range_of(&begin, &found.bytes, place) != CUDA_SUCCESS) return;
+  found.data = reinterpret_cast<void*>(begin);
+  const std::lock_guard lock(known_mutex);
+  known()[comm] = found;
+#else
+  (void)comm, (void)process_group;
+#endif
+}
+
+void abort(const std::vector<ncclComm_t>& comms) {
+  std::vector<ncclComm_t> others, signalled;
+  std::vector<Signals> signals;
+  {
+    const std::lock_guard lock(known_mutex);
+    for (const ncclComm_t comm : comms) {
+      const auto found = known().find(comm);
+      (found == known().end() ? others : signalled).push_back(comm);
+      if (found != known().end()) signals.push_back(known().extract(found).mapped());
+    }
+  }
+  abort_with_windows(others);
+  give(signals);
+  abort_with_windows(signalled);
+}
+
+}  // namespace hw::target
