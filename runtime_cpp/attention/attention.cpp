@@ -16,6 +16,21 @@ Heads heads_of(const Strided& x) {
   return result;
 }
 
+// What a bias has once is repeated by strides of 0.
+Heads bias_of(const std::optional<Strided>& x) {
+  if (!x) return {};
+  const int n = x->shape.ndim;
+  const auto size = [&](int dim) { return dim <= n ? x->shape[n - dim] : 1; };  // dims from the last one on
+  const auto stride = [&](int dim) { return size(dim) == 1 ? 0 : x->strides[n - dim]; };
+  return {.batch = size(4),
+          .heads = size(3),
+          .rows = size(2),
+          .size = size(1),
+          .batch_stride = stride(4),
+          .head_stride = stride(3),
+          .row_stride = stride(2)};
+}
+
 }  // namespace
 
 bool AttentionProblem::is_empty() const { return q.batch == 0 || q.heads == 0 || q.rows == 0 || o.size == 0; }
@@ -31,6 +46,8 @@ Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions&
 Attentions::~Attentions() = default;
 
 void Attentions::Plans::prepare(const AttentionProblem& problem) {
+  if (problem.sequences < 0)
+    throw ExecutionError("attention: there are no offsets: pass one more than packed sequences, at least 1");
   current = known.find(problem, [&] {
     if (!problem.is_empty() && !options.blind_zeros) expect_columns(problem);
     return make(problem);
@@ -46,15 +63,18 @@ const std::shared_ptr<const Attentions::Plans::Plan>& Attentions::Plans::on(cuda
   return current;
 }
 
-void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal) {
-  plans_->prepare({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt});
+void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal,
+                            const BesideShapes& beside) {
+  plans_->prepare(
+      {heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt, bias_of(beside.bias), beside.sequences});
 }
 
 void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
                                     const Strided& o_gradient, const Strided& q_gradient, const Strided& k_gradient,
-                                    const Strided& v_gradient, int64_t diagonal) {
+                                    const Strided& v_gradient, int64_t diagonal, const BesideShapes& beside) {
   const Gradients gradients{heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
-  plans_->prepare({heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients});
+  plans_->prepare(
+      {heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients, bias_of(beside.bias), beside.sequences});
 }
 
 // A row without any has no softmax.

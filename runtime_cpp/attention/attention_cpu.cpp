@@ -15,9 +15,10 @@ struct Attentions::Plans::Plan {
 };
 
 std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const AttentionProblem& problem) const {
-  const auto& [q, k, v, o, diagonal, gradients] = problem;
+  const auto& [q, k, v, o, diagonal, gradients, bias, sequences] = problem;
   const float scale = static_cast<float>(options.scale);
-  Plan made{{dtype, heads(q), heads(k), heads(v), heads(o), scale, options.causal, diagonal, options.window, options.from_end},
+  Plan made{{dtype, heads(q), heads(k), heads(v), heads(o), scale, options.causal, diagonal, options.window, options.from_end,
+             heads(bias), sequences},
             {}};
   if (gradients) made.gradients = {heads(gradients->o), heads(gradients->q), heads(gradients->k), heads(gradients->v)};
   return std::make_shared<const Plan>(made);
@@ -25,15 +26,17 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
-  return hw_cpu_attend(&plans_->on(stream)->problem, q, k, v, o, beside.lse, beside.lengths, stream);
+  const hw_cpu_attention_masks masks{beside.lengths, beside.bias, beside.offsets};
+  return hw_cpu_attend(&plans_->on(stream)->problem, q, k, v, o, beside.lse, &masks, stream);
 }
 
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
-                                                 cudaStream_t stream, const int32_t* lengths) const {
+                                                 cudaStream_t stream, const Beside& beside) const {
   const Plans::Plan& plan = *plans_->on(stream);
+  const hw_cpu_attention_masks masks{beside.lengths, beside.bias, beside.offsets};
   return hw_cpu_attend_backward(&plan.problem, &plan.gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient,
-                                lengths, stream);
+                                &masks, stream);
 }
 
 }  // namespace hw

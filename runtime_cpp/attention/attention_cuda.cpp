@@ -1,12 +1,10 @@
-// cuDNN's attention, by the graphs of its ops; of f32, which it has not, by kernels.
+// cuDNN's attention, by the graphs of its ops; what it has not by kernels.
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <utility>
 
-#include "attention_f32_launch.h"
-#include "attention_plans.h"
-#include "cudnn_graph.h"
+#include "attention_kernel_launch.h"
+#include "attention_pattern.h"
 #include "hostweave/check.h"
 
 namespace hw {
@@ -22,25 +20,6 @@ cudnnHandle_t handle_of(Rank& rank) {
   return static_cast<cudnnHandle_t>(known.handle);
 }
 
-cudnnDataType_t type_of(cudaDataType_t dtype) {
-  switch (dtype) {
-    case CUDA_R_16F:
-      return CUDNN_DATA_HALF;
-    case CUDA_R_16BF:
-      return CUDNN_DATA_BFLOAT16;
-    default:
-      throw ExecutionError("attention: there is none of this dtype: cast the operands to f16, bf16 or f32");
-  }
-}
-
-Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
-constexpr int64_t kStep = kAlignment / 2;  // elements
-
-// The stride of a dim of one element leads nowhere, and may be any number; cuDNN wants multiples of what it reads at once.
-Dims strides_of(const Heads& x) {
-  const auto stride_of = [&](int64_t count, int64_t stride) { return count == 1 && stride % kStep ? x.size : stride; };
-  return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};
-}
 std::shared_ptr<void> allocated(int64_t bytes) {
   void* memory = nullptr;
   HW_CHECK(cudaMalloc(&memory, bytes));
@@ -50,36 +29,6 @@ std::shared_ptr<void> allocated(int64_t bytes) {
 bool are_aligned(const std::vector<const void*>& operands) {
   return std::all_of(operands.begin(), operands.end(),
                      [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
-}
-
-// What a call gives, in this order.
-enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse, kOutGradient, kQGradient, kKGradient, kVGradient, kLengths };
-
-using Added = std::vector<std::pair<cudnnPointwiseMode_t, Value>>;
-
-Value index(Graph& graph, const Value& scores, int64_t axis) {
-  return graph.pointwise(CUDNN_POINTWISE_GEN_INDEX, CUDNN_DATA_INT32, scores, {}, {}, CUDNN_DATA_FLOAT, axis);
-}
-Value compare(Graph& graph, cudnnPointwiseMode_t comparison, const Value& left, const Value& right) {
-  return graph.pointwise(comparison, CUDNN_DATA_BOOLEAN, left, right, {}, CUDNN_DATA_BOOLEAN);
-}
-Value where(Graph& graph, const Value& sees, const Value& scores) {
-  return graph.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, scores, graph.number(-INFINITY), sees);
-}
-
-// Scores where a row sees the column, else -inf. The patterns are those that cuDNN looks for.
-Value seen(Graph& graph, const Value& scores, cudnnPointwiseMode_t comparison, bool of_rows, const Added& added) {
-  const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
-  Value left = of_rows ? row : column;
-  for (const auto& [mode, term] : added) left = graph.pointwise(mode, term.type, left, term, {}, term.type, 3);
-  return where(graph, compare(graph, comparison, left, of_rows ? column : row), scores);
-}
-
-Value not_padded(Graph& graph, const Value& scores, const Value& rows, const Value& columns) {
-  const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
-  const Value is_row = compare(graph, CUDNN_POINTWISE_CMP_LT, row, rows);
-  const Value is_column = compare(graph, CUDNN_POINTWISE_CMP_LT, column, columns);
-  return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
 }
 
 // Zeros in some rows.
@@ -94,149 +43,64 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-// The pattern of one problem, forward or backward: tensors, and the ops on them.
-class Pattern {
- public:
-  Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options, int64_t lse_rows)
-      : graph_(graph), problem_(problem), type_(type), options_(options), lse_rows_(lse_rows) {
-    const int64_t batch = problem.q.batch, heads = problem.q.heads, rows = problem.q.rows;
-    scores_ = {batch, heads, rows, problem.k.rows}, of_rows_ = {batch, heads, rows, 1};
-    if (options.has_lengths) {
-      rows_ = graph.own(CUDNN_DATA_INT32, {batch, 1, 1, 1});
-      lengths_ = graph.tensor(kLengths, CUDNN_DATA_INT32, {batch, 1, 1, 1}, {1, 1, 1, 1});
-    }
-    q_ = of(kQ, problem.q);
-  }
+constexpr uint16_t kLeast = 0xfefe;  // of which the halves of -1.7e38 are
 
-  // Of the tensor that says how many rows there are, with lengths.
-  int64_t counted() const { return rows_.number; }
+// Fills tokens that are of no sequence.
+cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
+                    cudaStream_t stream) {
+  return fill_outside({offsets, x.batch, p.sequences, x.heads, x.rows, x.size, static_cast<uint16_t*>(base), x.batch_stride,
+                       x.head_stride, x.row_stride, value},
+                      stream);
+}
 
-  void forward() {
-    const Value scores = masked(scaled(scores_of(of(kK, problem_.k, true))));
-    const Value largest = graph_.reduce(CUDNN_REDUCE_TENSOR_MAX, scores);
-    const Value powers = exp_of(minus(scores, largest));
-    const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
-    const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-    // Of the pattern, wanted or not.
-    const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
-    graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
-    const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
-    graph_.matmul(weights, of(kV, problem_.v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
-  }
+template <class Memory>
+HeadsAt<Memory> heads_at(const Heads& x, const void* base) {
+  return {const_cast<Memory*>(base), x.batch_stride, x.head_stride, x.row_stride};
+}
 
-  // Of the weights p = exp(scores - lse) and their gradients, times p, less the sums of o times its gradient in each row.
-  void backward() {
-    const Gradients& gradients = *problem_.gradients;
-    const Value given = of(kOutGradient, gradients.o), k = of(kK, problem_.k, true);
-    const Value both = graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, given, of(kO, problem_.o));
-    const Value sums = graph_.own(CUDNN_DATA_FLOAT, of_rows_);
-    graph_.pointwise_to(sums, CUDNN_POINTWISE_MUL, graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, both), graph_.number(1.f));
+// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Gradients of grouped heads are wrong where
+// those of a token do not lie side by side, and a program of heads of 16 elements ended in an illegal instruction.
+bool packs(const AttentionProblem& p) {
+  if (p.q.size != p.v.size || (p.q.size != 64 && p.q.size != 128)) return false;
+  if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
+  const Gradients& gradients = *p.gradients;
+  return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
+}
 
-    const Value weights = exp_of(masked(minus(scaled(scores_of(k)), lse_of())));
-    to_columns(weights, given, of(kVGradient, gradients.v));
-
-    const Value products = graph_.between(CUDNN_DATA_FLOAT, scores_);
-    graph_.matmul(given, of(kV, problem_.v, true), products, {.m = rows_, .n = lengths_});
-    const Value changes = scaled(graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, minus(products, sums), weights));
-    to_columns(changes, q_, of(kKGradient, gradients.k));
-
-    const Value keys = graph_.between(type_, dims_of(problem_.k), strides_of(problem_.k));
-    graph_.reshape(k, keys);
-    const Value total = graph_.own(CUDNN_DATA_FLOAT, dims_of(problem_.q));
-    graph_.matmul(changes, keys, total, {.m = rows_, .k = lengths_});
-    graph_.pointwise_to(of(kQGradient, gradients.q), CUDNN_POINTWISE_IDENTITY, total);
-  }
-
- private:
-  Value of(int64_t name, const Heads& x, bool is_turned = false) {
-    return is_turned ? graph_.tensor(name, type_, turned(dims_of(x)), turned(strides_of(x)))
-                     : graph_.tensor(name, type_, dims_of(x), strides_of(x));
-  }
-  Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, row_major({of_rows_[0], of_rows_[1], lse_rows_, 1})); }
-
-  Value scores_of(const Value& turned_keys) {
-    const Value scores = graph_.between(CUDNN_DATA_FLOAT, scores_);
-    graph_.matmul(q_, turned_keys, scores, {.m = rows_, .n = lengths_, .padded = lengths_ && !problem_.gradients});
-    return scores;
-  }
-  Value scaled(const Value& scores) {
-    const Value scale = graph_.number(static_cast<float>(options_.scale));
-    return graph_.pointwise(CUDNN_POINTWISE_MUL, CUDNN_DATA_FLOAT, scores, scale);
-  }
-  Value minus(const Value& x, const Value& of_rows) {
-    return graph_.pointwise(CUDNN_POINTWISE_SUB, CUDNN_DATA_FLOAT, x, of_rows);
-  }
-  Value exp_of(const Value& x) { return graph_.pointwise(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, x); }
-
-  // The sums over rows of x by scores, and over the heads of a group.
-  void to_columns(const Value& scores, const Value& x, const Value& result) {
-    const int64_t batch = scores_[0], heads = scores_[1];
-    const Value of_columns = graph_.between(type_, turned(scores_), turned(row_major(scores_)));
-    graph_.reshape(scores, of_columns);
-    const Ends ends{.m = lengths_, .k = rows_};
-    if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
-    const Value of_heads = graph_.between(type_, {batch, heads, scores_[3], x.dims[3]});
-    graph_.matmul(of_columns, x, of_heads, ends);
-    graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
-  }
-
-  // Of lengths, and of a diagonal that begins in a corner: for cuDNN another is none, whatever is added to a row.
-  Value masked(Value scores) {
-    const int64_t diagonal = problem_.diagonal, count = scores_[2];
-    const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };
-    if (lengths_) scores = not_padded(graph_, scores, rows_, lengths_);
-    const bool one_sees_all = count == 1 && (options_.from_end || !lengths_);
-    if (options_.causal && !one_sees_all) {
-      Added added;
-      if (options_.from_end) {
-        added = {{CUDNN_POINTWISE_ADD, lengths_}, {CUDNN_POINTWISE_SUB, rows_}};
-      } else if (diagonal) {
-        added = {{CUDNN_POINTWISE_ADD, integer(count + diagonal)}, {CUDNN_POINTWISE_SUB, integer(count)}};
-      }
-      scores = seen(graph_, scores, CUDNN_POINTWISE_CMP_GE, true, added);
-    }
-    if (options_.window) {
-      Added added;
-      if (options_.from_end) {
-        added = {{CUDNN_POINTWISE_ADD, integer(options_.window)}, {CUDNN_POINTWISE_SUB, lengths_}, {CUDNN_POINTWISE_ADD, rows_}};
-      } else {
-        added = {{CUDNN_POINTWISE_ADD, graph_.number(static_cast<float>(options_.window - diagonal))}};
-      }
-      scores = seen(graph_, scores, CUDNN_POINTWISE_CMP_GT, false, added);
-    }
-    return scores;
-  }
-
-  Graph& graph_;
-  const AttentionProblem& problem_;
-  cudnnDataType_t type_;
-  const AttentionOptions& options_;
-  const int64_t lse_rows_;  // of which those of the problem are some
-  Dims scores_{}, of_rows_{};
-  Value q_, rows_, lengths_;  // the last two where there are lengths
-};
-
-template <class T>
-HeadsAt<T> heads_at(const Heads& x) {
-  return {nullptr, x.batch_stride, x.head_stride, x.row_stride};
+// Whether it is by kernels of ours: beside a bias cuDNN knows no diagonal but that of the top left, with lengths none that begins
+// in no corner, and where the last rows see all columns before the last one it has no window, and no backward pass.
+bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
+  const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
+  if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
+  const bool at_top_left = !options.from_end && diagonal == 0;
+  const bool one_sees_all = rows == 1 && (options.from_end || diagonal >= columns - 1);
+  if (options.has_bias && (options.window || (options.causal && !at_top_left && !one_sees_all))) return true;
+  if (!options.causal) return false;
+  if (options.has_lengths) return diagonal != (options.from_end ? -rows : 0);
+  return (options.window || p.gradients) && diagonal > 0 && rows + diagonal > columns;
 }
 
 // A problem without the addresses of a call.
-AttentionF32 in_f32(const AttentionProblem& p, const AttentionOptions& options) {
+AttentionKernel for_kernels(const AttentionProblem& p, const AttentionOptions& options) {
   if (std::max(p.q.size, p.v.size) > kMostHead) {
-    throw ExecutionError("attention: heads of f32 have at most 256 elements: use smaller ones");
+    throw ExecutionError("attention: heads have at most 256 elements where cuDNN has no attention: use smaller ones");
   }
-  AttentionF32 result{};
-  result.q = heads_at<const float>(p.q), result.k = heads_at<const float>(p.k), result.v = heads_at<const float>(p.v);
-  result.o = heads_at<float>(p.o);
+  AttentionKernel result{};
+  result.sequences = p.sequences;
   result.batch = p.q.batch, result.heads = p.q.heads, result.groups = p.k.heads, result.rows = p.q.rows,
   result.columns = p.k.rows;
   result.size = p.q.size, result.value_size = p.v.size, result.scale = static_cast<float>(options.scale);
   result.causal = options.causal, result.diagonal = p.diagonal, result.from_end = options.from_end,
   result.window = options.window;
-  if (!p.gradients) return result;
-  result.o_gradient = heads_at<const float>(p.gradients->o), result.q_gradient = heads_at<float>(p.gradients->q);
-  result.k_gradient = heads_at<float>(p.gradients->k), result.v_gradient = heads_at<float>(p.gradients->v);
+  return result;
+}
+
+// With those of a call.
+AttentionKernel at(AttentionKernel result, const AttentionProblem& p, const void* q, const void* k, const void* v, const void* o,
+                   const float* lse, const Beside& beside) {
+  result.q = heads_at<const void>(p.q, q), result.k = heads_at<const void>(p.k, k), result.v = heads_at<const void>(p.v, v);
+  result.o = heads_at<void>(p.o, o), result.bias = heads_at<const void>(p.bias, beside.bias);
+  result.lse = const_cast<float*>(lse), result.lengths = beside.lengths, result.offsets = beside.offsets;
   return result;
 }
 
@@ -253,6 +117,7 @@ class Engine {
     if (options.has_lse) names.push_back(kLse);
     if (problem.gradients) names.insert(names.end(), {kOutGradient, kQGradient, kKGradient, kVGradient});
     if (options.has_lengths) names.push_back(kLengths);
+    if (options.has_bias) names.push_back(kBias);
     for (const auto& [name, bytes] : graph.owned()) {
       names.push_back(name);
       owned.push_back(allocated(bytes));
@@ -261,6 +126,7 @@ class Engine {
         HW_CHECK(cudaMemcpy(owned.back().get(), counts.data(), bytes, cudaMemcpyHostToDevice));
       }
     }
+    if (options.is_packed) pack(problem, pattern);
     numbers = graph.numbers();
     for (const auto& [name, number] : numbers) names.push_back(name);
     Descriptor ops(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
@@ -275,7 +141,12 @@ class Engine {
   }
 
   // On what a call gives.
-  cudaError_t run(std::vector<const void*> values, cudaStream_t stream) const {
+  cudaError_t run(std::vector<const void*> values, cudaStream_t stream, const int32_t* offsets = nullptr) const {
+    if (packed) {
+      PackedSequences of_call = *packed;
+      of_call.offsets = offsets;
+      if (const cudaError_t status = place_sequences(of_call, stream); status != cudaSuccess) return status;
+    }
     for (const auto& memory : owned) values.push_back(memory.get());
     const void* const scratch = workspace.get();
     for (const auto& [name, number] : numbers) {
@@ -294,17 +165,36 @@ class Engine {
   // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
     int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
-    for (const Heads& x : problem.operands()) {
+    elements = std::max(elements, problem.q.batch * (problem.sequences + 1) * 2);
+    std::vector<Heads> operands = problem.operands();
+    operands.push_back(problem.bias);
+    for (const Heads& x : operands) {
       const int64_t last = (x.batch - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride;
       elements = std::max(elements, last + x.size);
     }
     const std::shared_ptr<void> scratch = allocated(elements * 2);
     HW_CHECK(cudaMemsetAsync(scratch.get(), 0, elements * 2, stream));
-    HW_CHECK(run(std::vector<const void*>(names.size() - owned.size() - numbers.size(), scratch.get()), stream));
+    const std::vector<const void*> values(names.size() - owned.size() - numbers.size(), scratch.get());
+    HW_CHECK(run(values, stream, static_cast<const int32_t*>(scratch.get())));
     HW_CHECK(cudaStreamSynchronize(stream));
   }
 
  private:
+  void pack(const AttentionProblem& problem, const Pattern& pattern) {
+    const auto own = [&](int64_t name) {
+      const auto first = names.end() - static_cast<int64_t>(owned.size());
+      return static_cast<int32_t*>(owned[std::find(first, names.end(), name) - first].get());
+    };
+    HW_CHECK(load_packing());
+    PackedSequences made{};
+    made.batch = problem.q.batch / problem.sequences, made.sequences = problem.sequences;
+    made.rows = own(pattern.counted()), made.columns = own(pattern.ends());
+    for (const auto& [name, places] : pattern.places()) {
+      made.operands[made.count++] = {own(places.value.number), places.batch_stride, places.row_stride};
+    }
+    packed = made;
+  }
+
   // The first of what cuDNN recommends that works here.
   void choose(const Descriptor& ops) {
     Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
@@ -333,6 +223,7 @@ class Engine {
   std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
   std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
   std::map<int64_t, Number> numbers;
+  std::optional<PackedSequences> packed;
   std::unique_ptr<Descriptor> plan;
   std::shared_ptr<void> workspace;
   static constexpr int kMostEngines = 8;
@@ -344,6 +235,19 @@ cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
+// A batch for each sequence, of as many rows as all have together.
+AttentionProblem of_sequences(AttentionProblem p) {
+  std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
+  if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
+  for (Heads* x : operands) {
+    if ((x->batch - 1) * x->batch_stride + x->rows * x->row_stride > INT32_MAX) {
+      throw ExecutionError("attention: of packed sequences an operand reaches over more than 2^31 elements: shard its heads");
+    }
+    x->batch *= p.sequences;
+  }
+  return p;
+}
+
 }  // namespace
 
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
@@ -352,23 +256,21 @@ struct Attentions::Plans::Plan {
     int64_t first;  // row
     Engine engine;
   };
-  std::optional<AttentionF32> f32;  // where that is all there is of it
+  std::optional<AttentionKernel> kernel;  // where that is all there is of it
   const AttentionProblem whole;
   int64_t blind = 0;               // rows
   int64_t columns = whole.k.rows;  // that some row sees
   std::list<Part> parts;
 
-  Plan(const AttentionProblem& whole, const AttentionOptions& options) : f32(in_f32(whole, options)), whole(whole) {
-    HW_CHECK(load_attention_f32(*f32));
+  Plan(cudaDataType_t dtype, const AttentionProblem& whole, const AttentionOptions& options)
+      : kernel(for_kernels(whole, options)), whole(whole) {
+    HW_CHECK(load_attention(dtype, *kernel));
   }
 
   Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream)
       : whole(whole) {
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
-    const bool in_corner = !options.causal || (options.has_lengths && diagonal == (options.from_end ? -rows : 0));
-    if (options.has_lengths && !in_corner) {
-      throw ExecutionError("attention: with lengths and a causal mask cuDNN takes all rows: do not shard those of the query");
-    }
+    const bool in_corner = !options.causal || options.has_lengths || options.is_packed;
     if (!in_corner) {
       blind = std::clamp<int64_t>(-diagonal, 0, rows);
       columns = std::clamp<int64_t>(rows + diagonal, 0, columns);
@@ -376,11 +278,6 @@ struct Attentions::Plans::Plan {
     if (columns == 0) blind = rows;
     const bool sees_more = !in_corner && diagonal + blind > 0;
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
-    if (limited < rows && (options.window || whole.gradients)) {
-      throw ExecutionError(
-          "attention: cuDNN has no window, and no backward pass, where the last rows of a rank are behind the last column: "
-          "pass as many keys as rows, or do not shard the rows");
-    }
     add(handle, blind, limited, type, options, stream);
     options.causal = false;
     add(handle, limited, rows, type, options, stream);
@@ -397,13 +294,15 @@ struct Attentions::Plans::Plan {
       problem.gradients->q.rows = problem.gradients->o.rows = end - first;
       problem.gradients->k.rows = problem.gradients->v.rows = problem.k.rows;
     }
+    if (options.is_packed) problem = of_sequences(problem);
+    if (problem.q.batch == 0) return;
     parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
-    parts.back().engine.load_kernels(problem, stream);
+    parts.back().engine.load_kernels(whole, stream);
   }
 };
 
 std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const AttentionProblem& problem) const {
-  if (dtype == CUDA_R_32F) return std::make_shared<const Plan>(problem, options);
+  if (is_by_kernels(dtype, problem, options)) return std::make_shared<const Plan>(dtype, problem, options);
   if (problem.is_empty()) return nullptr;
   for (const Heads& x : problem.operands()) {
     const Dims strides = strides_of(x);
@@ -413,26 +312,27 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
           "copy it first");
     }
   }
-  return std::make_shared<const Plan>(handle_of(rank), problem, type_of(dtype), options, rank.stream("ring", 0));
+  const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
+  return std::make_shared<const Plan>(handle_of(rank), problem, type, options, rank.stream("ring", 0));
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
                                   const Beside& beside) const {
   const auto& current = plans_->on(stream);
   if (!current) return cudaSuccess;
-  if (std::optional<AttentionF32> p = current->f32) {
-    const auto read = [](const void* base) { return static_cast<const float*>(base); };
-    p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = static_cast<float*>(o);
-    p->lse = beside.lse, p->lengths = beside.lengths;
-    return attend_f32(*p, stream);
+  const AttentionProblem& problem = current->whole;
+  if (current->kernel) return hw::attend(plans_->dtype, at(*current->kernel, problem, q, k, v, o, beside.lse, beside), stream);
+  const Heads &q_heads = problem.q, &o_heads = problem.o;
+  if (beside.offsets) {
+    const Heads of_lse{q_heads.batch, q_heads.heads, q_heads.rows, 2, q_heads.heads * q_heads.rows * 2, q_heads.rows * 2, 2};
+    HW_CHECK(outside(o, o_heads, problem, beside.offsets, 0, stream));
+    if (beside.lse) HW_CHECK(outside(beside.lse, of_lse, problem, beside.offsets, kLeast, stream));
   }
-  const auto& [q_heads, k_heads, v_heads, o_heads, diagonal, gradients] = current->whole;
   const int64_t blind = current->blind, rows = q_heads.rows;
   cudaError_t status = clear(o, o_heads, 0, blind, stream);
   if (status == cudaSuccess && beside.lse && blind) {
-    constexpr int kLeast = 0xfe;  // of which the bytes of -1.7e38 are
-    status =
-        cudaMemset2DAsync(beside.lse, rows * sizeof(float), kLeast, blind * sizeof(float), q_heads.batch * q_heads.heads, stream);
+    status = cudaMemset2DAsync(beside.lse, rows * sizeof(float), kLeast & 0xff, blind * sizeof(float),
+                               q_heads.batch * q_heads.heads, stream);
   }
   for (const auto& [first, engine] : current->parts) {
     if (status != cudaSuccess) return status;
@@ -441,32 +341,39 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
     if (!are_aligned(values)) return cudaErrorMisalignedAddress;
     if (beside.lse) values.push_back(beside.lse + first);
     if (beside.lengths) values.push_back(beside.lengths);
-    status = engine.run(std::move(values), stream);
+    if (beside.bias) values.push_back(beside.bias);
+    status = engine.run(std::move(values), stream, beside.offsets);
   }
   return status;
 }
 
 cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
                                                  const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
-                                                 cudaStream_t stream, const int32_t* lengths) const {
+                                                 cudaStream_t stream, const Beside& beside) const {
   const auto& current = plans_->on(stream);
-  if (!current) return clear(*plans_->gradients, k_gradient, v_gradient, 0, stream);
-  if (std::optional<AttentionF32> p = current->f32) {
-    const auto read = [](const void* base) { return static_cast<const float*>(base); };
-    const auto written = [](const void* base) { return const_cast<float*>(static_cast<const float*>(base)); };
-    p->q.base = read(q), p->k.base = read(k), p->v.base = read(v), p->o.base = written(o), p->o_gradient.base = read(o_gradient);
-    p->q_gradient.base = written(q_gradient), p->k_gradient.base = written(k_gradient), p->v_gradient.base = written(v_gradient);
-    p->lse = const_cast<float*>(lse), p->lengths = lengths;
-    return differentiate_f32(*p, stream);
+  const Gradients& gradients = *plans_->gradients;
+  if (!current) return clear(gradients, k_gradient, v_gradient, 0, stream);
+  if (current->kernel) {
+    AttentionKernel kernel = at(*current->kernel, current->whole, q, k, v, o, lse, beside);
+    kernel.o_gradient = heads_at<const void>(gradients.o, o_gradient);
+    kernel.q_gradient = heads_at<void>(gradients.q, q_gradient);
+    kernel.k_gradient = heads_at<void>(gradients.k, k_gradient), kernel.v_gradient = heads_at<void>(gradients.v, v_gradient);
+    return hw::differentiate(plans_->dtype, kernel, stream);
   }
-  if (current->parts.empty()) return clear(*plans_->gradients, k_gradient, v_gradient, 0, stream);
-  if (const cudaError_t status = clear(*plans_->gradients, k_gradient, v_gradient, current->columns, stream);
-      status != cudaSuccess)
+  if (beside.offsets) {
+    HW_CHECK(outside(q_gradient, gradients.q, current->whole, beside.offsets, 0, stream));
+    HW_CHECK(outside(k_gradient, gradients.k, current->whole, beside.offsets, 0, stream));
+    HW_CHECK(outside(v_gradient, gradients.v, current->whole, beside.offsets, 0, stream));
+    if (current->parts.empty()) return cudaSuccess;
+  }
+  if (current->parts.empty()) return clear(gradients, k_gradient, v_gradient, 0, stream);
+  if (const cudaError_t status = clear(gradients, k_gradient, v_gradient, current->columns, stream); status != cudaSuccess)
     return status;
   std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
   if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-  if (lengths) values.push_back(lengths);
-  return current->parts.front().engine.run(std::move(values), stream);
+  if (beside.lengths) values.push_back(beside.lengths);
+  if (beside.bias) values.push_back(beside.bias);
+  return current->parts.front().engine.run(std::move(values), stream, beside.offsets);
 }
 
 }  // namespace hw

@@ -29,6 +29,8 @@ struct AttentionProblem {
   Heads q, k, v, o;
   int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
   std::optional<Gradients> gradients;  // of what it is the backward pass for
+  Heads bias{};                        // of the scores; strides are 0 along what it has once
+  int64_t sequences = 0;               // of each of the batch that are packed into one
 
   auto operator<=>(const AttentionProblem&) const = default;
   bool is_empty() const;

@@ -72,18 +72,20 @@ inline Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
 // A graph of ops on tensors, which have numbers. Those from 1 on are the caller's.
 class Graph {
  public:
-  Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides) {
-    return make(number, type, dims, strides, false, false);
+  // With `places` a batch is not at a multiple of its stride but at the element that they say.
+  Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
+    return make(number, type, dims, strides, false, false, places);
   }
   // In memory that a plan has beside the caller's; elements have four bytes.
-  Value own(cudnnDataType_t type, const Dims& dims) {
-    owned_.emplace(next_, dims[0] * row_major(dims)[0] * 4);
-    return make(next_++, type, dims, row_major(dims), false, false);
+  Value own(cudnnDataType_t type, const Dims& dims) { return own(type, dims, row_major(dims), dims[0] * row_major(dims)[0]); }
+  Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& places = {}) {
+    owned_.emplace(next_, elements * 4);
+    return make(next_++, type, dims, strides, false, false, places);
   }
   // What an op gives that others take: it is never in memory.
   Value between(cudnnDataType_t type, const Dims& dims) { return between(type, dims, row_major(dims)); }
-  Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides) {
-    return make(next_++, type, dims, strides, true, false);
+  Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
+    return make(next_++, type, dims, strides, true, false, places);
   }
   Value number(Number value) {
     numbers_.emplace(next_, value);
@@ -160,7 +162,8 @@ class Graph {
   const std::map<int64_t, int64_t>& owned() const { return owned_; }
 
  private:
-  Value make(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, bool is_virtual, bool by_value) {
+  Value make(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, bool is_virtual, bool by_value,
+             const Value& places = {}) {
     Descriptor& made = descriptors_.emplace_back(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
     made.set(CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, &number);
     made.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, &type);
@@ -169,6 +172,7 @@ class Graph {
     made.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, &kAlignment);
     made.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, &is_virtual);
     made.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, &by_value);
+    if (places) made.set(CUDNN_ATTR_TENSOR_RAGGED_OFFSET_DESC, *places.descriptor);
     made.finish("a tensor");
     return {&made, dims, type, number};
   }

@@ -3,7 +3,6 @@
 #include "attention.h"
 
 #include <cmath>
-#include <limits>
 
 #include "errors.h"
 
@@ -11,14 +10,12 @@ using namespace hostweave::cpu;
 
 namespace {
 
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
 struct Attention {
   hw_cpu_attention p;
   const void *q, *k, *v;
   void* o;
   float* lse;
-  const std::int32_t* lengths;
+  hw_cpu_attention_masks masks;
 
   cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
 };
@@ -62,7 +59,7 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
   load_rows(block.q, shift(a.q, offset(p.q, batch, head), a.dtype()), p.q, first, rows, a.dtype());
   const void* const k = shift(a.k, offset(p.k, batch, group), a.dtype());
   const void* const v = shift(a.v, offset(p.v, batch, group), a.dtype());
-  const Sight sight(p, a.lengths, batch);
+  const Sight sight(p, a.masks, batch);
   const std::int64_t end = sight.end(first + rows - 1), begin = sight.begin(first);
   for (std::int64_t column = begin; column < end; column += kColumns) {
     const std::int64_t columns = std::min(kColumns, end - column);
@@ -70,6 +67,7 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
     load_rows(block.v, v, p.v, column, columns, a.dtype());
     block.scores.resize(rows * columns);
     product({block.q.data()}, {block.k.data(), true}, block.scores.data(), rows, columns, p.q.size, p.scale, 0);
+    add_bias(block.scores.data(), p, a.masks.bias, batch, head, first, rows, column, columns);
     block.see(p, sight, column, columns);
     product({block.scores.data()}, {block.v.data()}, block.result.data(), rows, p.v.size, columns, 1, 1);
   }
@@ -84,8 +82,8 @@ void attend(const Attention& a, std::int64_t batch, std::int64_t head, std::int6
 }  // namespace
 
 extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o,
-                                     float* lse, const std::int32_t* lengths, cudaStream_t stream) {
-  const Attention a{*problem, q, k, v, o, lse, lengths};
+                                     float* lse, const hw_cpu_attention_masks* masks, cudaStream_t stream) {
+  const Attention a{*problem, q, k, v, o, lse, *masks};
   const hw_cpu_attention& p = a.p;
   if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
   OpPtr op = new_op("attention", 3);
@@ -93,7 +91,7 @@ extern "C" cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void
   add_ranges(op->ranges, k, p.k, a.dtype(), false);
   add_ranges(op->ranges, v, p.v, a.dtype(), false);
   add_ranges(op->ranges, o, p.o, a.dtype(), true);
-  if (lengths) op->ranges.push_back(read_of(lengths, p.q.batch * sizeof(std::int32_t)));
+  add_masks(op->ranges, p, a.masks);
   if (lse) op->ranges.push_back(write_of(lse, p.q.batch * p.q.heads * p.q.rows * sizeof(float)));
   op->work = [a] {
     const std::int64_t blocks = (a.p.q.rows + kRows - 1) / kRows;

@@ -16,7 +16,7 @@ struct Backward {
   const float* lse;
   const void* o_gradient;
   void *q_gradient, *k_gradient, *v_gradient;
-  const std::int32_t* lengths;
+  hw_cpu_attention_masks masks;
 
   cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
 };
@@ -55,6 +55,7 @@ struct ScoreBlock {
     const hw_cpu_attention& p = a.p;
     weights.resize(rows * columns), gradients.resize(rows * columns);
     product({q.data()}, {k.data(), true}, weights.data(), rows, columns, p.q.size, p.scale, 0);
+    add_bias(weights.data(), p, a.masks.bias, batch, head, row, rows, column, columns);
     product({o_gradient.data()}, {v.data(), true}, gradients.data(), rows, columns, p.v.size, 1, 0);
     const float* const lse = a.lse + (batch * p.q.heads + head) * p.q.rows + row;
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -62,7 +63,7 @@ struct ScoreBlock {
       const std::int64_t end = std::clamp<std::int64_t>(sight.end(row + i) - column, 0, columns);
       const std::int64_t begin = std::clamp<std::int64_t>(sight.begin(row + i) - column, 0, end);
       for (std::int64_t j = 0; j < columns; ++j) {
-        const bool sees = begin <= j && j < end;
+        const bool sees = begin <= j && j < end && weight[j] != kNone;
         weight[j] = sees ? std::exp(weight[j] - lse[i]) : 0.f;
         gradient[j] = sees ? weight[j] * (gradient[j] - sums[i]) * p.scale : 0.f;
       }
@@ -74,7 +75,7 @@ thread_local ScoreBlock block;
 
 void of_rows(const Backward& a, std::int64_t batch, std::int64_t head, std::int64_t first) {
   const hw_cpu_attention& p = a.p;
-  const Sight sight(p, a.lengths, batch);
+  const Sight sight(p, a.masks, batch);
   block.row = first, block.rows = std::min(kRows, p.q.rows - first);
   block.load_queries(a, batch, head);
   block.result.assign(block.rows * p.q.size, 0.f);
@@ -90,7 +91,7 @@ void of_rows(const Backward& a, std::int64_t batch, std::int64_t head, std::int6
 
 void of_columns(const Backward& a, std::int64_t batch, std::int64_t group, std::int64_t first) {
   const hw_cpu_attention& p = a.p;
-  const Sight sight(p, a.lengths, batch);
+  const Sight sight(p, a.masks, batch);
   const std::int64_t count = std::min(kColumns, p.k.rows - first), heads = p.q.heads / p.k.heads;
   block.result.assign(count * p.k.size, 0.f), block.second.assign(count * p.v.size, 0.f);
   block.column = first, block.columns = std::clamp<std::int64_t>(sight.length - first, 0, count);  // padding has zeros
@@ -129,8 +130,8 @@ void differentiate(const Backward& a) {
 extern "C" cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients,
                                               const void* q, const void* k, const void* v, const void* o, const float* lse,
                                               const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
-                                              const std::int32_t* lengths, cudaStream_t stream) {
-  const Backward a{*problem, *gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient, lengths};
+                                              const hw_cpu_attention_masks* masks, cudaStream_t stream) {
+  const Backward a{*problem, *gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient, *masks};
   if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
   OpPtr op = new_op("attention backward", 3);
   add_ranges(op->ranges, q, a.p.q, a.dtype(), false);
@@ -142,7 +143,7 @@ extern "C" cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, c
   add_ranges(op->ranges, k_gradient, a.gradients.k, a.dtype(), true);
   add_ranges(op->ranges, v_gradient, a.gradients.v, a.dtype(), true);
   op->ranges.push_back(read_of(lse, a.p.q.batch * a.p.q.heads * a.p.q.rows * sizeof(float)));
-  if (lengths) op->ranges.push_back(read_of(lengths, a.p.q.batch * sizeof(std::int32_t)));
+  add_masks(op->ranges, a.p, a.masks);
   op->work = [a] { differentiate(a); };
   Call call;
   if (Machine::get().failed()) return cuda_stopped();

@@ -196,7 +196,7 @@ def test_diagonals_beside_the_corners(diagonal: int) -> None:
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
         q, k, given = (f"bf16[2, {heads}, {size}, 64]" for heads, size in ((8, rows), (2, columns), (8, rows)))
-        is_differentiated = 0 <= diagonal <= max(columns - rows, 0)
+        is_differentiated = diagonal >= 0
         results = f"%y: {q}, %l: f32[2, 8, {rows}]" + (f", %dq: {q}, %dk: {k}, %dv: {k}" if is_differentiated else "")
         body = f"  attention %q, %k, %k scaled 0.1 diagonal {diagonal} blind zeros -> %y lse %l\n"
         if is_differentiated:
@@ -227,3 +227,109 @@ def test_parts_of_merged_projections(batch: int) -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True)
     got = compiled(merged_projections, "cuda").run(qkv)
     torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("type", "operand", "why"),
+    [
+        ("f32[2, 4, 9, 264]", "%x", "heads have at most 256 elements where cuDNN has no attention: use smaller ones"),
+        ("bf16[2, 4, 9, 66]", "%s", "rows of an operand do not begin at multiples of 8 elements: copy it first"),
+    ],
+)
+def test_errors(type: str, operand: str, why: str) -> None:
+    """Of host IR alone: fusions are composed for such heads, and copy such operands."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
+    result = type.rpartition(",")[0] + f", {size}]"
+    cut = "  %s = slice %x[3: 64 from 0]\n" if operand == "%s" else ""
+    body = f"{cut}  attention {operand}, {operand}, {operand} scaled 0.1 -> %y\n"
+    host = HostProgram.parse(f"host @f(%x: {type}) -> (%y: {result}) mesh(x=1) {{\n{body}}}\n")
+    shape = tuple(map(int, type.partition("[")[2][:-1].split(",")))
+    kind = torch.float32 if type.startswith("f32") else torch.bfloat16
+    with pytest.raises(ExecutionError, match=f"attention: .*{why}"):
+        compiled(host, "cuda").run(torch.zeros(shape, dtype=kind, device="cuda"))
+
+
+def test_what_cudnn_has_not() -> None:
+    """Rows of a rank that begin in the middle, with lengths; and operands whose rows are not aligned, which are copied."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+    q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
+    body = "  attention %q, %k, %k scaled 0.1 diagonal -20 corner bottom_right lengths %n -> %y lse %l\n"
+    host = HostProgram.parse(f"host @f(%q: {q}, %k: {k}, %n: i32[2]) -> (%y: {q}, %l: f32[2, 8, 37]) mesh(x=1) {{\n{body}}}\n")
+    queries, keys = (torch.randn(shape, device="cuda").bfloat16() for shape in ((2, 8, 37, 64), (2, 2, 300, 64)))
+    lengths = torch.tensor([300, 31], dtype=torch.int32, device="cuda")
+    y, lse = compiled(host, "cuda").run(queries, keys, lengths)
+    row, column = torch.arange(37, device="cuda")[:, None], torch.arange(300, device="cuda")
+    ends = lengths[:, None, None, None]
+    whole = keys.double().repeat_interleave(4, 1)
+    hidden = (column >= ends) | (column > row - 20 + ends)
+    scores = (queries.double() @ whole.mT * 0.1).masked_fill(hidden, -torch.inf)
+    torch.testing.assert_close(y.double(), scores.softmax(-1) @ whole, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+
+    @hw.fusion(x=hw.bf16[4, 9, 66])
+    def sliced(x):  # type: ignore[no-untyped-def]
+        return hw.scaled_dot_product_attention(x[..., :64], x[..., 2:66], x[..., :64])
+
+    x = torch.randn(4, 9, 66, device="cuda").bfloat16()
+    want = torch.nn.functional.scaled_dot_product_attention(*(part.double() for part in (x[..., :64], x[..., 2:], x[..., :64])))
+    torch.testing.assert_close(compiled(sliced, "cuda").run(x).double(), want, rtol=2e-2, atol=2e-2)
+
+
+@cache
+def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> Fusion:
+    """Operands and results whose dims lie in another order than that of [B, H, S, D]."""
+    back = tuple(order.index(dim) for dim in range(4))
+
+    def laid(heads: int) -> Any:
+        return t[tuple(("B", heads, "S", size)[dim] for dim in back)]
+
+    @hw.fusion(q=laid(8), k=laid(8 // group), v=laid(8 // group), dy=laid(8), o=hw.i32["B", "N"])
+    def packed(q, k, v, dy, o):  # type: ignore[no-untyped-def]
+        q, k, v, dy = (hw.permute_dims(x, order) for x in (q, k, v, dy))
+        how = {"causal": "top_left", "window": window, "enable_gqa": True, "offsets": o}
+        y, lse = hw.attention(q, k, v, **how)
+        return lse, *(hw.permute_dims(x, back) for x in (y, *hw.attention_backward(q, k, v, y, dy, lse, **how)))
+
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "order", "group", "size", "window"),
+    [
+        (hw.bf16, (0, 2, 1, 3), 4, 64, None),
+        (hw.f16, (1, 2, 0, 3), 2, 128, 40),
+        (hw.bf16, (0, 1, 2, 3), 1, 64, None),
+        (hw.bf16, (0, 1, 2, 3), 4, 64, None),
+        (hw.bf16, (0, 2, 1, 3), 1, 16, None),
+    ],
+)
+def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
+    """By cuDNN, and the last two by kernels of ours; sequences are empty, and tokens of none."""
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    torch.manual_seed(0)
+    kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
+    program, back = compiled(packed(dtype, order, group, size, window), "cuda"), tuple(order.index(dim) for dim in range(4))
+    for tokens in (37, 64, 1000):
+        q, k, v, dy = (torch.randn(2, 8 // g, tokens, size, device="cuda").to(kind) for g in (1, group, group, 1))
+        part = tokens // 5
+        offsets = torch.tensor([[0, part, part, 3 * part, tokens], [part, 2 * part, 4 * part, 4 * part, 4 * part]], device="cuda").int()
+        lse, *got = program.run(*(x.permute(back).contiguous() for x in (q, k, v, dy)), offsets)
+        queries, keys, values = (x.double().requires_grad_() for x in (q, k, v))
+        index = torch.arange(tokens, device="cuda")
+        sequence = (index[:, None] >= offsets[:, None, :]).sum(-1)
+        own = (sequence[:, :, None] == sequence[:, None, :]) & ((sequence > 0) & (sequence < 5))[:, :, None]
+        distance = index[:, None] - index
+        seen = own[:, None] & (distance >= 0) & (distance < (window or tokens))
+        scores = (queries @ keys.repeat_interleave(group, 1).mT * size**-0.5).masked_fill(~seen, -torch.inf)
+        sums = scores.logsumexp(-1).detach()
+        weights = torch.exp(scores - sums.clamp(min=-1e30)[..., None])
+        y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values.repeat_interleave(group, 1)
+        wanted = y, *torch.autograd.grad(y, (queries, keys, values), dy.double())
+        torch.testing.assert_close(lse.double().clamp(min=-1e30), sums.clamp(min=-1e30), rtol=1e-3, atol=1e-3)
+        for number, (result, want) in enumerate(zip(got, wanted, strict=True)):
+            bound = allowed * float(want.detach().abs().max())
+            message = f"{tokens} tokens, result {number}"
+            found = result.permute(order).double()
+            torch.testing.assert_close(found, want, rtol=allowed, atol=bound, msg=lambda text, m=message: f"{m}: {text}")

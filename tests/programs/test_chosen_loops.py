@@ -112,7 +112,7 @@ def test_explain_why_not() -> None:
     why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
     assert f"  two-sided transport alone: {why}" in explained(machine=H200.without_puts(why))
 
-    @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.bf16["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.f32["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
         stated = hw.matmul(x, w).stream("M", chunks=2)
         fused, composed = hw.scaled_dot_product_attention(q, q, q), hw.scaled_dot_product_attention(q, q, q, attn_mask=m)
@@ -121,7 +121,7 @@ def test_explain_why_not() -> None:
     text = hw.compile(others).explain()
     assert "2 chunks by p2p, two_sided, as stated" in text
     assert "attention: one call of the library, without the matrix of scores in memory" in text
-    assert "attention is composed of matmuls and a softmax, since it has a mask or dropout" in text
+    assert "attention is composed of matmuls and a softmax, since it has dropout, or a mask that is not of its dtype" in text
     assert "in sequence: no matmul is beside it" in text
     with pytest.raises(ProgramError, match="was compiled from host IR, where nothing is chosen; see host_ir"):
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()

@@ -317,6 +317,33 @@ def test_tied_parameters_and_checkpoints_inside() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+class Masked(nn.Module):
+    """Attention with a mask of bools, and with one that is added: neither is a constant, and neither has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 3 * 32, bias=False)
+
+    def forward(self, x: Any, mask: Any, added: Any) -> Any:
+        q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        attend = nn.functional.scaled_dot_product_attention
+        return (attend(q, k, v, mask) * attend(q, k, v, added, scale=0.5)).sum()
+
+
+def test_a_mask_is_an_operand_of_attention() -> None:
+    """The scores are not in memory, forward or backward; a row that sees nothing has no gradient."""
+    torch.manual_seed(3)
+    module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5)
+    mask = torch.rand(2, 1, 1, 5) > 0.4
+    mask[1] = False
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (x, mask, added), training=True)
+    got, want = (torch.autograd.grad(call(x, mask, added), (x, module.project.weight)) for call in (compiled, module))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    said = compiled.program.host_ir + compiled.backward.host_ir
+    assert said.count(" bias %") == 4
+    assert "scores" not in said
+
+
 def test_dropout_repeats_by_the_seed_and_has_its_gradient() -> None:
     torch.manual_seed(1)
     module = Layers(0.25).train().double()

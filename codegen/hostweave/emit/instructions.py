@@ -264,12 +264,13 @@ class Emitter:
     def emit_attention(self, i: ir.Attention) -> str:
         has_lse, blind = ([f".{word} = true"] if fields else [] for word, fields in (("has_lse", i.lse), ("blind_zeros", i.blind)))
         plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), has_lse, blind)
-        beside = [f".{field} = {self.text(name)}" for field, names in (("lse", i.lse), ("lengths", i.lengths)) for name in names]
+        beside = [f".{field} = {self.text(name)}" for field, name in (*(("lse", name) for name in i.lse), *i.masked_by.items())]
         return self.lay_out(i, plan=plan, beside=beside)
 
     def emit_attention_backward(self, i: ir.AttentionBackward) -> str:
         operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
-        return self.lay_out(i, plan=self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], []))
+        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], [])
+        return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in i.masked_by.items()])
 
     def attention_plan(
         self, kind: str, i: ir.Attention | ir.AttentionBackward, dst: str, operands: Sequence[str], has_lse: list[str], blind: list[str]
@@ -280,10 +281,15 @@ class Emitter:
         words += has_lse
         words += [".has_lengths = true"] if i.lengths else []
         words += [".from_end = true"] if i.corner else []
+        words += [".has_bias = true"] if i.bias else []
+        words += [".is_packed = true"] if i.offsets else []
         words += blind
         shapes = [self.strided(self.type_of(name)) for name in operands]
-        diagonal = [self.expr(i.diagonal)] if i.diagonal not in (None, Const(0)) else []
-        return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), (*shapes, *diagonal))
+        beside = [f".bias = hw::Strided{self.strided(self.type_of(name)).removeprefix('hw::Strided')}" for name in i.bias]
+        beside += [f".sequences = {self.integers.size(self.type_of(name).shape[-1] - Size(1))}" for name in i.offsets]
+        diagonal = [self.expr(i.diagonal or Const(0))] if beside or i.diagonal not in (None, Const(0)) else []
+        prepared_with = (*shapes, *diagonal, *([f"{{{', '.join(beside)}}}"] if beside else []))
+        return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), prepared_with)
 
     def strided(self, type: BufferType) -> str:
         shape = self.integers.shape(type.shape)

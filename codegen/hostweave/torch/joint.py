@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -271,9 +272,16 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor
         mask, causal = None, causal or word == "causal"
     if all(pair := [repeated(argument) for argument in node.args[1:3]]):
         (k, v), gqa = map(value, pair), True
-    if mask is not None or p:
+    if p or (mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, q.dtype))):
         return composed_attention(q, k, v, mask, p, causal, scale, gqa, seed)
-    return ops.attention(q, k, v, causal, scale, gqa)[0]
+    return ops.attention(q, k, v, None if mask is None else _as_bias(mask, q, k), causal, scale, gqa)[0]
+
+
+def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """A mask as what is added to the scores, with all columns."""
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, torch.zeros((), dtype=q.dtype), torch.full((), -math.inf, dtype=q.dtype))
+    return mask.expand(*(mask.shape[:-1] if mask.ndim > 1 else (1,)), k.shape[-2])
 
 
 def _simplify(made: GraphModule) -> None:

@@ -13,7 +13,7 @@ from math import ceil, prod, sqrt
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attention import GRADIENTS
+from hostweave.fusion_ir.ops.attention import GRADIENTS, is_by_kernels
 from hostweave.fusion_ir.ops.attributes import CAUSAL, CONTRACTED, WINDOW
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
@@ -35,7 +35,7 @@ LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
 EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
 PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
-ATTENTION = 0.75  # of what tensor cores do, that attention of 16-bit floats reaches; of f32 it has none
+ATTENTION = 0.75  # of what tensor cores do, that attention of 16-bit floats reaches; what is by kernels of ours has none
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -112,19 +112,20 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         if op.kind == "matmul":
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
-            work = _of_attention(op, [list(map(float, dims[name])) for name in op.tensors], types[op.tensors[0]].dtype) / machine.flops
+            speed = ATTENTION / (32 if is_by_kernels(op, *(types[name] for name in op.tensors[:3])) else 1)
+            work = _of_attention(op, [list(map(float, dims[name])) for name in op.tensors], speed) / machine.flops
             return machine.launch + max(work, sum(moved) / machine.memory)
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
 
 
-def _of_attention(op: Op, operands: Sequence[Sequence[float]], dtype: DType) -> float:
+def _of_attention(op: Op, operands: Sequence[Sequence[float]], speed: float) -> float:
     """The operations of one rank, as many as tensor cores do in that time; a third of those of its three for a gradient."""
     q, k, v = operands[:3]
     products = 2.0 if op.kind == "attention" else 5 / 3
     seen = min(op[WINDOW] or k[-2], k[-2] if k[-2] > q[-2] else k[-2] / 2) if op[CAUSAL] else k[-2]
-    return products * prod(q[:-1]) * seen * (q[-1] + v[-1]) / (ATTENTION if dtype.itemsize == 2 else ATTENTION / 32)
+    return products * prod(q[:-1]) * seen * (q[-1] + v[-1]) / speed
 
 
 def _ranks(op: Op, mesh: Mesh) -> int:

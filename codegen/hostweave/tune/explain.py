@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Set
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
-from hostweave.fusion_ir.ops.attention import why_composed
+from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of
 from hostweave.tune.cost import most_in_kernel
 from hostweave.tune.overlaps import Candidate, candidates
-from hostweave.types.tensor import f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
@@ -53,10 +52,11 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
-            by = "a kernel of this package" if types[op.tensors[0]].dtype == f32 else "one call of the library"
+            is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
+            by = "a kernel of this package, without tensor cores" if is_own else "one call of the library"
             yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
-            why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has a mask or dropout"
+            why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask that is not of its dtype"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
 
 

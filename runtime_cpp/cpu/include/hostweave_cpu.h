@@ -115,14 +115,24 @@ typedef struct hw_cpu_attention {
   float scale;
   int causal;  // row i sees columns up to i + diagonal
   int64_t diagonal;
-  int64_t window;  // and only the last so many of them; 0: all
-  int from_end;    // row i sees columns up to i + diagonal + its length
+  int64_t window;     // and only the last so many of them; 0: all
+  int from_end;       // row i sees columns up to i + diagonal + its length
+  hw_cpu_heads bias;  // added to the scores, of the dtype: strides are 0 along what it has once
+  int64_t sequences;  // that are packed into one, of each of the batch
 } hw_cpu_attention;
 
+// What masks the scores: null, or lengths [batch], how many columns there are; the bias; offsets [batch, sequences + 1], where
+// sequences begin and the last one ends, of which a row sees its own alone.
+typedef struct hw_cpu_attention_masks {
+  const int32_t* lengths;
+  const void* bias;
+  const int32_t* offsets;
+} hw_cpu_attention_masks;
+
 // o = softmax(scale q kT) v, computed in f32 without the matrix of scores; lse, null or [batch, heads, rows], is log(sum(exp)).
-// Lengths, null or [batch], say how many columns there are. A row that sees no column gives zeros, and the lse -inf.
+// A row that sees no column gives zeros, and the lse -inf.
 cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
-                          const int32_t* lengths, cudaStream_t stream);
+                          const hw_cpu_attention_masks* masks, cudaStream_t stream);
 
 typedef struct hw_cpu_attention_gradients {
   hw_cpu_heads o, q, k, v;
@@ -131,7 +141,7 @@ typedef struct hw_cpu_attention_gradients {
 // The gradients of q, k and v from that of o, by blocks in f32. o and lse are what hw_cpu_attend gave.
 cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients, const void* q,
                                    const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
-                                   void* q_gradient, void* k_gradient, void* v_gradient, const int32_t* lengths,
+                                   void* q_gradient, void* k_gradient, void* v_gradient, const hw_cpu_attention_masks* masks,
                                    cudaStream_t stream);
 
 }  // extern "C"

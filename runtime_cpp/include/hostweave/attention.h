@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "hostweave/hidden.h"
 #include "hostweave/matmul.h"
@@ -17,13 +18,25 @@ struct AttentionOptions {
   bool has_lse = false;      // whether it also gives the logarithms of the sums of exp
   bool has_lengths = false;  // whether columns end where the lengths say
   bool from_end = false;     // and the diagonal begins there
+  bool has_bias = false;     // whether something is added to the scores
+  bool is_packed = false;    // whether several sequences are packed into one, and a row sees its own alone
   bool blind_zeros = false;  // whether a row that sees no column gets zeros, and is no error
 };
 
-// What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch].
+// What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch], offsets
+// [batch, sequences + 1]: where sequences begin, and where the last one ends.
 struct Beside {
   float* lse = nullptr;
   const int32_t* lengths = nullptr;
+  const void* bias = nullptr;
+  const int32_t* offsets = nullptr;
+};
+
+// Of what a call has beside its operands: the bias broadcasts to the scores, but for its last dim, whose elements lie side by
+// side.
+struct BesideShapes {
+  std::optional<Strided> bias = {};
+  int64_t sequences = 0;
 };
 
 // Plans of the device's library for the last few problems.
@@ -46,9 +59,10 @@ class AttentionPlan : Attentions {
   using Attentions::Attentions;
   // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
   // lengths.
-  void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0);
+  void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
+               const BesideShapes& beside = {});
 
-  // As prepared last. A row before all columns gives zeros, and an lse below -1e30; a length is at least 1.
+  // As prepared last. A row that sees no column gives zeros, and an lse below -1e30; a length is at least 1.
   cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 };
 
@@ -57,11 +71,12 @@ class AttentionBackwardPlan : Attentions {
  public:
   using Attentions::Attentions;
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, const Strided& o_gradient,
-               const Strided& q_gradient, const Strided& k_gradient, const Strided& v_gradient, int64_t diagonal = 0);
+               const Strided& q_gradient, const Strided& k_gradient, const Strided& v_gradient, int64_t diagonal = 0,
+               const BesideShapes& beside = {});
 
   cudaError_t differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
                             void* q_gradient, void* k_gradient, void* v_gradient, cudaStream_t stream,
-                            const int32_t* lengths = nullptr) const;
+                            const Beside& beside = {}) const;
 };
 
 }  // namespace hw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked, public_names
@@ -20,9 +20,17 @@ from hostweave.fusion_ir.frontend.composites import (
 )
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS, TOP_LEFT, why_composed, why_no_lengths
+from hostweave.fusion_ir.ops.attention import (
+    BOTTOM_RIGHT,
+    GRADIENTS,
+    TOP_LEFT,
+    why_composed,
+    why_no_bias,
+    why_no_lengths,
+    why_no_offsets,
+)
 from hostweave.types.size import Size
-from hostweave.types.tensor import f32
+from hostweave.types.tensor import bool_, f32, i32
 
 LEAST = -1e30  # of a row's largest score that is not -inf
 
@@ -46,13 +54,15 @@ def scaled_dot_product_attention(
     """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
 
     The signature is PyTorch's (Vaswani et al., "Attention is all you need", 2017). All have one dtype; scores and softmax are f32
-    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added. With
-    `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa` key and value have fewer
-    heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is the probability with
-    which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped or not.
+    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added; a row without
+    any column gives zeros. With `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa`
+    key and value have fewer heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is
+    the probability with which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped
+    or not.
     `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
     are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
-    Where `attention` is one call, so is this, without mask and dropout; else the whole matrix of scores is in memory.
+    Where `attention` is one call, so is this, without dropout, and with a mask that is bool or of the dtype of the query; else the whole
+    matrix of scores is in memory.
     Sharded heads, `H@tp`, need no communication; sharded keys, `T@cp`, stay where they are, as in `attention`. Raises ProgramError.
 
     Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
@@ -69,14 +79,11 @@ def scaled_dot_product_attention(
         raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
     ends = _check_lengths(query, lengths, location)
     factor, causal = _scale_of(query, scale, location), (BOTTOM_RIGHT if ends else TOP_LEFT) if is_causal else None
-    if attn_mask is None and not dropout_p and not why_composed(query.type, value.type):
-        return record("attention", query, key, value, *ends, scale=factor, causal=causal)
-    scores = _scores(query, key, group, factor)
-    seen = _seen(scores, causal, None, lengths)
-    if attn_mask is not None:
-        mask = _by_group(attn_mask, key.type.shape[-3], Size(group)) if group > 1 else attn_mask
-        scores = hw.where(mask, scores, float("-inf")) if mask.dtype.kind == "bool" else scores + _cast(mask, scores.dtype)
-    weights = _softmax_of(scores, seen, lengths)[0]
+    if not dropout_p and not why_composed(query.type, value.type) and (attn_mask is None or attn_mask.dtype in (bool_, query.dtype)):
+        bias = () if attn_mask is None else (_as_bias(attn_mask, query, key),)
+        return record("attention", query, key, value, *ends, *bias, scale=factor, causal=causal, bias=bool(bias))
+    scores = _biased(_scores(query, key, group, factor), attn_mask, key, group)
+    weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
         if group > 1:  # numbered as without groups, as in [..., heads * group, S, T]
@@ -96,6 +103,8 @@ def attention(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What `scaled_dot_product_attention` gives, and the log-sum-exp of each row of scores: f32 [..., H, S].
 
@@ -104,24 +113,31 @@ def attention(
     `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], says how many keys of each of the batch are valid, at least one: the
     columns end there, and so does the last row's diagonal at the bottom right, so that row i has the position lengths - S + i. A row
     that comes before all keys then gives zeros, and -inf.
+    `bias`, of the query's dtype, is added to the scaled scores: [..., H, S, T], whose dims before the last one may be 1 or missing.
+    Where it is -inf a row does not see the column; a row that sees none gives zeros, and -inf.
+    `offsets`, i32 [B, N + 1] for [B, H, S, E] and [N + 1] for [H, S, E], are of N sequences that are packed one after the other: where each
+    begins, and where the last one ends. They do not decrease, and sequences may be empty. As many keys as queries are packed alike, and a
+    row sees those of its own sequence, under the masks. What is before and behind all sequences gives zeros, and -inf.
     One call, without the matrix of scores in memory, for f32, f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints
     of at most 256, of f16 and bf16 multiples of 8; the elements of a row lie side by side, other dims as they like. Else it is composed
     of matmuls and a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Where they
     are not, keys may be, `T@cp`: each rank attends to its own, and the results are joined by their log-sum-exps, in f32. Only for a
-    window, and with lengths and a causal mask on several rows, are keys gathered then. Raises ProgramError.
+    window, and with lengths and a causal mask on several rows, are keys gathered then. Of packed sequences a rank has all rows and keys.
+    Raises ProgramError.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
     """
     location = Location.of_caller()
     group = _check_attention(query, key, value, enable_gqa, location)
     _check_causal(causal, window, location)
-    ends = _check_lengths(query, lengths, location)
+    masks, words = _check_masks(query, key, lengths, bias, offsets, location)
     factor = _scale_of(query, scale, location)
     if not why_composed(query.type, value.type):
-        result = _worded("attention", record("attention", query, key, value, *ends, scale=factor, causal=causal, window=window))
-        return result, _worded("lse", record("attention_lse", query, key, *ends, scale=factor, causal=causal, window=window))
-    scores = _scores(query, key, group, factor)
-    weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths), lengths)
+        how: dict[str, Any] = {"scale": factor, "causal": causal, "window": window, **words}
+        result = _worded("attention", record("attention", query, key, value, *masks, **how))
+        return result, _worded("lse", record("attention_lse", query, key, *masks, **how))
+    scores = _biased(_scores(query, key, group, factor), bias, key, group)
+    weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths, offsets), bool(masks))
     result = _worded("attention", _weighted(weights, query, value, group))
     return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *map(str, query.type.shape[:-1])))
 
@@ -140,12 +156,14 @@ def attention_backward(
     enable_gqa: bool = False,
     *,
     lengths: Tensor | None = None,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, from that of the output: of their types. What else it takes is as in `attention`.
 
     `output` and `lse` are what `attention` gave for the same operands. One call, without the matrix of scores in memory, where
     `attention` is one; else it is composed of matmuls. Keys that are not valid have zeros. With rows that are sharded, `S@cp`, the
-    gradients of key and value are partial sums. Raises ProgramError.
+    gradients of key and value are partial sums. There is no gradient of a bias. Raises ProgramError.
 
     Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`.
     """
@@ -161,13 +179,16 @@ def attention_backward(
         if (x.dtype, x.type.shape) != (dtype, shape):
             wanted = f"{dtype}[{', '.join(map(str, shape))}]"
             raise ProgramError(f"attention_backward: {name} is {x.type}, not {wanted}; pass what attention gave, or its gradient", location)
-    ends, factor = _check_lengths(query, lengths, location), _scale_of(query, scale, location)
+    masks, words = _check_masks(query, key, lengths, bias, offsets, location)
+    factor = _scale_of(query, scale, location)
     if not why_composed(query.type, value.type):
-        operands = query, key, value, output, output_gradient, lse, *ends
-        q, k, v = (record(kind, *operands, scale=factor, causal=causal, window=window) for kind in GRADIENTS)
+        operands = query, key, value, output, output_gradient, lse, *masks
+        q, k, v = (record(kind, *operands, scale=factor, causal=causal, window=window, **words) for kind in GRADIENTS)
     else:
-        scores = _scores(query, key, group, factor)
-        seen = _seen(scores, causal, window, lengths)
+        scores = _biased(_scores(query, key, group, factor), bias, key, group)
+        seen = _seen(scores, causal, window, lengths, offsets)
+        if bias is not None:  # which may hide all columns of a row
+            lse = hw.maximum(lse, LEAST)
         sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
         q, given, lse, sums = (_by_heads(x, key, group) for x in (query, output_gradient, hw.expand_dims(lse, lse.ndim), sums))
         k, v = (hw.expand_dims(x, x.ndim - 2) if group > 1 else x for x in (key, value))
@@ -228,7 +249,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float) -> Tensor:
     return _wide(_worded("scores", hw.matmul(query, _turned(key)))) * scale
 
 
-def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None) -> Tensor | None:
+def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
     """Which columns a row attends to, to be broadcast to the scores; None where all."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
@@ -237,7 +258,23 @@ def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tenso
         rows = rows + (_last(columns, -1) if ends is None else ends - 1) - _last(rows, -2)
     if causal:
         seen = rows >= columns if seen is None else seen & (rows >= columns)
-    return seen & (rows < columns + window) if seen is not None and window else seen
+    seen = seen & (rows < columns + window) if seen is not None and window else seen
+    if offsets is None:
+        return seen
+    own = _of_one_sequence(scores, offsets)
+    return own if seen is None else seen & own
+
+
+def _of_one_sequence(scores: Tensor, offsets: Tensor) -> Tensor:
+    """Whether row and column are of one of the sequences that are packed."""
+    token, before = hw.iota(scores, -2)[:, None], hw.expand_dims(offsets, offsets.ndim - 1)
+    begun = hw.sum(hw.astype(token >= before, i32), -1)  # of each token, how many sequences
+    is_inside = (begun > 0) & (hw.iota(scores, -2) < hw.max(offsets, -1, keepdims=True))  # the last one is the largest
+    heads = tuple(range(offsets.ndim - 1, scores.ndim - 2))
+    row, column, is_inside = (
+        hw.expand_dims(x, (*heads, dim)) for x, dim in ((begun, scores.ndim - 1), (begun, scores.ndim - 2), (is_inside, scores.ndim - 1))
+    )
+    return (row == column) & is_inside
 
 
 def _last(indices: Tensor, dim: int) -> Tensor | int:
@@ -245,15 +282,33 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
     return int(size) - 1 if size.is_int else hw.max(indices, dim, keepdims=True)
 
 
-def _softmax_of(scores: Tensor, seen: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The weights of the columns that a row sees, and its log-sum-exp. Only with lengths can it see none: then they are zeros."""
+def _biased(scores: Tensor, mask: Tensor | None, key: Tensor, group: int) -> Tensor:
+    """With what is added to the scores, or -inf where a mask is false."""
+    if mask is None:
+        return scores
+    mask = _by_group(mask, key.type.shape[-3], Size(group)) if group > 1 else mask
+    return hw.where(mask, scores, float("-inf")) if mask.dtype == bool_ else scores + _cast(mask, scores.dtype)
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as what is added to the scores: its last dim is that of the keys."""
+    bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
+    columns = key.type.shape[-2]
+    if bias.ndim < 2 or bias.type.shape[-1] != columns:
+        leading = bias.type.shape[:-1] if bias.ndim > 1 else (Size(),)
+        bias = hw.broadcast_to(bias, *map(str, (*leading, columns)))
+    return bias
+
+
+def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
+    """The weights of the columns that a row sees, and its log-sum-exp. Where a row sees none they are zeros."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
-    shift = largest if lengths is None else hw.maximum(largest, LEAST)
+    shift = hw.maximum(largest, LEAST) if may_see_none else largest
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
-    if lengths is not None:
+    if may_see_none:
         sums = hw.maximum(sums, 1.0)  # the largest is exp(0)
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
@@ -271,6 +326,26 @@ def _check_lengths(query: Tensor, lengths: Tensor | None, location: Location) ->
     if why := why_no_lengths(query.type, lengths.type):
         raise ProgramError(f"attention: {why}", location)
     return (lengths,)
+
+
+def _check_masks(
+    query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None, offsets: Tensor | None, location: Location
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The operands that mask the scores, and the attributes that say which they are."""
+    masks = _check_lengths(query, lengths, location)
+    if bias is not None:
+        if why := why_no_bias(query.type, key.type, bias.type):
+            raise ProgramError(f"attention: {why}", location)
+        masks = (*masks, bias)
+    if offsets is not None:
+        if masks:
+            raise ProgramError(
+                "attention: offsets are given with lengths or a bias; packed sequences have neither, leave them out", location
+            )
+        if why := why_no_offsets(query.type, key.type, offsets.type):
+            raise ProgramError(f"attention: {why}", location)
+        masks = (offsets,)
+    return masks, {"bias": bias is not None, "packed": offsets is not None}
 
 
 def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:

@@ -2,50 +2,60 @@
 
 Two ops of the same queries, keys and attributes are one instruction. Whole rows of scores are never in memory.
 
+Behind the operands that all have come the lengths, where keys are not all valid, then the bias of the scores with `bias`, or with `packed`
+the offsets at which the sequences begin that are packed into one, the last one where they end: a row sees the keys of its own alone.
+
 With `blocks` the keys are cut into so many, the last of which may be short or empty, and there is a result for each: its dim is the first
 one, which is sharded as the keys are. Lengths are those of the blocks then. A row that sees none of a block has zeros there, and -inf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from hostweave.fusion_ir.index_map import IndexMap, Labels, numbered
+from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, f32, i32
 
 OPS: dict[str, OpDef] = {}
+T = TypeVar("T")
 
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corners of the scores at which the diagonal of a causal mask begins, or ends
 DTYPES = ("f16", "bf16", "f32")
+GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient")
+COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # of operands that each has
+
+
+def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
+    """Of its operands, or of something else of each, what masks the scores: `lengths`, `bias` or `offsets`."""
+    rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
+    return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
 
 def _attention(types: Types, op: Op) -> TensorType:
-    result = _rows(types, op, 3)
-    _, k, v = types[:3]
-    if v.shape[:-1] != k.shape[:-1]:
-        raise Mismatch(f"keys {k} and values {v} differ in more than their last dim; give each key a value")
-    return TensorType(v.dtype, (*result.dims, Dim(v.shape[-1])))
+    rows = _rows(types, op)
+    return TensorType(types[2].dtype, (*rows.dims, Dim(types[2].shape[-1])))
 
 
-def _log_sum_exp(types: Types, op: Op) -> TensorType:
-    return _rows(types, op, 2)
-
-
-def _rows(types: Types, op: Op, count: int) -> TensorType:
-    """A value for each row of the queries, of so many operands and maybe the lengths."""
-    if not count <= len(types) <= count + 1:
-        raise Mismatch(f"takes {count} operands, and lengths where not all keys are valid, not {len(types)}")
+def _rows(types: Types, op: Op) -> TensorType:
+    """A value for each row of the queries."""
+    count, masks = COUNTS[op.kind], masks_of(op, types)
+    if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
+        more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
+        raise Mismatch(f"takes {count} operands{more}, and lengths where not all keys are valid, not {len(types)}")
     q, k = types[:2]
-    dtype = same_dtype(types[:count])
+    dtype = same_dtype(types[: min(count, 3)])
     if dtype.name not in DTYPES:
         raise Mismatch(f"not defined for {dtype}; use hw.astype to {', '.join(DTYPES)}")
     if not 3 <= len(q.dims) == len(k.dims) <= 4 or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
         raise Mismatch(f"queries {q} and keys {k} are not [..., H, S, E] and [..., H, T, E] with one leading dim at most; reshape them")
+    if count > 2 and types[2].shape[:-1] != k.shape[:-1]:
+        raise Mismatch(f"keys {k} and values {types[2]} differ in more than their last dim; give each key a value")
     group = q.shape[-3].divided_by(k.shape[-3])
     if group is None or not group.is_int:
         raise Mismatch(f"the {k.shape[-3]} heads of keys {k} do not divide the {q.shape[-3]} of queries {q}; repeat them")
@@ -54,12 +64,24 @@ def _rows(types: Types, op: Op, count: int) -> TensorType:
     if op[WINDOW] < 0 or (op[WINDOW] and not op[CAUSAL]):
         raise Mismatch(f"window={op[WINDOW]} is a number of columns, of a causal mask; give it one, or leave the window out")
     blocks = _blocks(op)
-    for lengths in types[count:]:
-        if why := why_no_lengths(q, lengths, blocks):
-            raise Mismatch(why)
-        if op[CAUSAL] and blocks:
-            raise Mismatch("blocks of keys that have lengths have no causal mask; leave one of them out")
+    _check_masks(op, q, k, masks, blocks)
     return TensorType(f32, tuple(Dim(size) for size in (*blocks, *q.shape[:-1])))
+
+
+def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, TensorType], blocks: tuple[Size, ...]) -> None:
+    whys = (
+        why_no_lengths(q, masks["lengths"], blocks) if "lengths" in masks else "",
+        why_no_bias(q, k, masks["bias"]) if "bias" in masks else "",
+        why_no_offsets(q, k, masks["offsets"]) if "offsets" in masks else "",
+        "blocks of keys that have lengths have no causal mask; leave one of them out"
+        if "lengths" in masks and op[CAUSAL] and blocks
+        else "",
+        "sequences that are packed have no lengths, bias or blocks; leave one of them out"
+        if op[IS_PACKED] and (len(masks) > 1 or blocks)
+        else "",
+    )
+    if why := next(filter(None, whys), ""):
+        raise Mismatch(why)
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
@@ -77,73 +99,143 @@ def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, .
     return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys of each of the batch; cast or reshape them"
 
 
+def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
+    """Why these are not added to the scores, or ""."""
+    scores = (*query.shape[:-1], key.shape[-2])
+    dims = bias.shape if len(bias.shape) > 1 else ()
+    fits = dims and all(size in (ONE, wanted) for size, wanted in zip(dims[-2::-1], scores[-2::-1], strict=False))
+    if bias.dtype == query.dtype and fits and len(dims) <= len(scores) and dims[-1] == scores[-1]:
+        return ""
+    wanted = f"{query.dtype}[{', '.join(map(str, scores))}]"
+    return f"a bias of {bias} is not {wanted}, whose dims before the last one may be 1 or missing; cast it, and broadcast its last dim"
+
+
+def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> str:
+    """Why these are not where packed sequences begin, or ""."""
+    if query.shape[-2] != key.shape[-2]:
+        return f"packed sequences have as many queries as keys, and {query} and {key} have not; pad them"
+    if offsets.dtype == i32 and len(offsets.dims) == len(query.dims) - 2 and offsets.shape[:-1] == query.shape[:-3]:
+        return ""
+    wanted = f"i32[{', '.join(map(str, (*query.shape[:-3], 'N + 1')))}]"
+    return f"offsets of {offsets} are not {wanted}, where each of N sequences begins, and where the last one ends; cast or reshape them"
+
+
 def _map(types: Types, op: Op) -> IndexMap:
     """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys, or one of the blocks of them.
 
     A head of the keys is that of several heads of the queries. No loop walks the dims: rows have the place of a mask, and heads groups.
+    Of packed sequences a rank has all rows.
     """
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
     batch = numbered(types[0].shape[:-3], "b")
-    rows: Labels = (*batch, "h", "s")
-    q: Labels = (*rows, None)
-    k, v, lengths = (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"), (*block, *batch)
-    operands, result = ((q, k, v, lengths), (*block, *rows, "f")) if op.kind == "attention" else ((q, k, lengths), (*block, *rows))
-    return IndexMap(operands[: len(types)], result, frozenset(filter(None, result)))
+    rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
+    operands: tuple[Labels, ...] = ((*rows, None), (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"))
+    result: Labels = (*block, *rows, *(("f",) if op.kind == "attention" else ()))
+    operands = (*operands[: COUNTS[op.kind]], *_labels_of_masks(op, types, rows, of_keys, block))
+    return IndexMap(operands, result, frozenset(filter(None, result)))
 
 
-def attended(np: Any, operands: tuple[Any, ...], scale: float, diagonal: int | None, window: int, from_end: bool) -> tuple[Any, Any]:
-    """The result and the log-sum-exps, by the matrix of scores: row i sees columns up to i + diagonal, of a window the last ones.
+def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, block: Labels = ()) -> Iterator[Labels]:
+    for word, type in masks_of(op, types).items():
+        if word == "bias":
+            labels = (*rows, of_keys)[-len(type.dims) :]
+            yield tuple(None if size == ONE else label for size, label in zip(type.shape, labels, strict=True))
+        else:
+            yield (*block, *rows[:-2], *((None,) if word == "offsets" else ()))
 
-    Columns end at their length, where there are lengths, and `from_end` the diagonal counts from there. A row that sees none has zeros.
+
+@dataclass(frozen=True)
+class Masks:
+    """What a row sees: columns up to i + diagonal, of a window the last ones, up to their length, of its own sequence; and what is added.
+
+    `from_end` the diagonal counts from the length, or from the last column.
     """
-    q, k, v, *lengths = operands
+
+    diagonal: int | None = None
+    window: int = 0
+    from_end: bool = False
+    lengths: Any = None
+    bias: Any = None
+    offsets: Any = None
+
+
+def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
+    """The result and the log-sum-exps, by the matrix of scores. A row that sees no column has zeros."""
+    q, k, v = operands
     k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if x.shape[-3] else x for x in (k, v))
-    scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), diagonal, window, from_end, lengths)
+    scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
     sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # the largest is exp(0)
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 
-def _masked(np: Any, scores: Any, diagonal: int | None, window: int, from_end: bool, lengths: Sequence[Any]) -> Any:
-    columns = np.arange(scores.shape[-1])
-    ends = lengths[0][..., None, None, None] if lengths else len(columns)
+def _masked(np: Any, scores: Any, masks: Masks) -> Any:
+    scores = scores if masks.bias is None else scores + masks.bias
+    rows, columns = np.arange(scores.shape[-2])[:, None], np.arange(scores.shape[-1])
+    ends = len(columns) if masks.lengths is None else masks.lengths[..., None, None, None]
     hidden = columns >= ends
-    if diagonal is not None:
-        distance = np.arange(scores.shape[-2])[:, None] + diagonal + (ends if from_end else 0) - columns
-        hidden = hidden | (distance < 0) | ((distance >= window) if window else False)
+    if masks.diagonal is not None:
+        distance = rows + masks.diagonal + (ends if masks.from_end else 0) - columns
+        hidden = hidden | (distance < 0) | ((distance >= masks.window) if masks.window else False)
+    if masks.offsets is not None:
+        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # of a token, how many sequences
+        in_one = (begun > 0) & (begun < masks.offsets.shape[-1])
+        apart = (begun[..., :, None] != begun[..., None, :]) | ~in_one[..., None, :]
+        hidden = hidden | apart[..., None, :, :]
     return np.where(hidden, -np.inf, scores)
 
 
-def _numpy(compute: Callable[..., tuple[Any, ...]], index: int) -> Callable[..., Any]:
+def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
     """One of the results that a function of operands and masks gives."""
 
-    def numpy(np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0, blocks: int = 0) -> Any:
-        diagonal = None if not causal else 0 if causal == TOP_LEFT else -operands[0].shape[-2]
+    def numpy(
+        np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0, blocks: int = 0, bias: bool = False, packed: bool = False
+    ) -> Any:
+        count = COUNTS[kind]
+        q, k, *others = operands[:count]
+        rest = list(operands[count:])
+        last = rest.pop() if bias or packed else None
+        lengths = rest.pop() if rest else None
+        if kind == "attention_lse":
+            others = [k]  # of values nothing is asked
+        masks = Masks(
+            None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2],
+            window,
+            causal == BOTTOM_RIGHT,
+            lengths,
+            last if bias else None,
+            last if packed else None,
+        )
         if not blocks:
-            return compute(np, operands, scale, diagonal, window, causal == BOTTOM_RIGHT)[index]
-        q, k, v, *lengths = operands
+            return compute(np, (q, k, *others), scale, masks)[index]
         columns = k.shape[-2]
-        step, last = -(-columns // blocks), None if diagonal is None else diagonal + (columns if causal == BOTTOM_RIGHT else 0)
+        step, end = -(-columns // blocks), columns if masks.from_end else 0
         results = []
         for block in range(blocks):
-            keys, values = (x[..., block * step : (block + 1) * step, :] for x in (k, v))
-            own = None if last is None else last - block * step
-            results.append(compute(np, (q, keys, values, *(n[block] for n in lengths)), scale, own, window, False)[index])
+            of_block = slice(block * step, (block + 1) * step)
+            own = replace(
+                masks,
+                diagonal=None if masks.diagonal is None else masks.diagonal + end - block * step,
+                from_end=False,
+                lengths=None if lengths is None else lengths[block],
+                bias=masks.bias[..., of_block] if masks.bias is not None else None,
+            )
+            results.append(compute(np, (q, *(x[..., of_block, :] for x in (k, *others))), scale, own)[index])
         return np.stack(results)
 
     return numpy
 
 
-def differentiated(np: Any, operands: tuple[Any, ...], scale: float, diagonal: int | None, window: int, from_end: bool) -> tuple[Any, ...]:
+def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, ...]:
     """The gradients of queries, keys and values, from that of the result, by the matrix of scores."""
-    q, k, v, _, given, lse, *lengths = operands
+    q, k, v, output, given, lse = operands
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
-    scores = _masked(np, np.matmul(q, np.swapaxes(keys, -1, -2)) * q.dtype.type(scale), diagonal, window, from_end, lengths)
+    scores = _masked(np, np.matmul(q, np.swapaxes(keys, -1, -2)) * q.dtype.type(scale), masks)
     weights = np.where(np.isneginf(scores), 0, np.exp(scores - np.where(np.isneginf(lse), 0, lse)[..., None]))
-    sums = np.sum(operands[3] * given, axis=-1, keepdims=True)
+    sums = np.sum(output * given, axis=-1, keepdims=True)
     changes = weights * (np.matmul(given, np.swapaxes(values, -1, -2)) - sums) * q.dtype.type(scale)
 
     def by_group(x: Any) -> Any:
@@ -154,11 +246,8 @@ def differentiated(np: Any, operands: tuple[Any, ...], scale: float, diagonal: i
 
 
 def _of_gradients(types: Types, op: Op) -> TensorType:
-    if not 6 <= len(types) <= 7:
-        raise Mismatch(f"takes 6 operands, and lengths where not all keys are valid, not {len(types)}")
-    operands, (output, given, lse) = (*types[:3], *types[6:]), types[3:6]
-    result, rows = _attention(operands, op), _rows((*types[:2], *types[6:]), op, 2)
-    for type, wanted in ((output, result), (given, result), (lse, rows)):
+    rows, result = _rows(types, op), _attention(types, op)
+    for type, wanted in zip(types[3:6], (result, result, rows), strict=True):
         if (type.dtype, type.shape) != (wanted.dtype, wanted.shape):
             raise Mismatch(f"{type} is not {wanted}, what attention gives, or its gradient")
     of = types[GRADIENTS.index(op.kind)]
@@ -168,10 +257,11 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     """As of attention; keys and values get sums over rows, and over the heads of a group, which a rank has all."""
     batch = numbered(types[0].shape[:-3], "b")
-    rows, columns = (*batch, "h", "s"), (*batch, "h", None, None)
+    rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
+    columns: Labels = (*batch, "h", None, None)
     of_rows: Labels = (*rows, None)
-    operands = (of_rows, columns, columns, of_rows, of_rows, rows, batch)[: len(types)]
-    return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(rows))
+    operands = (of_rows, columns, columns, of_rows, of_rows, rows, *_labels_of_masks(op, types, rows, None))
+    return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(filter(None, rows)))
 
 
 MAX_HEAD = 256  # elements of a head
@@ -191,25 +281,30 @@ def why_composed(query: TensorType, value: TensorType) -> str:
     return ""
 
 
+def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
+    """Whether it is by kernels of this package on CUDA, which do without tensor cores: what cuDNN has not."""
+    has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
+    sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
+    at_top_left = not rows.axes and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
+    beside_bias = op[HAS_BIAS] and (op[WINDOW] > 0 or not (sees_all or at_top_left))
+    in_the_middle = has_lengths and not sees_all and bool(rows.axes)
+    packs = query.shape[-1] == value.shape[-1] and query.shape[-1] in map(Size, (64, 128))
+    return query.dtype == f32 or beside_bias or in_the_middle or (op[IS_PACKED] and not packs)
+
+
 _WHOLE = "attended to"
-_ATTRIBUTES = (SCALE, CAUSAL, WINDOW)
+_ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED)
 _IN_BLOCKS = (*_ATTRIBUTES, KEY_BLOCKS)
-GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient")
 
-
-def _log_sum_exps(np: Any, q: Any, k: Any, *lengths: Any, **how: Any) -> Any:
-    return _numpy(attended, 1)(np, q, k, k, *lengths, **how)
-
-
-OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, 0), _IN_BLOCKS, whole=_WHOLE)
-OPS["attention_lse"] = OpDef(None, _log_sum_exp, _map, _log_sum_exps, _IN_BLOCKS, whole=_WHOLE)
+OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)
+OPS["attention_lse"] = OpDef(None, _rows, _map, _numpy(attended, "attention_lse", 1), _IN_BLOCKS, whole=_WHOLE)
 _ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,))):
     OPS[GRADIENTS[_index]] = OpDef(
         None,
         _of_gradients,
         _map_of_gradients,
-        _numpy(differentiated, _index),
+        _numpy(differentiated, GRADIENTS[_index], _index),
         _ATTRIBUTES,
         whole=_WHOLE,
         partial="sum" if _index else "",

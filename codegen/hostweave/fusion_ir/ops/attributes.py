@@ -18,6 +18,7 @@ LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]
 COUNT = Attribute("count", Size, Size(0))  # of a mean: how many elements all ranks have; 0 where a rank has them all
 VALUE = Attribute("value", float, 0.0)
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
+HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, False)  # of attention: whether it has such an operand
 KEY_BLOCKS = Attribute("blocks", int, 0)  # of attention: so many results, of a block of the keys each; 0: one of all
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 

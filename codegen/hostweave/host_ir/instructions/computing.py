@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attention import attended, differentiated
+from hostweave.fusion_ir.ops.attention import Masks, attended, differentiated
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Writes
 from hostweave.types.blocks import Cuts, boxes
@@ -53,14 +53,43 @@ class Matmul(Compute):
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
 
 
+class _Masked(Compute):
+    """Attention, or its backward pass: what masks its scores."""
+
+    library = "attention"
+    scale: float
+    diagonal: Expr | None
+    window: int | None
+    lengths: Reads
+    bias: Reads
+    offsets: Reads
+    corner: str
+
+    @property
+    def masked_by(self) -> dict[str, str]:
+        """The buffers that mask the scores, by what they are, in the order in which it reads them."""
+        masks = {"lengths": self.lengths, "bias": self.bias, "offsets": self.offsets}
+        return {word: name for word, names in masks.items() for name in names}
+
+    def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
+        """What every one reads, and the masks, by their values."""
+        count = len(reads) - len(self.masked_by)
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
+        masks = dict(zip(self.masked_by, reads[count:], strict=True))
+        return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
+
+
 @dataclass(frozen=True)
-class Attention(Compute):
+class Attention(_Masked):
     """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
 
     Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
     last so many of them. `lengths`, contiguous [...] of i32, say how many columns there are; diagonals of the corner `bottom_right` begin
-    there. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp. The elements of a row of all else lie side by side.
-    A row that sees no column is an error, but with lengths, or where `blind` says `zeros`: it gets these, and an lse below -1e30.
+    there. The `bias`, [..., H, S, T] whose dims before the last one may be 1 or missing, is added to the scaled scores, and -inf hides a
+    column. `offsets`, contiguous [..., N + 1] of i32, say where N sequences begin that are packed into one, and where the last one ends:
+    rows see columns of their own sequence alone. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp.
+    The elements of a row of all else lie side by side. A row that sees no column is an error, but with lengths, a bias or offsets, or
+    where `blind` says `zeros`: it gets these, and an lse below -1e30.
     """
 
     q: Read
@@ -71,22 +100,23 @@ class Attention(Compute):
     diagonal: Expr | None = None
     window: int | None = None
     lengths: Reads = ()
+    bias: Reads = ()
+    offsets: Reads = ()
     corner: str = ""
     lse: Writes = ()
     blind: str = ""
     syntax = (
         "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} corner {corner} window {window} lengths {lengths}"
-        + " blind {blind} -> %{dst} lse {lse}"
+        + " bias {bias} offsets {offsets} blind {blind} -> %{dst} lse {lse}"
     )
-    library = "attention"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
-        return attended(np, reads, self.scale, diagonal, self.window or 0, bool(self.corner))[: 1 + len(self.lse)]
+        operands, masks = self.split(reads)
+        return attended(np, operands, self.scale, masks)[: 1 + len(self.lse)]
 
 
 @dataclass(frozen=True)
-class AttentionBackward(Compute):
+class AttentionBackward(_Masked):
     """The gradients of q, k and v from that of the result, by blocks of scores; `o` and `lse` are what Attention gave."""
 
     q: Read
@@ -102,16 +132,17 @@ class AttentionBackward(Compute):
     diagonal: Expr | None = None
     window: int | None = None
     lengths: Reads = ()
+    bias: Reads = ()
+    offsets: Reads = ()
     corner: str = ""
     syntax = (
         "attention_backward %{q}, %{k}, %{v}, %{o}, %{gradient}, %{lse} scaled {scale} diagonal {diagonal} corner {corner}"
-        + " window {window} lengths {lengths} -> %{dq}, %{dk}, %{dv}"
+        + " window {window} lengths {lengths} bias {bias} offsets {offsets} -> %{dq}, %{dk}, %{dv}"
     )
-    library = "attention"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None
-        return differentiated(np, reads, self.scale, diagonal, self.window or 0, bool(self.corner))
+        operands, masks = self.split(reads)
+        return differentiated(np, operands, self.scale, masks)
 
 
 @dataclass(frozen=True)

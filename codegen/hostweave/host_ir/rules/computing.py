@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, why_no_bias, why_no_offsets
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
@@ -147,11 +148,29 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
             c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
     if i.window is not None and (i.diagonal is None or i.window < 1):
         c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
-    if len(i.lengths) > 1:
-        c.fail("lengths are one buffer: name one")
+    for word in ("lengths", "bias", "offsets"):
+        if len(getattr(i, word)) > 1:
+            c.fail(f"{word} {'is' if word == 'bias' else 'are'} one buffer: name one")
     _has(c, i.lengths, BufferType(i32, q[:-3]), "lengths are")
+    _masks(c, i)
     if i.corner not in ("", BOTTOM_RIGHT) or (i.corner and (i.diagonal is None or not i.lengths)):
         c.fail(f"a diagonal in the corner {i.corner}: it is of {BOTTOM_RIGHT}, with lengths, or of none")
+
+
+def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
+    """A bias, or packed sequences."""
+    q, k = (unsharded(c.types[name]) for name in (i.q, i.k))
+    for name in i.bias:
+        if why := why_no_bias(q, k, unsharded(c.types[name])):
+            c.fail(f"%{name}: {why}")
+        if strides_of(c.types[name])[-1] != Size():
+            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+    for name in i.offsets:
+        if why := why_no_offsets(q, k, unsharded(c.types[name])):
+            c.fail(f"%{name}: {why}")
+        if i.lengths or i.bias:
+            c.fail("sequences that are packed have no lengths and no bias: leave one of them out")
+        _has(c, (name,), BufferType(i32, c.types[name].shape), "offsets are")
 
 
 def _is_grouped(heads: Size, groups: Size) -> bool:

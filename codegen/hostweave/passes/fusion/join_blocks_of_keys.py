@@ -23,8 +23,8 @@ from dataclasses import replace
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
 from hostweave.fusion_ir.ops import infer_type, operand_types
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT
-from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, masks_of
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.rewriting import Names
 from hostweave.fusion_ir.sharding import Axes, flow, with_layout
 from hostweave.options import Options
@@ -61,8 +61,8 @@ class _Joining:
         self.op, self.blocks = op, op.result.type.mesh_in(self.mesh).size_of(axes)
         lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
         if op.kind == "attention":
-            blocks = self.make("attention", *op.tensors[:3], *lengths[1:], word="blocks", how=self.how)
-        lse, lses = self.once((*op.tensors[:2], *lengths, self.how), lambda: self.log_sum_exps(*lengths))
+            blocks = self.make("attention", *op.tensors[:3], *lengths[1:], *self.bias, word="blocks", how=self.how)
+        lse, lses = self.once((*op.tensors[:2], *lengths, *self.bias, self.how), lambda: self.log_sum_exps(*lengths))
         largest = self.make("max", lses, how=KEPT)
         shift = self.make("maximum", largest, LEAST)
         powers = self.make("exp", self.make("subtract", lses, shift))
@@ -79,22 +79,29 @@ class _Joining:
 
     def axes_of_blocks(self, op: Op) -> Axes:
         """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""
-        if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op.result.stream:
+        if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
-        return () if (_lengths(op) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
+        return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        return _lengths(self.op)
+        return self.masks("lengths")
+
+    @property
+    def bias(self) -> tuple[str, ...]:
+        return self.masks("bias")
+
+    def masks(self, word: str) -> tuple[str, ...]:
+        return tuple(name for known, name in masks_of(self.op, self.op.tensors).items() if known == word)
 
     @property
     def how(self) -> Attributes:
         """The attributes of an attention in blocks: where there are lengths a row sees all that they say."""
         causal = None if self.lengths else self.op[CAUSAL] or None
-        return attributes(scale=self.op[SCALE], causal=causal, blocks=self.blocks)
+        return attributes(scale=self.op[SCALE], causal=causal, bias=self.op[HAS_BIAS], blocks=self.blocks)
 
     def once(self, key: object, make: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
         if key not in self.known:
@@ -103,7 +110,7 @@ class _Joining:
 
     def log_sum_exps(self, *lengths: str) -> tuple[str, str]:
         """Those of each rank's own block, then of all blocks. What a block without columns has is left out."""
-        lse = self.make("attention_lse", *self.op.tensors[:2], *lengths[1:], word="lse", how=self.how)
+        lse = self.make("attention_lse", *self.op.tensors[:2], *lengths[1:], *self.bias, word="lse", how=self.how)
         if lengths:
             rows = tuple(range(len(self.types[lengths[0]].dims), len(self.types[lse].dims)))
             has_some = self.make("greater", self.make("expand_dims", lengths[0], how=attributes(axis=rows)), 0)
@@ -147,7 +154,3 @@ class _Joining:
     def emit(self, op: Op) -> None:
         self.ops.append(op)
         self.types[op.result.name] = op.result.type
-
-
-def _lengths(op: Op) -> tuple[str, ...]:
-    return op.tensors[3 if op.kind == "attention" else 2 :]

@@ -8,12 +8,12 @@ becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. Of an atten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, GRADIENTS
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, COUNTS, GRADIENTS, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -27,6 +27,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim
 
 RESULT, LSE = "attention", "attention_lse"
+ALIGNED = 8  # elements of 16 bits that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
 
 
@@ -40,24 +41,33 @@ class Attentions:
         if op.result.name in self.done:
             return  # the one before has written it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
-        count = 6 if op.kind in GRADIENTS else 3 if op.kind == RESULT else 2
-        operands, lengths = op.tensors[:count], op.tensors[count:]
+        operands, named = op.tensors[: COUNTS[op.kind]], masks_of(op, op.tensors)
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
         def own(buffer: str) -> str:
             """The rank's block, where there are some."""
             return self.b.reshape(buffer, self.b.types[buffer].shape[1:], f"{buffer}_own") if in_blocks else buffer
 
-        ends = tuple(own(self.buffers.contiguous(name)) for name in lengths)
-        corner = BOTTOM_RIGHT if ends and op[CAUSAL] == BOTTOM_RIGHT else ""
-        masks = self.diagonal(op, bool(ends)), op[WINDOW] or None, ends, corner
+        def of(word: str, read: Callable[[str], str]) -> tuple[str, ...]:
+            return (read(named[word]),) if word in named else ()
+
+        lengths, offsets = (of(word, lambda name: own(self.buffers.contiguous(name))) for word in ("lengths", "offsets"))
+        corner = BOTTOM_RIGHT if lengths and op[CAUSAL] == BOTTOM_RIGHT else ""
+        masks = (
+            self.diagonal(op, bool(lengths)),
+            op[WINDOW] or None,
+            lengths,
+            of("bias", lambda name: self.source(name, 1)),
+            offsets,
+            corner,
+        )
         with ExitStack() as copies:
 
             def target(kind: str, like: str, is_packed: bool = False) -> str:
                 if kind not in made:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
-                is_left = self.has_dense_rows(whole) and not is_packed
+                is_left = self.is_aligned(whole) and not is_packed
                 return whole if is_left else copies.enter_context(communication.packed_destination(self.b, whole, None))
 
             if op.kind in GRADIENTS:
@@ -69,12 +79,14 @@ class Attentions:
                 result, sums = target(RESULT, q), (target(LSE, q, True),) if LSE in made else ()
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
-    def source(self, name: str) -> str:
+    def source(self, name: str, step: int = ALIGNED) -> str:
         whole = self.buffers.buffer_of(name)
-        return whole if self.has_dense_rows(whole) else communication.contiguous_source(self.b, whole, None)
+        return whole if self.is_aligned(whole, step) else communication.contiguous_source(self.b, whole, None)
 
-    def has_dense_rows(self, buffer: str) -> bool:
-        return strides_of(self.b.types[buffer])[-1] == Size()
+    def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
+        """Whether the elements of a row lie side by side, and rows of 16 bits begin at multiples of so many elements."""
+        *outer, last = strides_of(self.b.types[buffer])
+        return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
         """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down, less where columns do.

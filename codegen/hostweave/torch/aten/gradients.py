@@ -196,16 +196,16 @@ def _matmul_of_rows(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
 
 @aten("hostweave.attention.default")
 def _attention(
-    result: Result, q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, causal: bool, scale: float | None, gqa: bool
+    result: Result, q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: Any, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[hw.Tensor, hw.Tensor]:
-    return hw.attention(q, k, v, "top_left" if causal else None, None, scale, gqa)
+    return hw.attention(q, k, v, "top_left" if causal else None, None, scale, gqa, bias=bias)
 
 
 @aten("hostweave.attention_backward.default")
 def _attention_backward(
-    result: Result, dy: hw.Tensor, q: Any, k: Any, v: Any, y: Any, lse: Any, causal: bool, scale: float | None, gqa: bool
+    result: Result, dy: hw.Tensor, q: Any, k: Any, v: Any, y: Any, lse: Any, bias: Any, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
-    return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa)
+    return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa, bias=bias)
 
 
 @aten("convolution_backward.default")

@@ -1,0 +1,273 @@
+"""What masks attention beside its diagonal: a bias of the scores, and sequences that are packed; forward and backward, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import compiled, expect, lowered, random_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.build.cuda import gpus
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.tensor import DType
+
+
+@cache
+def masked(ranks: int, t: DType) -> Fusion:
+    """Biases of all heads, of one and of a row; keys that are shared by the ranks, and rows; packed sequences of a batch and alone."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        q=t["B", f"{4 * ranks}@x", "S", 16],
+        k=t["B", f"{2 * ranks}@x", "T", 16],
+        v=t["B", f"{2 * ranks}@x", "T", 24],
+        bias=t[f"{4 * ranks}@x", "S", "T"],
+        of_columns=t["B", 1, 1, "T"],
+        n=hw.i32["B"],
+        some=t["B", 4, 7, 16],
+        cache=t["B", 2, "U@x", 16],
+        near=t[1, 7, "U@x"],
+        rows=t[4, "U@x", 16],
+        keys=t[2, "U", 16],
+        of_rows=t["U@x", "U"],
+        p=t["W", "B@x", 4, 16],
+        r=t["W", "B@x", 2, 16],
+        begins=hw.i32["B@x", 5],
+        one=t[f"{2 * ranks}@x", "V", 16],
+        alone=hw.i32["N"],
+    )
+    def masked(q, k, v, bias, of_columns, n, some, cache, near, rows, keys, of_rows, p, r, begins, one, alone):  # type: ignore[no-untyped-def]
+        def both(q, k, v, **how):  # type: ignore[no-untyped-def]
+            y, lse = hw.attention(q, k, v, enable_gqa=True, **how)
+            return y, lse, *hw.attention_backward(q, k, v, y, y, lse, enable_gqa=True, **how)
+
+        tokens, packed = (hw.permute_dims(x, (1, 2, 0, 3)) for x in (p, r))
+        return (
+            *both(q, k, v, bias=bias),
+            *both(q, k, v, bias=of_columns, lengths=n, causal="bottom_right", window=5),
+            hw.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True),
+            hw.scaled_dot_product_attention(q, k, v, of_columns > 0, enable_gqa=True, lengths=n),
+            *hw.attention(some, cache, cache, "bottom_right", enable_gqa=True, bias=near),
+            *both(rows, keys, keys, causal="top_left", bias=of_rows),
+            *both(tokens, packed, packed, offsets=begins),
+            *both(tokens, packed, packed, offsets=begins, causal="bottom_right", window=3),
+            *both(one, one, one, offsets=alone, causal="top_left", scale=0.3),
+        )
+
+    return masked
+
+
+def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    (q, k, v, bias, of_columns, n, some, cached, near, rows, keys, of_rows, p, r, begins, one, alone) = (
+        torch.from_numpy(array if array.dtype == np.int32 else array.astype(np.float64)) for array in arrays.values()
+    )
+
+    def both(q, k, v, causal="", window=1 << 30, scale=None, ends=None, bias=0.0, offsets=None):  # type: ignore[no-untyped-def]
+        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+        keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        length = torch.tensor(k.shape[-2]) if ends is None else ends[:, None, None, None]
+        distance = rows - columns + (length - q.shape[-2] if causal == "bottom_right" else 0)
+        seen = (columns < length) & ((distance >= 0) & (distance < window) if causal else True)
+        if offsets is not None:
+            sequence = (columns[:, None] >= offsets[..., None, :]).sum(-1)
+            inside = (sequence > 0) & (sequence < offsets.shape[-1])
+            own = (sequence[..., None, :, None] == sequence[..., None, None, :]) & inside[..., None, :, None]
+            seen = seen & (own if q.ndim == 4 else own[..., :, :, :])
+        scores = (q @ keys.mT * (scale or q.shape[-1] ** -0.5) + bias).masked_fill(~seen, -torch.inf)
+        lse = scores.logsumexp(-1).detach()
+        weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])
+        y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
+        return y.detach(), lse, *torch.autograd.grad(y, (q, k, v), y.detach())
+
+    tokens, packed = (x.permute(1, 2, 0, 3) for x in (p, r))
+    hidden = torch.where(of_columns > 0, 0.0, -torch.inf)
+    results = (
+        *both(q, k, v, bias=bias),
+        *both(q, k, v, "bottom_right", 5, ends=n, bias=of_columns),
+        both(q, k, v, bias=bias)[0],
+        both(q, k, v, bias=hidden, ends=n)[0],
+        *both(some, cached, cached, "bottom_right", bias=near)[:2],
+        *both(rows, keys, keys, "top_left", bias=of_rows),
+        *both(tokens, packed, packed, offsets=begins),
+        *both(tokens, packed, packed, "top_left", 3, offsets=begins),
+        *both(one, one, one, "top_left", scale=0.3, offsets=alone),
+    )
+    return tuple(result.numpy() for result in results)
+
+
+def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
+    """Some columns are hidden by the bias, for some rows all; sequences are empty, and tokens before and behind them are of none."""
+    arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
+    hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
+    arrays["bias"][hidden] = -np.inf
+    arrays["bias"][1, 2] = -np.inf
+    arrays["of_columns"][1] = -1
+    arrays["n"] = np.array([13, 7, 1], np.int32)
+    if fusion.inputs[0].type.dtype == hw.f32:
+        arrays = {name: x / np.float32(4) if x.dtype == np.float32 else x for name, x in arrays.items()}  # exp amplifies errors
+    arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
+    arrays["alone"] = np.array([0, 64, 65, 299], np.int32)
+    return arrays
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f32), (2, hw.bf16), (3, hw.f16), (4, hw.f16)], ids=str)
+def test_matches_torch(ranks: int, dtype: DType) -> None:
+    fusion = masked(ranks, dtype)
+    host = lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    assert Fusion.parse(str(fusion)) == fusion
+    assert not any(isinstance(i, ir.Matmul) for i in tree.walk(host.body))
+    arrays = arrays_of(fusion, ranks)
+    allowed = 1e-5 if dtype == hw.f32 else 1e-9
+    for index, (got, want) in enumerate(zip(run_reference(fusion, arrays), by_torch(arrays), strict=True)):
+        np.testing.assert_allclose(got, want, allowed, allowed, err_msg=f"result {index}")
+    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+        with schedule:
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+    if dtype != hw.f32:
+        outputs = [p.name for p in host.outputs]
+        expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f32), (1, hw.f16), (1, hw.bf16), (2, hw.f16)], ids=str)
+def test_on_gpus(ranks: int, dtype: DType) -> None:
+    if len(gpus()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    fusion = masked(ranks, dtype)
+    arrays = arrays_of(fusion, ranks)
+    expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
+
+
+MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
+    "bias of another dtype": (lambda q, k, n: hw.attention(q, k, k, bias=n), r"a bias of i32\[B, 3\] is not bf16\[B, 4, S, T\]"),
+    "bias of another shape": (
+        lambda q, k, n: hw.attention(q, k, k, bias=q),
+        r"a bias of bf16\[B, 4, S, 16\] is not bf16\[B, 4, S, T\], whose dims before the last one may be 1 or missing; cast it",
+    ),
+    "bias of a number": (lambda q, k, n: hw.attention(q, k, k, bias=k[..., :1]), r"a bias of bf16\[B, 4, T, 1\] is not"),
+    "bias of a row": (lambda q, k, n: hw.attention_backward(q, k, k, q, q, hw.sum(q, -1), bias=q[0, 0, 0]), "output|lse is"),
+    "packed keys": (
+        lambda q, k, n: hw.attention(q, k, k, offsets=n),
+        r"packed sequences have as many queries as keys, and bf16\[B, 4, S, 16\] and bf16\[B, 4, T, 16\] have not; pad them",
+    ),
+    "offsets": (
+        lambda q, k, n: hw.attention(q, q, q, offsets=n[0]),
+        r"offsets of i32\[3\] are not i32\[B, N \+ 1\], where each of N sequences begins, and where the last one ends",
+    ),
+    "offsets and lengths": (
+        lambda q, k, n: hw.attention(q, q, q, offsets=n, lengths=n[:, 0]),
+        "offsets are given with lengths or a bias; packed sequences have neither, leave them out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    compute, why = MISTAKES[name]
+    with pytest.raises(ProgramError, match=rf"test_attention_masks.py:\d+: attention(_backward)?: .*({why})"):
+        hw.fusion(q=hw.bf16["B", 4, "S", 16], k=hw.bf16["B", 4, "T", 16], n=hw.i32["B", 3])(compute)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("%q, %q, %q, scale=1.0, bias=true", "takes 3 operands, a bias, and lengths where not all keys are valid, not 3"),
+        ("%q, %q, %q, %q, scale=1.0, bias=true", "a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S]"),
+        ("%q, %q, %q, %b, %o, scale=1.0, bias=true, packed=true", "sequences that are packed have no lengths, bias or blocks; leave one"),
+        ("%q, %q, %q, %b, scale=1.0, packed=true", "offsets of bf16[2, 4, S, S] are not i32[2, N + 1], where each of N sequences begins"),
+    ],
+)
+def test_mistakes_in_fusion_ir(text: str, why: str) -> None:
+    inputs = "%q: bf16[2, 4, S, 8], %b: bf16[2, 4, S, S], %o: i32[2, 5]"
+    with pytest.raises(ProgramError) as error:
+        Fusion.parse(f"fusion @f({inputs}) {{\n  %y: bf16[2, 4, S, 8] = attention({text})\n  return %y\n}}\n")
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("bias %q", "%q: a bias of bf16[2, 4, S, 8] is not bf16[2, 4, S, S], whose dims before the last one may be 1 or missing"),
+        ("bias %b, %b", "bias is one buffer: name one"),
+        ("bias %t", "the elements of a row of %t do not lie side by side: copy it to a buffer of its own first"),
+        ("offsets %b", "%b: offsets of bf16[2, 4, S, S] are not i32[2, N + 1], where each of N sequences begins"),
+        ("offsets %o, %o", "offsets are one buffer: name one"),
+        ("bias %b offsets %o", "sequences that are packed have no lengths and no bias: leave one of them out"),
+    ],
+)
+def test_mistakes_in_host_ir(text: str, why: str) -> None:
+    head = "host @f(%q: bf16[2, 4, S, 8], %b: bf16[2, 4, S, S], %o: i32[2, 5]) -> (%y: bf16[2, 4, S, 8]) mesh(x=1)"
+    body = f"  %t = permute %b by [0, 1, 3, 2]\n  attention %q, %q, %q scaled 1.0 {text} -> %y\n"
+    with pytest.raises(ProgramError) as error:
+        verify_host(HostProgram.parse(f"{head} {{\n{body}}}\n"))
+    assert why in str(error.value)
+
+
+def test_explain_says_which_kernels() -> None:
+    """Beside a bias cuDNN has no mask but that of the top left, with lengths none on a rank with some of the rows."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=2),
+        q=hw.bf16[4, "S", 64],
+        k=hw.bf16[4, "T", 64],
+        bias=hw.bf16["S", "T"],
+        o=hw.i32["N"],
+        rows=hw.bf16[4, "U@x", 64],
+        n=hw.i32[()],
+    )
+    def several(q, k, bias, o, rows, n):  # type: ignore[no-untyped-def]
+        return (
+            hw.attention(q, k, k, bias=bias)[0],
+            hw.attention(q, k, k, "top_left", bias=bias)[0],
+            hw.attention(q, q, q, offsets=o)[0],
+            hw.attention(q, k, k, "bottom_right", lengths=n)[0],
+            hw.attention(q, k, k, "bottom_right", bias=bias)[0],
+            hw.attention(q, k, k, "top_left", 4, bias=bias)[0],
+            hw.attention(rows, k, k, "bottom_right", lengths=n)[0],
+            hw.attention(q[..., :16], q[..., :16], q[..., :16], offsets=o)[0],
+        )
+
+    said = [line.split(": ")[1] for line in hw.compile(several).explain().splitlines() if " = attention" in line]
+    by_kernel = [line.startswith("a kernel of this package, without tensor cores") for line in said]
+    assert by_kernel == [False] * 4 + [True] * 4
+
+
+def test_there_is_an_offset_at_least() -> None:
+    @hw.fusion(q=hw.bf16[4, "S", 16], o=hw.i32["N"])
+    def packed(q, o):  # type: ignore[no-untyped-def]
+        return hw.attention(q, q, q, offsets=o)[0]
+
+    arrays = random_arrays(packed, {"S": 3, "N": 0}, seed=0)
+    with pytest.raises(ExecutionError, match="attention: there are no offsets: pass one more than packed sequences, at least 1"):
+        compiled(packed).run(**arrays)
+    assert not compiled(packed).run(arrays["q"], np.zeros(1, np.int32)).any()
+
+
+def test_rows_that_are_not_aligned_are_copied() -> None:
+    """cuDNN reads 16 bytes at once; f32 and rows that are aligned are read as they lie."""
+
+    def copies(t: DType, size: int) -> int:
+        @hw.fusion(x=t[4, "S", size])
+        def sliced(x):  # type: ignore[no-untyped-def]
+            return hw.scaled_dot_product_attention(x[..., :16], x[..., :16], x[..., :16])
+
+        arrays = random_arrays(sliced, {"S": 9}, seed=0)
+        expect(sliced, arrays, compiled(sliced).run(**arrays, ranks=True))
+        return sum(isinstance(i, ir.Copy) for i in tree.walk(lowered(sliced).body))
+
+    assert copies(hw.bf16, 18) > 0
+    assert copies(hw.bf16, 24) == copies(hw.f32, 18) == 0
