@@ -122,7 +122,13 @@ def test_explain_why_not() -> None:
     assert "2 chunks by p2p, two_sided, as stated" in text
     assert "attention: one call of the library, without the matrix of scores in memory" in text
     assert "attention is composed of matmuls and a softmax, since it has dropout, or a mask that is not of its dtype" in text
-    assert "in sequence: no matmul is beside it" in text
+    assert "on a stream of its own: no matmul is beside it" in text
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
+    def alone(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(hw.exp(x), "M", "K")
+
+    assert "in sequence: no matmul is beside it" in hw.compile(alone).explain()
     with pytest.raises(ProgramError, match="was compiled from host IR, where nothing is chosen; see host_ir"):
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
 
