@@ -68,6 +68,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
     """The bytes that all ranks copy in a call."""
+    shared(ranks)  # one program for the threads, which would compile one each
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
     return counted()["copied_bytes"] - before
@@ -86,6 +87,7 @@ def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
 
 def test_in_random_schedules() -> None:
     """Over several calls, in which memory in windows is written and freed."""
+    shared(3)  # one program for the threads, which would compile one each
     provider = hw.Threads(3)
 
     def rank(rank: int) -> None:
