@@ -73,6 +73,11 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than cores: some tests wait for processes, time-outs and locks."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: a collection that looked at all of it would take longer than most tests."""
     gc.freeze()
