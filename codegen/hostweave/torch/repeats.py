@@ -8,12 +8,13 @@ number of a layer that nothing uses does not keep it apart. Once ops are decompo
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class _First:
     number: int
     structure: object
     call: object
-    reads: dict[str, dict[str, Any]]  # by submodule: what it read of itself
+    reads: dict[str, dict[str, _Read]]  # by submodule: what it read of itself
     returned: list[Any]  # with numbers of tensors in place of these
     spec: Any
 
@@ -222,8 +223,10 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: object
         return "it is called with other arguments"
     for path, reads in first.reads.items():
         held = vars(layer.get_submodule(path))
-        for name, value in reads.items():
-            if not _is_same(value, held.get(name, _ABSENT)):
+        for name, read in reads.items():
+            now = held.get(name, _ABSENT)
+            contents = _contents(read.found if now is _ABSENT else now)
+            if not _is_same(read.value, now) or not _is_same(read.contents, contents):
                 return f"its {f'{path}.{name}'.lstrip('.')} is another"
     return ""
 
@@ -235,15 +238,37 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, set):
+        return bool(one == other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
-    return type(one) in _NUMBERS and (one == other or one != one)
+    return type(one) in _NUMBERS and bool(one == other or one != one)
+
+
+class _Read(NamedTuple):
+    """An attribute as it was when it was read first: of its object, and what that held."""
+
+    value: Any
+    contents: Any
+    found: Any  # also where it is one of the class
+
+    @classmethod
+    def of(cls, value: Any, found: Any) -> _Read:
+        return cls(value, _contents(found), found)
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what an object holds that others may change."""
+    if isinstance(value, dict | list | set):
+        return value.copy()
+    is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
+    return None if is_code else dict(getattr(value, "__dict__", ()))
 
 
 @contextmanager
-def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, Any]], list[str]]]:
+def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """What the submodules of a layer read of themselves meanwhile, by their path, and the names of what they write."""
-    reads: dict[str, dict[str, Any]] = {}
+    reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
         for path, part in layer.named_modules():
@@ -251,15 +276,19 @@ def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, Any]], list
             stack.callback(setattr, part, "__class__", own)
             part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written)
         yield reads, written
+        of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
+        written += [name for name, read in of_all if not _is_same(read.contents, _contents(read.found))]
 
 
-def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, Any], written: list[str]) -> Any:
+def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str]) -> Any:
     def get(self: Any, name: str) -> Any:
-        if name == "__dict__" and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            reads.update({name: value for name, value in held.items() if name not in _STRUCTURE})
-        elif name not in _STRUCTURE:
-            reads.setdefault(name, held.get(name, _ABSENT))
-        return own.__getattribute__(self, name)
+        found = own.__getattribute__(self, name)
+        if name == "__dict__":
+            if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+                reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
+        elif name not in _STRUCTURE and name not in reads:
+            reads[name] = _Read.of(held.get(name, _ABSENT), found)
+        return found
 
     def put(self: Any, name: str, value: Any) -> None:
         if name not in ("__dict__", "__class__"):  # as torch does where it traces modules
