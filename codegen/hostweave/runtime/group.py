@@ -120,6 +120,7 @@ class Group:
         self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
+        self._calls = 0  # that this rank has made, as all of them do
         self.closed = False
         self._lock = threading.RLock()
         self._store: Store | None = None
@@ -217,13 +218,15 @@ class Group:
             if self.closed:
                 return
             self.closed = True
+            with contextlib.suppress(ExecutionError):
+                self.meeting.note(self.progress())
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
                 program.close()
             self._members.clear()
             with contextlib.suppress(ExecutionError):
-                self.meeting.leave()
+                self.meeting.leave(self._calls)
             self._close_store()
 
     def leave_to_parent(self) -> None:
@@ -302,6 +305,7 @@ class Group:
 
     def run(self, program: str, member: Any, call: Callable[[], T]) -> T:
         """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
+        self._calls += 1
         try:
             with native_calls:
                 return call()
@@ -348,6 +352,15 @@ class Group:
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
                 return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
+        return None
+
+    def deserted(self) -> str | None:
+        """The call that is never done, since a rank has left that has not made it, as a message, or None."""
+        if all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
+            return None
+        for rank, calls in self.meeting.left().items():
+            if calls < self._calls:
+                return f"rank {rank} has left before call {self._calls}, in which rank {self.rank} waits for it"
         return None
 
     def progress(self) -> str:

@@ -1,6 +1,6 @@
 """Watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
 
-A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
+A thread for each group. When a call exceeds its time limit, another rank reports a failure, or has left, it writes the progress of every
 rank into one report and aborts the channels, which ends whatever waits for them.
 """
 
@@ -32,7 +32,7 @@ def _watch(watched: weakref.ref[Group]) -> None:
     while (group := watched()) and not group.failure:
         reason = None
         try:
-            reason = group.meeting.failure() if looking else None
+            reason = (group.meeting.failure() or group.deserted()) if looking else None
         except StoreClosed:
             looking = False
         except ExecutionError as error:
