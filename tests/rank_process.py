@@ -27,9 +27,8 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.runtime.launcher import read_launch
-from hostweave.runtime.providers import Provider
-from hostweave.types.shards import block_of, holds
+from hostweave.runtime.providers import Provider, read_launch
+from hostweave.types.tensor import block_of, holds
 
 # Collectives, sends and recvs in loops, puts in loops, two meshes, along two axes; and all_to_all, permutations, and what one-sided
 # calls make of them.

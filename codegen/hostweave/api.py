@@ -16,8 +16,8 @@ from hostweave.check.sizes import minimal_sizes
 from hostweave.compiled import Compiled, compiled
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.chosen_loops import are_divided
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
@@ -25,7 +25,7 @@ from hostweave.tune.explain import explained
 from hostweave.types.mesh import Mesh
 
 if TYPE_CHECKING:  # see Compiled.running
-    from hostweave.runtime.bound import Bound
+    from hostweave.runtime.arguments import Bound
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import Captured
     from hostweave.runtime.session import Timing

@@ -10,9 +10,8 @@ from weakref import WeakSet
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
-from hostweave.runtime.arguments import in_order
-from hostweave.runtime.bound import Bound
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
+from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram, stream_of_call

@@ -21,7 +21,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import DType
 
 MOST = 1.05  # times the lower bound

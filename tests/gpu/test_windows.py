@@ -15,7 +15,7 @@ from hostweave.build.cuda import gpus
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]

@@ -23,7 +23,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
-from hostweave.types.shards import shard
+from hostweave.types.tensor import shard
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)

@@ -21,7 +21,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime import windows
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.windows import WindowArray
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 M, K = 12, 24
 ONE_SIDED = hw.Options(transport="one_sided")

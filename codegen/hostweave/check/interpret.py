@@ -22,9 +22,9 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
+from hostweave.types.mesh import Sizes, shares
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
-from hostweave.types.rank_sizes import Sizes, shares
-from hostweave.types.shards import bind_sizes, block_of, holds, shape_of_global
+from hostweave.types.tensor import bind_sizes, block_of, holds, shape_of_global
 
 Array = NDArray[Any]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.text import print_instruction
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import RankSizes
 from hostweave.types.tensor import DType
 
 Stream = tuple[str, int]  # ("ring", 2)

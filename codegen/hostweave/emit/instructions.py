@@ -12,11 +12,11 @@ from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
-from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
+from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.templates import COMMON, lay_out
+from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Coordinate, Expr

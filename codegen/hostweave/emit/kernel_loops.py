@@ -12,11 +12,10 @@ from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import ORDER
+from hostweave.fusion_ir.ops.definition import ORDER
 from hostweave.host_ir import ir
-from hostweave.host_ir.strides import row_major, strides_of
 from hostweave.types.size import Factor, Size, product
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, row_major, strides_of
 
 ZERO, ONE = Size(0), Size()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hostweave.emit.layout import braced, lay_out
 from hostweave.emit.names import Names
-from hostweave.emit.templates import braced, lay_out
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.expr import Const

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
+from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.program import Program
-from hostweave.emit.templates import braced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
-from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.transports.transport import NAMES

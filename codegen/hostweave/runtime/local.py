@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
+from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.bound import Bound
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.shards import block_shape, holds
+from hostweave.types.tensor import block_shape, holds
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from hostweave.types.rank_sizes import Sizes, local_range
+from hostweave.types.mesh import Sizes, local_range
 from hostweave.types.size import LocalSize, Size
 
 

@@ -15,8 +15,7 @@ from functools import cache
 from math import gcd, lcm, prod
 from operator import index
 
-from hostweave.types.mesh import Mesh, _listed
-from hostweave.types.rank_sizes import RankSizes, Sizes, local_range
+from hostweave.types.mesh import Mesh, RankSizes, Sizes, _listed, local_range
 
 
 @dataclass(frozen=True)

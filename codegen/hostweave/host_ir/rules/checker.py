@@ -10,10 +10,10 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import channels_of, events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
 from hostweave.host_ir.text import print_instruction
+from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.check.bindings import compiled
+from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.expr import Expr, Var, binary, leaves
