@@ -146,7 +146,7 @@ class Emitter:
         """Of all its elements, or of so many."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
-        return size if elements == Size() else f"{self.integers.size(elements)} * {size}"
+        return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
 
     def expr(self, expr: Expr) -> str:
         return self.integers.expr(expr)
@@ -407,9 +407,9 @@ class Emitter:
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
-        words = [self.integers.alone(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        words = [self.integers.size(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
         if cut.blocks > 1 and cut.local:
-            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.global_size)
+            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.size(cut.global_size)
             words += [end, f"hw::local_begin({end}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
         return f"{{{', '.join(words)}}}"
 

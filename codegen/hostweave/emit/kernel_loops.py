@@ -75,7 +75,7 @@ BY_COLUMNS = ThreadSchedule(
 
 BY_LANES = ThreadSchedule("for (int64_t {element} : hw::Lanes::of({count}))", "hw::grid_of_elements({count})")
 BY_LANE_PARTS = ThreadSchedule(
-    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
+    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({lanes} * hw::kLaneParts)"
 )
 BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
 BY_CLUSTER_LANES = replace(BY_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})")
@@ -292,7 +292,7 @@ class Loops:
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
         unsure = [size for size in self.divided() if size.divisor > 1 or size.coefficient % self.width]
-        texts = [f"{self.integers.size(size)} % {self.width} == 0" for size in unsure]
+        texts = [f"{self.integers.first_factor(size)} % {self.width} == 0" for size in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
 
     @property
@@ -319,6 +319,7 @@ class Loops:
         return pattern.format(
             element=self.element,
             count=size(*(dim.size for dim in self.kept)),
+            lanes=self.integers.first_factor(product(tuple(dim.size for dim in self.kept)).replaced(named)),
             number=number,
             walk=walk and f"<{walk}>",
             together=size(*(dim.size for dim in self.kept), Size(self.row_threads)),
