@@ -20,7 +20,6 @@ from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Coordinate, Expr
-from hostweave.host_ir.text import print_instruction
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
@@ -257,7 +256,7 @@ class Emitter:
         plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
             member = self.members.of(f"plan_{self.buffers[dst].root}", f"plan {len(plans)}")
-            plans[key] = Plan(member, *key, print_instruction(i)[0])
+            plans[key] = Plan(member, *key, i.lines()[0])
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 

@@ -13,7 +13,6 @@ from hostweave.emit.names import Names
 from hostweave.emit.sections import Section
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
-from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, strides_of
@@ -98,7 +97,7 @@ class _Emitter(KernelEmitter):
         self.loops.launched_with = f"hw::grid_of_products({size(columns)}, {size(depth)})"
         emitted = self.kernel(section.taken())
         element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
-        emitted = replace(emitted, comments=tuple(map(print_op, kernel.ops)), indices=(element, *emitted.indices))
+        emitted = replace(emitted, comments=tuple(map(str, kernel.ops)), indices=(element, *emitted.indices))
         return replace(emitted, form=self.form(emitted))
 
 

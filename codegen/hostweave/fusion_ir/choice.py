@@ -60,15 +60,8 @@ def parse_choice(reader: Reader) -> Choice:
 
     def way() -> Way:
         algorithm = reader.word("an algorithm")
-        chunks = 0
-        if reader.accept("("):
-            chunks = reader.integer()
-            reader.expect(")")
-        start = reader.at
-        try:
-            micros = float(reader.take())
-        except ValueError:
-            reader.fail("expected a time", start)
+        chunks = reader.within(reader.integer) if reader.peek() == "(" else 0
+        micros = float(reader.number("a time"))
         reader.expect("us")
         return Way(algorithm, chunks, micros)
 

@@ -5,8 +5,9 @@ The roles of its fields say what it does to what they name; traits are class var
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
@@ -19,6 +20,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 T = TypeVar("T")
+INDENT = "  "
 
 # The roles of fields: what the instruction does to what they name. `names` finds it.
 Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
@@ -119,6 +121,26 @@ class Instruction:
         """Whether its first body runs or the second one; None: each."""
         return None
 
+    def lines(self, indent: str = "") -> list[str]:
+        """Its text: more than one line where it has a body."""
+        text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
+        for literal, name in syntax_of(type(self)):
+            value = getattr(self, name) if name else None
+            if name in defaults and value == defaults[name]:
+                continue
+            text += literal
+            if name in ("body", "orelse"):
+                if value or name == "body":
+                    lines = "".join(f"{line}\n" for line in body_lines(value or (), indent + INDENT))
+                    text += f"{' else ' if name == 'orelse' else ''}{{\n{lines}{indent}}}"
+            elif name:
+                is_buffers = isinstance(value, tuple) and name in buffers
+                text = text + field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
+        return text.split("\n")
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
 
 Body = tuple[Instruction, ...]
 
@@ -126,6 +148,33 @@ Body = tuple[Instruction, ...]
 def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
     """`function`, worked out once for each kind of instruction."""
     return cache(function)  # type: ignore[return-value]
+
+
+def body_lines(body: Body, indent: str = INDENT) -> Iterator[str]:
+    """The text of a body."""
+    return (line for instruction in body for line in instruction.lines(indent))
+
+
+def field_text(value: Any, is_buffers: bool) -> str:
+    if is_buffers:
+        return ", ".join(f"%{name}" for name in value)
+    if isinstance(value, tuple):
+        words = ("none" if item is None else str(item) for item in value)
+        return ", ".join(value) if value and isinstance(value[0], str) else f"[{', '.join(words)}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@per_kind
+def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
+    """(literal text, field that follows it or "") pairs."""
+    pieces = re.split(r"\{(\w+)\}", kind.syntax)
+    return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
+
+
+@per_kind
+def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
+    """The value of each optional field, which is left out with the words before it."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
 @per_kind

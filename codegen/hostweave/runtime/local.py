@@ -15,7 +15,6 @@ from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, expect_divided
-from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
@@ -347,6 +346,6 @@ def _first_communication(host: HostProgram) -> str:
     if instruction is None:
         return ""
     channel = host.channel(instruction.channel)
-    text = " ".join(line.strip() for line in print_instruction(instruction))
+    text = " ".join(line.strip() for line in instruction.lines())
     place = f" ({instruction.location})" if instruction.location else ""
     return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"

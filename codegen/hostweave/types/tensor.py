@@ -9,6 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, Location, ProgramError
+from hostweave.base.lexer import MAX_INT
 from hostweave.types.mesh import Mesh, local_range
 from hostweave.types.size import LocalSize, Size
 
@@ -76,7 +77,6 @@ u16 = DType("u16", 2, "uint", "uint16_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
-MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
 MAX_DIMS = 8  # of an array, as hw::Shape has them
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
@@ -201,7 +201,7 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
-        if prod([dim.size.coefficient for dim in self.dims]) > MAX_SIZE:
+        if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if twice is not None:

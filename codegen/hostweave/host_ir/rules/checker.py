@@ -12,7 +12,6 @@ from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import channels_of, events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
-from hostweave.host_ir.text import print_instruction
 from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
@@ -135,7 +134,7 @@ class Checker:
     def fail(self, message: str) -> NoReturn:
         if self.current is None:
             raise ProgramError(f"@{self.program.name}: {message}")
-        text = print_instruction(self.current)[0].removesuffix(" {")
+        text = self.current.lines()[0].removesuffix(" {")
         raise ProgramError(f"@{self.program.name}: {text}: {message}", self.current.location)
 
     # --- structure ---
