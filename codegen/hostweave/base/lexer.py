@@ -1,7 +1,5 @@
 """A cursor over the tokens of IR text, shared by the parsers of both IRs. Errors name line and column."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator

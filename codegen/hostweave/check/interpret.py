@@ -4,8 +4,6 @@ It is the meaning that the generated code is tested against, so it takes the pla
 for each instruction and rounded once, and memory that nothing wrote holds NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce

@@ -1,7 +1,5 @@
 """Where one rank stands while the control flow of a program is run, and the expressions and sizes that it evaluates."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Small sizes at which a program is checked, such that every size is an integer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import count
 from math import gcd, lcm

@@ -1,7 +1,5 @@
 """`hostweave demo`: compiles an example, prints its stages, runs it on all ranks and compares the result with NumPy."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

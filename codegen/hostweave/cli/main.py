@@ -1,7 +1,5 @@
 """The command line: `hostweave demo | compile | inspect | export | bench | calibrate | doctor | cache`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -1,7 +1,5 @@
 """Costs that the author of a program did not state: gathers, copies around communications, and into memory that was donated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 

@@ -1,7 +1,5 @@
 """The tolerance for a correct result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """The live ranges that `prepare` passes to the arena."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 

@@ -1,7 +1,5 @@
 """The arguments of a program, and the sizes that they bind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Sizes, integers, numbers and dtypes as C++ text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The loops of a kernel: which thread iterates over which elements, how many consecutive ones at once, and their offsets."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

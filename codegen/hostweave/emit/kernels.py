@@ -1,7 +1,5 @@
 """Kernels: which thread computes which elements, and the C++ of one element."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence

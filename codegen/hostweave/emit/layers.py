@@ -1,7 +1,5 @@
 """A function that is called many times with weights of its own: an array of structs, and a loop over the calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

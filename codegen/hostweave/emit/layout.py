@@ -1,8 +1,6 @@
 """Lines of C++ as clang-format lays them out, so that templates need not care: indented by their braces, broken at commas
 where they are too long, trailing comments aligned. And the templates, a file of C++ each, with a macro for each instruction."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from functools import cache

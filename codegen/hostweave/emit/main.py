@@ -1,7 +1,5 @@
 """main.cpp of an exported project."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Kernels beside those of pointwise ops and reductions: products of few rows, as hw::few_rows computes them, copies and fills."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """A host program as the templates see it: what its class has, and what its functions do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

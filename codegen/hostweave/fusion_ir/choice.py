@@ -3,8 +3,6 @@
 choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hostweave.types.text import Reader

@@ -1,7 +1,5 @@
 """Computes a fusion with NumPy on global arrays: the reference result for every rank of every target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Helpers of passes over fusions: unique names, consumers, what is needed, and functions: mapped, inlined, or on one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

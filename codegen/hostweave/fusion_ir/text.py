@@ -1,7 +1,5 @@
 """Parses the text of fusions: `parse_fusion(str(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType

@@ -9,8 +9,6 @@
 `cpu { ... }` after it holds the function for the CPU target. A kernel works on what each rank holds.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

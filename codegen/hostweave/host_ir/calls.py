@@ -1,7 +1,5 @@
 """Host programs with functions: each body as a program, all of them joined again, and the program with all calls inlined."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 

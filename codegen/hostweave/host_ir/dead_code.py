@@ -1,7 +1,5 @@
 """Removes unused names from host programs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from hostweave.host_ir import ir, tree

@@ -1,7 +1,5 @@
 """Requirements on the sizes of a call: slices lie inside their dims, sizes are integers, and chosen loops divide them, or others run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 

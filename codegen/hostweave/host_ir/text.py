@@ -1,7 +1,5 @@
 """Parses the text of host programs: `parse_host(str(p)) == p`. The `syntax` line of each instruction drives both."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn, get_type_hints

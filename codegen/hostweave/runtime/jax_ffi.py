@@ -1,7 +1,5 @@
 """Programs as custom calls of XLA, for jax.jit: what `Program.as_jax_ffi` gives."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable

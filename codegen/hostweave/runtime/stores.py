@@ -5,8 +5,6 @@ each end proves to the other that it knows the job's name and token, and tells n
 turned away, and so is who only listens there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """A compiled program as a custom op of torch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

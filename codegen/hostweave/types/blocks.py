@@ -1,7 +1,5 @@
 """Tensors cut into blocks, as they are sent to ranks that share their dims: the last blocks of a dim may be short, or empty."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product

@@ -1,7 +1,5 @@
 """The types in the text of both IRs: dims, tensors, and what sizes and meshes are."""
 
-from __future__ import annotations
-
 import re
 
 from hostweave.types.routes import Route

@@ -1,7 +1,5 @@
 """What an entry of the op table says, what entries have in common, and the attributes of ops: `op[AXIS]` is an int to a type checker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

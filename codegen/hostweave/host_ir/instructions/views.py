@@ -1,7 +1,5 @@
 """Instructions of the host IR that name memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

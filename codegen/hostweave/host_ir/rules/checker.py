@@ -1,7 +1,5 @@
 """What the verifier's rules share: the names of a program, their types, and the context of an instruction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn

@@ -10,8 +10,6 @@ A loop of one iteration is none. On a mesh of one rank all chunks are its own: c
 memory for those, go.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree

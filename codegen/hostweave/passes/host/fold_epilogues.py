@@ -15,8 +15,6 @@ a value that it had to write anyway. A kernel that would read and write as much 
 one adds to the one before.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import frexp
 

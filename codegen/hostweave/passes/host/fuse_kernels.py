@@ -12,8 +12,6 @@ In the host IR a kernel is fused as it is launched: on the chunk of a loop, next
 why it ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -13,8 +13,6 @@ if something is allocated after that. The order of these lines is the plan: a bu
 Offsets are found when sizes are known.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace

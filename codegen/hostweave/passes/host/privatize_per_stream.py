@@ -8,8 +8,6 @@ becomes
     for %i in 0..8 { stream ring[%i] { %h = allocate bf16[M/8, N]; matmul %x_i, %w -> %h; ... } }
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use

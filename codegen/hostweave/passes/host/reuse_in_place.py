@@ -13,8 +13,6 @@ kernels say that of each input, and a matmul adds so. What is returned in the me
 that reads the input has done so by then; else it is copied there in the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain

@@ -8,8 +8,6 @@ What is the same in every step of a loop comes before the loop, and before the f
 of a body, such as two stream blocks, are one view before them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -17,8 +17,6 @@ Where channels take turns in the order in which they are issued, the all_gather 
 Each stream does what it did, in the same order, and what is sent on a channel meets what it met: only what is issued between is another.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise

@@ -9,8 +9,6 @@ where that is `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N], becomes
     launch @sum_y %y_rows -> %y
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique

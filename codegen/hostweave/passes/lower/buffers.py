@@ -1,7 +1,5 @@
 """The buffer or view of each value, or of the chunk that an iteration uses. Allocated or declared at the first use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@
 is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

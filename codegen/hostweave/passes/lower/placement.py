@@ -12,8 +12,6 @@
 makes %h through a view of the memory of %t, so that nothing is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Ops of one element of each operand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reductions, and what is normalized by them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensors that are made of nothing, ops that move elements, take or order them by index, and losses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
