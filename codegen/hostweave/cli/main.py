@@ -221,6 +221,7 @@ def _cache(options: argparse.Namespace) -> None:
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------
+# The scripts of benchmarks/, each in a process of its own.
 
 
 NEEDED_GPUS = {
@@ -252,6 +253,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------
+# What is installed on this machine, and how to install what is missing.
 
 
 def report() -> str:

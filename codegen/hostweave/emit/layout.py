@@ -128,6 +128,7 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
+# They lay out what Python decided: a file of C++ each, and a macro for each instruction.
 
 
 COMMON = "common"  # the file of macros that belong to no transport

@@ -100,6 +100,7 @@ class _Emitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
+# Those and fills that do not stem from an op of the fusion: row by row, or by a kernel for other strides.
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.dead_code import launched
+from hostweave.host_ir.calls import dedupe_functions, launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
@@ -108,6 +107,7 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 # --- chosen loops -----------------------------------------------------------------------------------------------------
+# Which calls the chunk loops that the compiler has chosen can take: the others are made by the same program in sequence.
 
 
 class LoopsDoNotDivide(ArgumentError):

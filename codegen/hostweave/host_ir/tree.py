@@ -12,8 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
-from hostweave.host_ir import tree
-from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.expr import Expr, Var, leaves
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
@@ -321,7 +320,26 @@ def unless_same(body: Body, result: list[Instruction]) -> Body:
     return body if is_same else tuple(result)
 
 
+def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
+    """A body without what only gives names, in fields of these roles, that nothing uses, nor what they alone used."""
+    while True:
+        used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
+        if "index" in roles:
+            used.update(name for i in walk(body) for name in indices_in(i))
+        defined = ((number, names(i, *roles)) for number, i in enumerate(walk(body)) if not i.calls)
+        unused = [number for number, names in defined if names and used.isdisjoint(names)]
+        if not unused:
+            return body
+        body = edited(body, dict.fromkeys(unused, ()))
+
+
+def indices_in(i: Instruction) -> Iterator[str]:
+    """The indices that the expressions of an instruction name."""
+    return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
+
+
 # --- alias roots ------------------------------------------------------------------------------------------------------
+# The parameters or allocations behind a view, through any number of views: more than one where a view chooses.
 
 
 class AliasRoots:
@@ -331,12 +349,12 @@ class AliasRoots:
         self._sources: dict[str, str] = {}  # of each view, the first of two
         self._roots: dict[str, tuple[str, ...]] = {}  # of each view
 
-    def define(self, instruction: tree.Instruction) -> None:
+    def define(self, instruction: Instruction) -> None:
         """Notes what an instruction defines, if anything."""
-        for name in tree.names(instruction, "define"):
+        for name in names(instruction, "define"):
             self._sources.pop(name, None)
             self._roots.pop(name, None)
-            if sources := tree.names(instruction, "alias"):
+            if sources := names(instruction, "alias"):
                 self._sources[name] = sources[0]
                 self._roots[name] = tuple(dict.fromkeys(root for source in sources for root in self.all_of(source)))
 

@@ -102,6 +102,7 @@ def expect_writable(where: str, library: Library, array: Array) -> None:
 
 
 # --- inputs that a program holds --------------------------------------------------------------------------------------
+# So that calls take only the others: `Program.bind`.
 
 
 class Bound:

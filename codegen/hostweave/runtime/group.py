@@ -427,6 +427,9 @@ Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do n
 
 
 # --- the watchdog -----------------------------------------------------------------------------------------------------
+# It watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
+# A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
+# rank into one report and aborts the channels, which ends whatever waits for them.
 
 
 _PERIOD = 0.5  # seconds between looks

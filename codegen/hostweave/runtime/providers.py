@@ -306,6 +306,7 @@ def _own_hosts() -> list[str]:
 
 
 # --- the environment variables of launchers ---------------------------------------------------------------------------
+# Of torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
 
 
 Environ = Mapping[str, str]

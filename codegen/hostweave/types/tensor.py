@@ -384,6 +384,7 @@ def bind_sizes(
 
 
 # --- strides ----------------------------------------------------------------------------------------------------------
+# Of buffers and of views, in elements, and their types.
 
 
 @lru_cache(maxsize=4096)

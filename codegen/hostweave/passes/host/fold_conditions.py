@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
-from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size

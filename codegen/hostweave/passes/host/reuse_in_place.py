@@ -20,8 +20,7 @@ from itertools import chain
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite, updated
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
-from hostweave.host_ir.tree import AliasRoots
+from hostweave.host_ir.tree import AliasRoots, eliminate_dead_code, indices_in
 from hostweave.options import Options
 from hostweave.types.size import product
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.dead_code import indices_in
+from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 
 

@@ -30,8 +30,8 @@ from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import names_in, renamed
-from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 
 NAMES = ("view", "index")  # the roles of what a body can say again

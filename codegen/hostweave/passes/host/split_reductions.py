@@ -16,8 +16,7 @@ from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import names_in
-from hostweave.host_ir.dead_code import launched
+from hostweave.host_ir.calls import launched, names_in
 from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32

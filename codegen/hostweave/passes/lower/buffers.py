@@ -226,6 +226,7 @@ class Buffers:
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
+# The slices of a concat's or pad's result into which its operands are computed.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Steps | None) -> str:

@@ -10,7 +10,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-Which ops share a loop (`lowering/loops.py`) and where results lie (`lowering/placement.py`) is decided before anything is written.
+Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is decided before anything is written.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.puts import ARRIVALS, PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
-from hostweave.passes.lower.steps import Steps, dim_of_chunk
+from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, dim_of_chunk, iterations, loops_of, shards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product

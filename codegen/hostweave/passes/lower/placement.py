@@ -21,7 +21,7 @@ from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.definition import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.loops import Loop
+from hostweave.passes.lower.steps import Loop
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims")  # views of all elements
