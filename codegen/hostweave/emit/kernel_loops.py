@@ -10,7 +10,7 @@ from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import ORDER
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.types.size import Factor, Size, product
 from hostweave.types.tensor import BufferType, row_major, strides_of

@@ -13,7 +13,7 @@ from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import COUNT, DESCENDING, MESH_AXES
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, bool_

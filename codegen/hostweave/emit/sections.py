@@ -10,7 +10,8 @@ from hostweave.emit.cpp import compute_type, number
 from hostweave.emit.kernel_loops import ONE, stored
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.definition import ORDER, VALUE, Combine
+from hostweave.fusion_ir.ops.attributes import ORDER, VALUE
+from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 if TYPE_CHECKING:

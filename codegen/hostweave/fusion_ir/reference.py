@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import INDEX, bound_attributes
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import DType, bind_sizes
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops.definition import INDEX
+from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim
 

@@ -7,7 +7,8 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
-from hostweave.fusion_ir.ops.definition import INDEX, Mismatch
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.types.mesh import Mesh

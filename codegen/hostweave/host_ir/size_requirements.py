@@ -6,7 +6,7 @@ from math import lcm
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import AXES, AXIS, FIRST
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol

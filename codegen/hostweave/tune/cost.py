@@ -14,7 +14,7 @@ from math import ceil, prod, sqrt
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS, is_by_kernels
-from hostweave.fusion_ir.ops.definition import CAUSAL, CONTRACTED, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, CONTRACTED, WINDOW
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine

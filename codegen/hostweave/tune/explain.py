@@ -7,7 +7,7 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
-from hostweave.fusion_ir.ops.definition import KEY_BLOCKS, MESH_AXES
+from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import INDEX
+from hostweave.fusion_ir.ops.attributes import INDEX
 
 if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor

@@ -7,7 +7,8 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import attention, calls, indexing, pointwise, reductions, resharding, shapes
-from hostweave.fusion_ir.ops.definition import INDEX, Mismatch, OpDef, Types
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType
 

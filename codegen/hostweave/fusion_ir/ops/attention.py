@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.definition import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW, Mismatch, OpDef, Types, same_dtype
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, f32, i32
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.definition import INDEX, Mismatch, OpDef, Types, opaque, unsharded
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, opaque, unsharded
 from hostweave.types.tensor import TensorType
 
 OPS: dict[str, OpDef] = {}

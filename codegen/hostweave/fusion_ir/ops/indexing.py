@@ -8,13 +8,10 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, ORDER
 from hostweave.fusion_ir.ops.definition import (
-    AXIS,
-    DESCENDING,
-    FIRST,
     INTS,
     NUMBERS,
-    ORDER,
     Mismatch,
     OpDef,
     Types,

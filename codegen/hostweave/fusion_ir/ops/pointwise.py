@@ -10,13 +10,13 @@ from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
+from hostweave.fusion_ir.ops.attributes import VALUE
 from hostweave.fusion_ir.ops.definition import (
     BOOLS,
     FLOATS,
     INTS,
     NUMBERS,
     SIGNED,
-    VALUE,
     Infer,
     Mismatch,
     OpDef,

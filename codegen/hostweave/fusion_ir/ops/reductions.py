@@ -12,13 +12,10 @@ from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
+from hostweave.fusion_ir.ops.attributes import AXES, CONTRACTED, COUNT, KEEPDIMS
 from hostweave.fusion_ir.ops.definition import (
-    AXES,
-    CONTRACTED,
-    COUNT,
     FLOATS,
     INTS,
-    KEEPDIMS,
     NUMBERS,
     Combine,
     Infer,

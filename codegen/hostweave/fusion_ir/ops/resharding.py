@@ -4,22 +4,8 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.fusion_ir.ops.definition import (
-    AXIS,
-    BLOCKS,
-    DIM,
-    MESH_AXES,
-    REDUCTION,
-    ROOT,
-    SOURCES,
-    TO,
-    Mismatch,
-    OpDef,
-    Types,
-    checked_axis,
-    elementwise,
-    unsharded,
-)
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, unsharded
 from hostweave.types.tensor import TensorType
 
 OPS: dict[str, OpDef] = {}

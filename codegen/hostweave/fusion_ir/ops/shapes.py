@@ -5,26 +5,8 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, groups, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.fusion_ir.ops.definition import (
-    AXES,
-    AXIS,
-    HIGH,
-    INDEX,
-    LOW,
-    ORDER,
-    START,
-    STEP,
-    VALUE,
-    Indices,
-    Infer,
-    Mismatch,
-    OpDef,
-    Types,
-    checked_axes,
-    checked_axis,
-    elementwise,
-    same_dtype,
-)
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, HIGH, INDEX, LOW, ORDER, START, STEP, VALUE
+from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, Types, checked_axes, checked_axis, elementwise, same_dtype
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from hostweave.fusion_ir.ops.definition import MESH_AXES, REDUCTION
+from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.rules.computing import launch

@@ -19,7 +19,7 @@ from typing import NoReturn
 from hostweave.base.errors import OverlapWarning, ProgramError
 from hostweave.fusion_ir.ir import ALGORITHMS, AlgorithmsOf, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
-from hostweave.fusion_ir.ops.definition import BLOCKS
+from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options

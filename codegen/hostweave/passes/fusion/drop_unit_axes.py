@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import RESHARD_STEPS
-from hostweave.fusion_ir.ops.definition import MESH_AXES
+from hostweave.fusion_ir.ops.attributes import MESH_AXES
 from hostweave.fusion_ir.sharding import Axes, layout, partial_axes, with_layout
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
-from hostweave.fusion_ir.ops.definition import ORDER
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import Names, consumers

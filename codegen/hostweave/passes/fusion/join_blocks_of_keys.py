@@ -22,7 +22,7 @@ from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
 from hostweave.fusion_ir.ops import infer_type, operand_types
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, masks_of
-from hostweave.fusion_ir.ops.definition import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.rewriting import Names
 from hostweave.fusion_ir.sharding import Axes, flow, with_layout
 from hostweave.options import Options

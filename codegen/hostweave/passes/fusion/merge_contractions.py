@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
-from hostweave.fusion_ir.ops.definition import CONTRACTED, ORDER
+from hostweave.fusion_ir.ops.attributes import CONTRACTED, ORDER
 from hostweave.fusion_ir.rewriting import Names, eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.size import product

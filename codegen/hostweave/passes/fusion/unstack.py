@@ -14,7 +14,7 @@ becomes
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops.definition import AXES, AXIS, INDEX
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, INDEX
 from hostweave.fusion_ir.rewriting import eliminate_dead_code
 from hostweave.options import Options
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from hostweave.analysis.def_use import Place, def_use
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import MeshAxes, Op, Value
-from hostweave.fusion_ir.ops.definition import MESH_AXES, REDUCTION
+from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol

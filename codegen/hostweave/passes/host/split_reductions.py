@@ -14,7 +14,7 @@ from dataclasses import replace
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.definition import AXES, COUNT, KEEPDIMS
+from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched, names_in
 from hostweave.options import Options

@@ -14,7 +14,7 @@ from typing import Any
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, COUNTS, GRADIENTS, masks_of
-from hostweave.fusion_ir.ops.definition import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr

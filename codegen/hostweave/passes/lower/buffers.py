@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.definition import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
+from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
 from hostweave.fusion_ir.ops.shapes import padded_dims
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir

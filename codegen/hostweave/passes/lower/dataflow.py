@@ -6,7 +6,7 @@ from functools import cached_property
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS, index_map, operand_types
-from hostweave.fusion_ir.ops.definition import BLOCKS
+from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.types.mesh import Mesh

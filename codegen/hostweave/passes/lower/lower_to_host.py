@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
-from hostweave.fusion_ir.ops.definition import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hostweave.fusion_ir.index_map import groups
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
-from hostweave.fusion_ir.ops.definition import ORDER
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import Loop

@@ -10,7 +10,7 @@ from math import prod
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op, Value
-from hostweave.fusion_ir.ops.definition import BLOCKS
+from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Rank

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
-from hostweave.fusion_ir.ops.definition import AXIS
+from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.transports.transport import DEFAULT, find_transport, transport_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
