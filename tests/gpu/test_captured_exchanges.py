@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ pytestmark = [
 ]
 
 
+@cache
 def of_name(name: str, ranks: int) -> tuple[Fusion, hw.Program]:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     return fusion, compiled(fusion, "cuda", Options(transport="auto" if name in LOOPS else "one_sided"))
@@ -99,13 +101,15 @@ def on_rank(group: hw.Group, names: tuple[str, ...]) -> None:
 
 
 def build(ranks: int, names: tuple[str, ...] = NAMES) -> None:
+    programs = [of_name(name, ranks)[1] for name in names]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda name: of_name(name, ranks)[1].build(), names))
+        list(pool.map(hw.Program.build, programs))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_replays_of_threads(name: str, ranks: int) -> None:
+    build(ranks, (name,))
     threads = hw.Threads(ranks)
     threads.run(lambda rank: on_rank(hw.init(threads, call_timeout=20), (name,)))
 
