@@ -138,6 +138,22 @@ def test_signals_in_graphs(name: str, ranks: int) -> None:
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport="auto" if (name, ranks) in LOOPS else "one_sided"))
 
 
+def test_calls_that_give_signals_are_not_captured_by_themselves() -> None:
+    """Some rank may see the arrays of a call before, and another one new ones."""
+    fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
+    program, threads = compiled(fusion, options=hw.Options(graph="auto")), hw.Threads(2)
+    arrays = integer_arrays(fusion, sizes_of(fusion), 0)
+
+    def on_rank(rank: int) -> list[Any]:
+        hw.init(threads)
+        w, y = arrays["w"], np.empty((arrays["x"].shape[0], arrays["w"].shape[1]), arrays["w"].dtype)
+        sets = [np.split(arrays["x"], 2)[rank].copy() for _ in range(3)]
+        return [program(sets[call * rank], w, out=y).copy() for call in range(3)]
+
+    for results in zip(*threads.run(on_rank), strict=True):
+        expect(fusion, arrays, results, exact=True)
+
+
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
     """Their 16 last sets, of calls in turn and in a row; and new sizes in the same memory."""
     program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
