@@ -24,7 +24,7 @@ from hostweave.build import cache, cuda, make, toolchain
 from hostweave.build.nvrtc import Nvrtc, parts_of, units_of
 from hostweave.build.program import build
 from hostweave.build.toolchain import Library
-from hostweave.cli.doctor import report
+from hostweave.cli.main import report
 from hostweave.targets.target import find_target
 
 
