@@ -46,7 +46,8 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
-        self._graphs = options.graph == "auto"
+        gives_signals = any(channel.transport.has_windows for channel in host.channels)  # which launches and calls count apart
+        self._graphs = options.graph == "auto" and not gives_signals
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")

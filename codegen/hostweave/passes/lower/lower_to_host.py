@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.host_ir import ir, tree
@@ -34,7 +34,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.puts import ARRIVALS, PUTS
+from hostweave.passes.lower.puts import PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
 from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, dim_of_chunk, iterations, loops_of, shards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -126,7 +126,7 @@ class _Lowering:
                     self.op(op, None)
         b.location = None
         self.asynchronous.join()
-        self.reshards.end_of_body()
+        self.reshards.wait_for_readers()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -135,7 +135,7 @@ class _Lowering:
         body = with_windows(b.body())
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
         ring = ir.Streams(RING, streams)
-        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS, ARRIVALS))
+        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS))
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
@@ -270,6 +270,8 @@ class _Lowering:
 
     def call(self, op: Op, function: Fusion) -> None:
         """All ranks make it: what a function does on a mesh of some of them, it does by itself."""
+        if any(inner.kind in TO_OTHER_MESHES for inner in function.all_ops):
+            self.reshards.wait_for_readers()  # its moves give signals of the same numbers
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
