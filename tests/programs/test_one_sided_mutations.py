@@ -19,7 +19,6 @@ from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
@@ -48,13 +47,13 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):
         for what, new in changes_of(host, i):
-            yield f"{print_instruction(i)[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
+            yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
             while name in views:  # the place on the peer, or on this rank
                 view = walked[views[name]]
                 if isinstance(view, ir.Select | ir.Chunk) and view.index != Const(0):
                     elsewhere = tree.edited(host.body, {views[name]: replace(view, index=Const(0))})
-                    yield f"{print_instruction(i)[0]}: at another place", replace(host, body=elsewhere)
+                    yield f"{i.lines()[0]}: at another place", replace(host, body=elsewhere)
                 (name, *_) = tree.names(view, "alias")
 
 

@@ -20,7 +20,7 @@ from hostweave.base.paths import NATIVE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.runtime.cpu import seeded
 from hostweave.targets.target import find_target
-from hostweave.types.shards import block_of, holds
+from hostweave.types.tensor import block_of, holds
 
 RANDOM = np.random.default_rng(0)
 

@@ -18,7 +18,7 @@ from hostweave.check.operations import Access, Instances, Layout, Operation, Reg
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
-from hostweave.types.rank_sizes import Sizes, shares
+from hostweave.types.mesh import Sizes, shares
 
 
 def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise, zip_longest
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
-from hostweave.types.rank_sizes import shares
+from hostweave.types.mesh import shares
 
 Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 

@@ -10,7 +10,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-Which ops share a loop (`lowering/loops.py`) and where results lie (`lowering/placement.py`) is decided before anything is written.
+Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is decided before anything is written.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
-from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
-from hostweave.passes.lower.buffers import Buffers
+from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
-from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.puts import PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
-from hostweave.passes.lower.steps import Steps, dim_of_chunk
+from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, dim_of_chunk, iterations, loops_of, shards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import TensorType, f32
+from hostweave.types.tensor import TensorType, f32, strides_of
 
 RING = "ring"
 # Streams of a loop of puts. After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves

@@ -19,9 +19,8 @@ from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import NUMBERS, Exchange, Reduce
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Scatter
-from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
+from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
