@@ -138,7 +138,7 @@ def _shard(model: Any, rank: int, ranks: int) -> None:
             keep(linear, 1)
             linear.register_forward_hook(lambda _module, _inputs, term: all_reduce(term, "sum", everyone))
     keep(model.lm_head, 0)
-    model.lm_head.register_forward_hook(lambda _module, _inputs, part: all_gather_tensor(part, part.dim() - 1, everyone))
+    model.lm_head.register_forward_hook(lambda _module, _inputs, part: torch.cat(all_gather_tensor(part, 0, everyone).chunk(ranks), -1))
 
 
 def _cache(model: Any) -> Any:
