@@ -1,4 +1,4 @@
-"""Products of 1 to 16 rows on one GPU, beside a device copy of their weights and beside torch in a CUDA graph.
+"""Products of 1 to 8 rows on one GPU, beside a device copy of their weights and beside torch in a CUDA graph.
 
 A captured call has several products of one operand with weights of their own, more than the GPU's cache holds, and so has torch's graph;
 they are timed in turn. What counts is the share of a copy's bandwidth, in which a copy reads and writes: weights are read alone.
@@ -19,7 +19,7 @@ WARMUPS = 3
 WAIT = 200_000  # cycles, in which the host launches the graph
 SHARE = 0.85  # of a copy's bandwidth, at least, where the weights have LARGE bytes
 LARGE = 58 << 20
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
 TOLERANCE = 0.02  # of the largest element: both round to bf16
 

@@ -136,10 +136,9 @@ const void* shifted(const void* base, int64_t bytes) { return base ? static_cast
 constexpr int64_t kMostWeights = int64_t{1} << 24, kMostWeightsOfOneRow = 2 * kMostWeights;
 
 // Whether kernels of ours take the problem: one product of few whole rows.
-bool has_few_rows(const Problem& p, cudaDataType_t operands) {
+bool has_few_rows(const Problem& p) {
   if (p.a.columns * p.b.columns > (p.a.rows == 1 ? kMostWeightsOfOneRow : kMostWeights)) return false;
-  const int most = operands == CUDA_R_32F ? kFewRowsOfF32 : kFewRows;
-  return p.a.rows <= most && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
+  return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
 }
 
 Activation activation_of(cublasLtEpilogue_t epilogue) {
@@ -292,7 +291,7 @@ void MatmulPlan::describe(Plan& plan) const {
   }
 
   const bool in_f32 = compute_ == CUBLAS_COMPUTE_32F;
-  if (in_f32 && !plan.swapped && has_few_rows(p, operands_)) plan.few_rows = few_rows_kernels(operands_, result_);
+  if (in_f32 && !plan.swapped && has_few_rows(p)) plan.few_rows = few_rows_kernels(operands_, result_);
   if (plan.few_rows) return;
 
   HW_CHECK(cublasLtMatmulDescCreate(&plan.description, compute_, compute_ == CUBLAS_COMPUTE_64F ? CUDA_R_64F : CUDA_R_32F));

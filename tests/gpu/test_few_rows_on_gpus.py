@@ -1,4 +1,4 @@
-"""Products of few rows, by kernels of ours, and of one more, by cuBLASLt, on one GPU against NumPy in float64."""
+"""Products of up to 8 rows, by kernels of ours, and of 9, by cuBLASLt, on one GPU against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from hostweave.types.tensor import DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 SIZES = [
-    *((rows, 2056, 328) for rows in range(1, 18)),
+    *((rows, 2056, 328) for rows in range(1, 10)),
     (1, 130, 65),
     (8, 34, 1000),
-    (16, 4102, 264),
-    (11, 70, 65),
     (3, 6, 4),
     (5, 14336, 72),
     (2, 8, 40000),

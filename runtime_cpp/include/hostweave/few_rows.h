@@ -58,9 +58,9 @@ using ProductSums = float[kFewRows][kProductColumns + 1];
 // has the 8 terms of 8 columns that it reads at once.
 template <class T, bool kTransposed>
 struct WideSums {
-  static constexpr int kDepth = 32, kRows = 8;  // of a product of the tensor core
+  static constexpr int kDepth = 32;
 
-  float sums[kFewRows / kRows][4][4] = {};
+  float sums[4][4] = {};
   const int row = threadIdx.x % 32 / 4, column = row * 8, term = threadIdx.x % 4 * 8;
 
   struct Step {
@@ -79,27 +79,16 @@ struct WideSums {
   __device__ Step load(const FewRows<T, kCount>& p, const T* weights, int64_t k, int64_t j) const {
     Step step;
     each(p, weights, k, j, [&](int i, const T* from, bool exists) { step.w[i] = stream_in(from, exists); });
-    step.x = rows_of_x(p, 0, k);
+    step.x = uint4{0, 0, 0, 0};
+    if (row < p.rows && k + term < p.depth) step.x = *reinterpret_cast<const uint4*>(p.x + row * p.x_pitch + k + term);
     return step;
   }
-  // What the lane has of 8 rows: registers hold those of the next step for the first 8 only.
-  template <int kCount>
-  __device__ uint4 rows_of_x(const FewRows<T, kCount>& p, int first, int64_t k) const {
-    if (first + row >= p.rows || k + term >= p.depth) return {0, 0, 0, 0};
-    return *reinterpret_cast<const uint4*>(p.x + (first + row) * p.x_pitch + k + term);
-  }
-  template <int kCount>
-  __device__ void add(const FewRows<T, kCount>& p, const Step& step, int64_t k) {
+  __device__ void add(const Step& step) {
 #pragma unroll
-    for (int tile = 0; tile < kFewRows / kRows; ++tile) {
-      if (tile * kRows >= p.rows) break;
-      const uint4 x = tile == 0 ? step.x : rows_of_x(p, tile * kRows, k);
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          multiply_add(sums[tile][pair], weights_of(step.w, half, pair), word(x, 2 * half), word(x, 2 * half + 1), T());
-        }
+      for (int pair = 0; pair < 4; ++pair) {
+        multiply_add(sums[pair], weights_of(step.w, half, pair), word(step.x, 2 * half), word(step.x, 2 * half + 1), T());
       }
     }
   }
@@ -115,13 +104,10 @@ struct WideSums {
     }
   }
   __device__ void store(ProductSums& into, int rows) const {
+    const int first = threadIdx.x % 4 * 2;  // row
 #pragma unroll
-    for (int tile = 0; tile < kFewRows / kRows; ++tile) {
-      const int first = tile * kRows + threadIdx.x % 4 * 2;  // row
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (first + i % 2 < rows) into[first + i % 2][column + i / 4 * 2 + i % 4 / 2] = sums[tile][i / 4][i % 4];
-      }
+    for (int i = 0; i < 16; ++i) {
+      if (first + i % 2 < rows) into[first + i % 2][column + i / 4 * 2 + i % 4 / 2] = sums[i / 4][i % 4];
     }
   }
 };
@@ -131,11 +117,14 @@ template <bool kTransposed>
 struct WideSums<float, kTransposed> {
   static constexpr int kDepth = 16;
 
-  float sums[kFewRowsOfF32][4] = {};
+  float sums[kFewRows][4] = {};
   const int column = threadIdx.x % 16 * 4, term = threadIdx.x % 32 / 16 * 8;
 
   struct Step {
     uint4 w[8];
+    const float* x;
+    int64_t x_pitch;
+    int rows;
   };
 
   template <int kCount, class Use>
@@ -149,21 +138,18 @@ struct WideSums<float, kTransposed> {
   }
   template <int kCount>
   __device__ Step load(const FewRows<float, kCount>& p, const float* weights, int64_t k, int64_t j) const {
-    Step step;
+    Step step{{}, p.x + k + term, p.x_pitch, k + term < p.depth ? static_cast<int>(p.rows) : 0};
     each(p, weights, k, j, [&](int i, const float* from, bool exists) { step.w[i] = stream_in(from, exists); });
     return step;
   }
-  template <int kCount>
-  __device__ void add(const FewRows<float, kCount>& p, const Step& step, int64_t k) {
-    if (k + term >= p.depth) return;
-    const float* const from = p.x + k + term;
+  __device__ void add(const Step& step) {
 #pragma unroll
-    for (int row = 0; row < kFewRowsOfF32; ++row) {
-      if (row >= p.rows) break;
+    for (int row = 0; row < kFewRows; ++row) {
+      if (row >= step.rows) break;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int term = i / 4, j = i % 4;
-        const uint4 x = *reinterpret_cast<const uint4*>(from + row * p.x_pitch + term / 4 * 4);
+        const uint4 x = *reinterpret_cast<const uint4*>(step.x + row * step.x_pitch + term / 4 * 4);
         const unsigned one = kTransposed ? word(step.w[2 * j + term / 4], term % 4) : word(step.w[term], j);
         sums[row][j] += __uint_as_float(word(x, term % 4)) * __uint_as_float(one);
       }
@@ -171,7 +157,7 @@ struct WideSums<float, kTransposed> {
   }
   __device__ void store(ProductSums& into, int rows) const {
 #pragma unroll
-    for (int row = 0; row < kFewRowsOfF32; ++row) {
+    for (int row = 0; row < kFewRows; ++row) {
       if (row >= rows) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -231,7 +217,8 @@ template <bool kTransposed, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   constexpr int kWarps = kProductThreads / 32;
   static_assert(kCount <= kProducts);
-  __shared__ ProductSums of_warps[kWarps];  // then those of a product are where its first warp had its own
+  __shared__ ProductSums of_warps[kWarps];
+  __shared__ ProductSums of_blocks[kCount];
   const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;
   const int64_t first = int64_t{blockIdx.x} / blocks * kProductColumns;
   const T* weights = p.weights[0];
@@ -247,7 +234,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
     for (int64_t k = begin; k < p.depth; k += step) {
       const auto here = next;
       next = sums.load(p, weights, k + step, first);
-      sums.add(p, here, k);
+      sums.add(here);
     }
     sums.store(of_warps[warp], static_cast<int>(p.rows));
   } else {
@@ -266,7 +253,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
       float sum = 0;
 #pragma unroll
       for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
-      of_warps[product][row][column] = sum;
+      of_blocks[product][row][column] = sum;
     }
   }
   Cluster::meet();
@@ -276,7 +263,7 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
     float sums[kCount] = {};
     for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_warps[product][row][column]);
+      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_blocks[product][row][column]);
     }
     end(int64_t{row}, first + column, sums);
   }

@@ -10,8 +10,7 @@ constexpr int kLaneParts = 32;    // threads that share a lane of which each has
 constexpr int kTile = 32;         // columns that they reduce together
 constexpr int kSorted = 2048;     // numbers that a block orders in its own memory
 
-constexpr int kFewRows = 16;          // at most, of a product of 16 bits that takes as long as to read its weights
-constexpr int kFewRowsOfF32 = 8;      // at most, of f32
+constexpr int kFewRows = 8;           // at most, of a product that takes as long as to read its weights
 constexpr int kProducts = 4;          // at most, of one operand, which one kernel computes
 constexpr int kProductColumns = 64;   // of a block
 constexpr int kProductThreads = 256;  // of a block, two of which a multiprocessor holds

@@ -14,7 +14,7 @@ from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
-FEW_ROWS = {"f16": 16, "bf16": 16, "f32": 8}  # at most, of products that a kernel computes: hw::kFewRows, hw::kFewRowsOfF32
+FEW_ROWS = 8  # at most, of products that a kernel computes: hw::kFewRows
 PRODUCTS = 4  # at most, of such a kernel: hw::kProducts
 
 

@@ -1,6 +1,6 @@
 """Host to host: products of one operand, and the kernel that ends them element by element, are one kernel where the rows are few.
 
-    matmul %x, %wg -> %g                      if T <= 16 {
+    matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
     launch @silu_multiply_h %g, %u -> %h      } else {
                                                 fork beside
@@ -36,6 +36,8 @@ from hostweave.types.tensor import strides_of
 
 BESIDE = "beside"  # the name of the streams of products that run at once
 
+DTYPES = ("f16", "bf16", "f32")
+
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it no products of up to FEW_ROWS rows with one operand are in memory before one kernel ends them."""
@@ -53,10 +55,9 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
         kernels[name] = replace(kernel, name=name)
         few, freed = replace(i, kernel=name, srcs=srcs), _freed(_between(uses, place, products))
         rows = product(uses.types[matmuls[0].a].shape[:-1])
-        most = ir.FEW_ROWS[uses.types[matmuls[0].a].dtype.name]
         if not rows.is_int:
             streams = max(streams, len(matmuls) - 1)
-        chosen = few if rows.is_int else ir.If(_at_most(rows, most), (few,), (*_at_once(matmuls), i), location=i.location)
+        chosen = few if rows.is_int else ir.If(_at_most(rows, ir.FEW_ROWS), (few,), (*_at_once(matmuls), i), location=i.location)
         edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
         edits[place.number] = (chosen, *(p.instruction for p in freed))
     if not edits:
@@ -98,8 +99,7 @@ def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
     matmuls = [matmul for _, matmul in found]
     first = matmuls[0]
     rows = product(uses.types[first.a].shape[:-1])
-    most = ir.FEW_ROWS.get(uses.types[first.a].dtype.name, -1)
-    is_few = int(rows) <= most if rows.is_int else most > 0 and not any(isinstance(factor, Sum) for factor in rows.factors)
+    is_few = int(rows) <= ir.FEW_ROWS if rows.is_int else not any(isinstance(factor, Sum) for factor in rows.factors)
     alike = {(matmul.a, *_layout(uses, matmul)) for matmul in matmuls}
     if not is_few or len(alike) > 1 or _layout(uses, first) == () or uses.types[first.a].strides is not None:
         return []
@@ -141,8 +141,8 @@ def _freed(places: list[Place]) -> list[Place]:
 
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
     """What the weights of products that are computed together have in common; nothing where no kernel is for them."""
-    b, dst = uses.types[matmul.b], uses.types[matmul.dst]
-    if len(b.shape) != 2 or dst.strides is not None or Size() not in strides_of(b):
+    a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
+    if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
     return b.dtype, dst.dtype, b.shape, strides_of(b)
 
