@@ -224,8 +224,8 @@ class Program:
         Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
         are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
         the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
-        does the same. All ranks launch it together, too: with one-sided communication, which takes NCCL 2.30.7 then, a launch of one
-        rank does not meet a call of another.
+        does the same. All ranks launch it together, too: with one-sided communication, which takes version 2.30.7 of the library
+        then, a launch of one rank does not meet a call of another.
 
         A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
         shapes: then it is part of that graph.
