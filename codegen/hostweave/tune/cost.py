@@ -19,7 +19,8 @@ from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType
+from hostweave.types.size import product
+from hostweave.types.tensor import BufferType, DType
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
 TILES = (
@@ -150,6 +151,15 @@ def most_in_kernel(machine: Machine, ranks: int) -> int:
     """Up to how many bytes that takes less time than a collective; a power of 2, or 0."""
     sizes = (ir.EXCHANGE_BYTES >> halved for halved in range(ir.EXCHANGE_BYTES.bit_length()))
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
+
+
+def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
+    """Up to how many elements the kernel that uses a sum over the ranks adds it up, of what each of them has as such a term; or 0."""
+    if type.dtype.name not in ir.EXCHANGED or not 1 < ranks <= ir.EXCHANGE_RANKS:
+        return 0
+    size, most = product(type.shape), most_in_kernel(machine, ranks) // type.dtype.itemsize
+    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # for a simple condition
+    return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 
 
 def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
