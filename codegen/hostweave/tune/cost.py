@@ -165,9 +165,13 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
 def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
     """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
     copy engines, which put or get it and want the memory alone."""
-    by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
-    by_copies = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
-    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies * (BESIDE_COPIES - 1) + LOOP
+    by_kernels, by_copies = cost_alone(machine, kind, by, ranks, size)
+    return by_kernels * _kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS), (by_copies - LOOP) * (BESIDE_COPIES - 1) + LOOP
+
+
+def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
+    """How long it takes with nothing beside it."""
+    return communication(machine, kind, ranks, size), (ranks - 1) * machine.link(by, ranks).seconds(size / ranks) + LOOP
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------

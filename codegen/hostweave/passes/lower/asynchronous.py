@@ -39,7 +39,9 @@ class Asynchronous:
         self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready else []
         arrived = self._event(f"{name}_arrived") if aside else ready
-        self.b.emit(ir.Fork(COMM))
+        latest = next((i for i in self.b.issued() if not isinstance(i, ir.OnStream)), None)
+        if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
+            self.b.emit(ir.Fork(COMM))
         self._on(COMM, *body, *(copies if not aside else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
         if aside:
             self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
