@@ -210,6 +210,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
         assert f"beside other ops on a stream of its own by {way}, one_sided, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
+    assert "\n  copy %w_0 -> " in first.host_ir  # at once, as the caller's stream waits for the gather
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
