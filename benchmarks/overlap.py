@@ -168,7 +168,8 @@ def _built_by_hand(cases: list[Case]) -> tuple[Path, dict[str, str]] | None:
         subprocess.run([*command, str(folder / BY_HAND.stem)], check=True, capture_output=True)
 
     try:
-        program = get_or_make(name_of(BY_HAND.stem, BY_HAND.read_text(), *command), make) / BY_HAND.stem
+        texts = [BY_HAND.with_suffix(end).read_text() for end in (".h", ".cu")]
+        program = get_or_make(name_of(BY_HAND.stem, *texts, *command), make) / BY_HAND.stem
     except (OSError, subprocess.SubprocessError) as why:
         print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
         return None
