@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.resharding import step_of
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
