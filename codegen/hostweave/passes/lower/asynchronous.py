@@ -39,7 +39,7 @@ class Asynchronous:
         self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready and not self._is_awaited(op) else []
         arrived = self._event(f"{name}_arrived") if aside else ready
-        latest = next((i for i in self.b.issued() if not isinstance(i, ir.OnStream)), None)
+        latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
         if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
             self.b.emit(ir.Fork(COMM))
         self._on(COMM, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
