@@ -1,10 +1,9 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
 
-A row has, in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin: the matmul and the
-communication alone, torch in sequence and its fused operators, the best pipeline of puts or pulls by hand
-(`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), ours as chosen, in sequence, and by sends and recvs, and as chosen
-in a CUDA graph; then the ways that the cost model predicts, as measured and as predicted. Random bf16 data. torch and the graph run one
-process a GPU, the others one thread a GPU.
+All in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin. First, of each case, ours as
+chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), and each way
+that the cost model predicts, as measured and as predicted. Then, as they come, the matmul and the communication alone, torch in sequence
+and its fused operators, and ours in a CUDA graph: these run one process a GPU, the others one thread a GPU. Random bf16 data.
 Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
 """
 
