@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
@@ -22,6 +21,7 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import expect_sizes
 from hostweave.options import Options
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
@@ -123,6 +123,14 @@ class Program:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._unbound else ""
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
 
+    def __copy__(self) -> Program:
+        made = object.__new__(type(self))
+        made.__dict__ |= self.__dict__
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise ProgramError(f"{self.name}: a program belongs to its process; pickle the fusion, and compile that there: it is in the cache")
+
     @property
     def name(self) -> str:
         """The name of the function that was traced."""
@@ -201,6 +209,7 @@ class Program:
         """
         _ = self.module
 
+    @checked
     def check(self, **sizes: int) -> None:
         """Proves the program free of races, deadlocks and unmatched communication on every rank, at these `sizes`.
 
@@ -209,10 +218,11 @@ class Program:
 
         Example: `program.check(M=8192, N=4096)`.
         """
-        self._expect_sizes("check", sizes)
+        expect_sizes(self._host, "check", sizes)
         host = self._host if are_divided(self._host, sizes) else self._in_sequence._host
         check(host, {**minimal_sizes(host), **sizes})
 
+    @checked
     def bind(self, **arrays: Any) -> Program:
         """The program with these inputs given, so that its calls take only the others, by position or name.
 
@@ -266,6 +276,8 @@ class Program:
         Example: `y = program(x, w)`.
         """
         given = self._in_order(arrays, named)
+        if sizes is not None:
+            expect_sizes(self._host, "sizes=", sizes)
         return self._or_in_sequence(lambda program: program._local(group, given, stream, out)(self._bound, given, out, stream, sizes))
 
     def capture(
@@ -292,6 +304,8 @@ class Program:
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
         given = self._in_order(arrays, named)
+        if sizes is not None:
+            expect_sizes(self._host, "sizes=", sizes)
         return self._or_in_sequence(
             lambda program: program._local(group, given, stream, out).capture(self._bound, given, out, stream, sizes)
         )
@@ -308,7 +322,7 @@ class Program:
         Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
         """
         for one in sizes:
-            self._expect_sizes("prepare", one)
+            expect_sizes(self._host, "prepare", one)
         divided = [one for one in sizes if are_divided(self._host, one)]
         rest = [one for one in sizes if one not in divided]
         if divided:
@@ -347,8 +361,8 @@ class Program:
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
-        if warmups < 0 or repetitions < 1:
-            raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
+        if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
+            raise ArgumentError(f"{self.name}: measure: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
         return self._or_in_sequence(lambda program: program._ready().measure(program._call(arrays, named), warmups, repetitions))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
@@ -368,6 +382,7 @@ class Program:
 
         return jax_call(self)
 
+    @checked
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 
@@ -402,13 +417,6 @@ class Program:
             if other is not self:
                 other.close()
 
-    def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        if unknown := sizes.keys() - set(self._host.symbols()):
-            known = ", ".join(self._host.symbols()) or "none"
-            raise ArgumentError(f"{self.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
-            raise ArgumentError(f"{self.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
-
     def _expect_open(self) -> None:
         if self._closed:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
@@ -428,12 +436,14 @@ class Program:
         bound = bound or self._bound
         if self._unbound:
             return self._unbound._local(group, arrays, stream, out, bound)
-        from hostweave.runtime.group import current
+        from hostweave.runtime.group import Group, current
 
         self._expect_open()
-        group = group or current()
+        group = current() if group is None else group
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        if not isinstance(group, Group):
+            raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self._reaches_memory:
             figures = self._options.figures.without_peers("the ranks are on several hosts")
             return self._by_sends(figures)._local(group, arrays, stream)

@@ -1,10 +1,12 @@
-"""Requirements on the sizes of a call: every slice lies inside its dim, and every size is an integer."""
+"""Requirements on the sizes of a call: the program has them, every slice lies inside its dim, and every size is an integer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import lcm
+from numbers import Integral
 
+from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, FIRST
@@ -13,6 +15,21 @@ from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
+
+MOST = 2**48  # elements of a dim: of no memory
+
+
+def expect_sizes(program: ir.HostProgram, what: str, sizes: Mapping[str, int]) -> None:
+    """Raises ArgumentError for sizes, as a user states them, that no call of the program can have."""
+    if not isinstance(sizes, Mapping):
+        raise ArgumentError(f'{program.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
+    if unknown := sizes.keys() - set(program.symbols()):
+        known = ", ".join(program.symbols()) or "none"
+        raise ArgumentError(f"{program.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+    if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
+        raise ArgumentError(f"{program.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
+    if large := [f"{name}={size}" for name, size in sizes.items() if size > MOST]:
+        raise ArgumentError(f"{program.name}: {what}: {', '.join(large)}: no memory has so many elements; give the size of a call")
 
 
 def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
