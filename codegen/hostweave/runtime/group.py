@@ -207,7 +207,8 @@ class Group:
         outputs where they lie, and copy others. For that the ranks pass, as one argument, what one call of `empty` gave them, or a part
         of it that begins at the same place. The first call of a program with other arguments in windows compiles it for these.
 
-        On the CPU target that is a NumPy array, on CUDA an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
+        On the CPU target that is a NumPy array, of bf16 and f8 with the dtypes of `ml_dtypes`, which DLPack does not know; on CUDA an
+        array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
         in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
 
         Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError where ranks
