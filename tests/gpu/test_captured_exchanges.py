@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from cuda_here import nccl
-from hostweave.types.shards import block_of
 from processes import environment
 from whole_programs import compiled, fusion_of, integer_arrays, lowered, sizes_of
 
@@ -21,6 +20,7 @@ from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
+from hostweave.types.tensor import block_of
 
 torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
 

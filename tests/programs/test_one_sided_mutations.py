@@ -87,7 +87,7 @@ def is_needless(what: str) -> bool:
     return what in needless or (what.startswith("get ") and "twice" in what)
 
 
-LOOPS = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
+LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
 
 
 SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges", "uneven")]
