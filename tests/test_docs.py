@@ -67,6 +67,16 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
     run_page(name, tmp_path, monkeypatch)
 
 
+def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
+    """The other blocks of the page take a model and GPUs."""
+    torch = pytest.importorskip("torch", reason="what the page is about: pip install torch")
+    text = (ROOT / "docs" / "pytorch.md").read_text()
+    (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)
+    seen: dict[str, Any] = {"hw": hw, "torch": torch, "mesh": hw.Mesh(tp=2)}
+    exec(compile(block, "pytorch.md", "exec"), seen)
+    assert [str(type) for type in seen["gated"].output_types] == ["bf16[T, 14336]"]
+
+
 def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() -> None:
     docs = ROOT / "docs"
     navigation = (ROOT / "mkdocs.yml").read_text()

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -219,3 +220,65 @@ def test_any_value_for_any_parameter_is_taken_or_refused(name: str) -> None:
     for parameter, value in itertools.product(parameters, WRONG):
         with contextlib.suppress(HostweaveError):
             hw.fusion(x=hw.f32[4, 6], ids=hw.i32[4])(partial(program, wrong=parameter.name, value=value))
+
+
+@hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"])
+def alone(x, w):  # type: ignore[no-untyped-def]
+    return hw.matmul(x, w)
+
+
+def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options, groups and programs."""
+    monkeypatch.chdir(tmp_path)
+    program, group = hw.compile(alone), hw.init(group="alone")
+    call, measured = {"x": X, "w": W, "group": group}, {"x": X, "w": W, "repetitions": 1}
+    functions: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = [
+        (hw.Options, {}, tuple(inspect.signature(hw.Options).parameters)),
+        (partial(hw.compile, alone), {}, ("target", "options")),
+        (hw.Threads, {}, ("count",)),
+        (hw.init, {"group": "another"}, ("provider", "group", "timeout", "call_timeout", "device")),
+        (group.split, {"color": 0}, ("color", "key")),
+        (group.empty, {"shape": (2, 2), "dtype": hw.f32}, ("shape", "dtype", "target")),
+        (program, call, ("x", "w", "out", "stream", "group", "sizes")),
+        (program.capture, call, ("x", "w", "out", "stream", "group", "sizes")),
+        (lambda sizes, group: program.prepare(sizes, group=group), {"sizes": {"M": 2, "K": 2, "N": 2}, "group": group}, ("sizes", "group")),
+        (lambda array: program.bind(w=array), {}, ("array",)),
+        (program.bind, {}, ("x", "v")),
+        (program.check, {}, ("M", "Q")),
+        (program.export, {}, ("folder",)),
+        (program.run, {"x": X, "w": W}, ("x", "w")),
+        (program.measure, measured, ("x", "w", "warmups", "repetitions")),
+    ]
+    for function, fitting, parameters in functions:
+        for parameter, value in itertools.product(parameters, (*WRONG, 2**70, "2", X[:, ::2], np.ma.masked_array(X, X > 0), np.float32(1))):
+            with contextlib.suppress(HostweaveError):
+                function(**{**fitting, parameter: value})
+    group.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: PRODUCT.run(np.float32(1), W), "program: x: expected an array, got float32; pass np.asarray of it"),
+        (
+            lambda: PRODUCT.run(np.ma.masked_array(X, X > 0), W),
+            "x: some of its elements are masked, which programs do not know; call .fill",
+        ),
+        (lambda: PRODUCT.check(M=2**70), f"program: check: M={2**70}: no memory has so many elements; give the size of a call"),
+        (lambda: PRODUCT.bind(W), "takes 1 positional argument but 2 were given; write bind(**arrays)"),
+        (lambda: PRODUCT.export(None), "export: folder=None is no str or Path; write export(folder)"),
+        (
+            lambda: pickle.dumps(PRODUCT),
+            "program: a program belongs to its process; pickle the fusion, and compile that there: it is in the",
+        ),
+        (lambda: hw.init("torch"), "hw.init: 'torch' is no provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing"),
+        (lambda: hw.init(timeout="a minute"), "hw.init: timeout='a minute' is no number of seconds; give one, as 60"),
+        (lambda: PRODUCT(X, W, group="default"), "program: group='default' is no group; pass what hw.init or group.split gave"),
+        (lambda: PRODUCT(X, W, sizes=[4]), 'program: sizes=: [4] is no mapping of names; write {"M": 8}'),
+        (lambda: PRODUCT(X, W, sizes={"Q": 4}), "program: sizes=: no size named Q; the sizes of the program: M, K, N"),
+    ],
+)
+def test_what_is_said_of_them(act: Callable[[], Any], message: str) -> None:
+    with pytest.raises(HostweaveError) as caught:
+        act()
+    assert message in str(caught.value)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.signatures import checked
@@ -81,6 +81,9 @@ class Program:
     def __repr__(self) -> str:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ProgramError(f"{self.name}: a program belongs to its process; pickle the fusion, and compile that there: it is in the cache")
 
     @property
     def target(self) -> Target:
@@ -155,6 +158,7 @@ class Program:
         """
         _ = self.module
 
+    @checked
     def check(self, **sizes: int) -> None:
         """Proves the program free of races, deadlocks and unmatched communication on every rank, at these `sizes`.
 
@@ -167,6 +171,7 @@ class Program:
         host = self._host if are_divided(self._host, sizes) else self._compiled.in_sequence.host
         check(host, {**minimal_sizes(host), **sizes})
 
+    @checked
     def bind(self, **arrays: Any) -> Program:
         """The program with these inputs given, so that its calls take only the others, by position or name.
 
@@ -300,6 +305,7 @@ class Program:
 
         return jax_call(self)
 
+    @checked
     def export(self, folder: str | Path) -> None:
         """Writes a CMake project that builds and runs the program without Python, on both targets.
 

@@ -16,6 +16,7 @@ from hostweave.check.check import check
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import Target, find_target
@@ -73,12 +74,16 @@ class Compiled:
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError for sizes that the program does not have, or that are none."""
+        """Raises ArgumentError for sizes, as a user states them, that no call of the program can have."""
+        if not isinstance(sizes, Mapping):
+            raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.symbols()):
             known = ", ".join(self.host.symbols()) or "none"
             raise ArgumentError(f"{self.host.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
+        if large := [f"{name}={size}" for name, size in sizes.items() if size > MOST]:
+            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: no memory has so many elements; give the size of a call")
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Compiled:

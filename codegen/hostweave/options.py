@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
@@ -56,7 +57,7 @@ class Options:
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
       store; ranks that are threads always do.
 
-    Raises ProgramError for another `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` below 1.
+    Raises ProgramError for another `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -87,6 +88,15 @@ class Options:
             raise ProgramError(f"Options: there is no transport={self.transport!r}; {did_you_mean(str(self.transport), TRANSPORTS)}")
         if not isinstance(self.machine, Machine | None):
             raise ProgramError(f"Options: machine={self.machine!r} is no hw.Machine; leave it out, or use Machine.from_json")
+        for name in ("check", "tf32", "tune", "verify_calls"):
+            if (value := getattr(self, name)) not in (True, False) and (name, value) != ("check", None):
+                raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
+        for name in ("sizes", "ways"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise ProgramError(f"Options: {name}={value!r} is no mapping of names; write {name}={{...}}")
+        for name, size in self.sizes.items():
+            if not isinstance(size, Integral) or size < 1:
+                raise ProgramError(f"Options: sizes: {name}={size!r}: a typical size is an int of at least 1; correct it, or leave it out")
         if self.overlap not in OVERLAPS:
             raise ProgramError(f"Options: there is no overlap={self.overlap!r}; {did_you_mean(str(self.overlap), OVERLAPS)}")
         if self.graph not in (None, "auto"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import map_functions, needs_ranks, on_one_device
 from hostweave.fusion_ir.verify import LEVELS, verify_fusion
@@ -44,6 +45,7 @@ from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.passes.host.software_pipeline import software_pipeline
 from hostweave.passes.host.split_reductions import split_reductions
 from hostweave.passes.lower.lower_to_host import lower_to_host
+from hostweave.types.size import Size
 from hostweave.types.tensor import DType
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
@@ -95,12 +97,30 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
     """
     stage: Fusion | HostProgram = program
     _verified("input", stage, None, observe)
+    if isinstance(program, Fusion):
+        _expect_possible(program, options.sizes)
     for apply in PASSES if isinstance(program, Fusion) else ():
         before = stage
         stage = apply(stage, options) if apply in WHOLE else _on_each_body(apply, stage, options)
         _verified(apply.__name__, stage, before, observe)
     assert isinstance(stage, HostProgram)
     return stage
+
+
+def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
+    """Raises ProgramError where a dim cannot be at the sizes that the options state, as M/2 where M is 7."""
+    for op in program.all_ops if sizes else ():
+        for size in op.result.type.shape:
+            if sizes.keys() >= set(size.symbols) and (why := _why_impossible(size, sizes)):
+                raise ProgramError(f"Options: sizes: %{op.result.name} of {op.result.type}: {why}", op.location)
+
+
+def _why_impossible(size: Size, sizes: Mapping[str, int]) -> str:
+    try:
+        number = size.bind(sizes)
+    except ValueError as error:
+        return f"{error}; state a size that it divides"
+    return "" if number >= 0 else f"{size} = {number}; state larger sizes"
 
 
 def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProgram, options: Options) -> Fusion | HostProgram:

@@ -120,6 +120,8 @@ class Running:
         """As `Program.__call__` and `Program.capture` say."""
         bound, (arrays, named) = held or self._nothing_bound, given
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
+        if sizes is not None:
+            self.compiled.expect_sizes("sizes=", sizes)
 
         def call(one: Running) -> Any:
             local = one._local(group, bound, arrays, stream, out)
@@ -142,9 +144,11 @@ class Running:
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
         """The program on this process's or thread's rank of a group, for a call with these arrays."""
         self._expect_open()
-        group, options = group or current(), self.compiled.options
+        group, options = current() if group is None else group, self.compiled.options
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        if not isinstance(group, Group):
+            raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = options.figures.without_peers("the ranks are on several hosts")
             return self._by_sends(figures)._local(group, bound, arrays, stream)
@@ -175,8 +179,8 @@ class Running:
 
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
         """As `Program.measure` says."""
-        if warmups < 0 or repetitions < 1:
-            raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
+        if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
+            raise ArgumentError(f"{self.name}: measure: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
         return self._or_in_sequence(lambda one: one._ready().measure(one._call_of(held, *given), warmups, repetitions))
 
     def _call_of(self, held: Bound | None, arrays: Arrays, named: Named) -> Call:

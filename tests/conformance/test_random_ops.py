@@ -23,6 +23,7 @@ from hostweave.types.numpy_dtypes import numpy_dtype
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3})
 SIZES = {"A": 12, "B": 24, "C": 36}  # which any of these meshes can share
+UNEVEN = {"A": 11, "B": 10, "C": 9}  # as ints
 ROWS = 5  # that the indices go to
 TOLERANCE = 2e-3  # of the largest element: some ops divide
 
@@ -30,9 +31,10 @@ TOLERANCE = 2e-3  # of the largest element: some ops divide
 class Writer:
     """A program that is being traced: one tensor, of dims by their names, goes from op to op."""
 
-    def __init__(self, draw: random.Random, symbolic: bool, mesh: hw.Mesh):
+    def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh
-        self.sizes: dict[str, Any] = {name: name if symbolic else size for name, size in SIZES.items()}
+        ints = draw.choice([SIZES, UNEVEN])
+        self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None
 
@@ -146,6 +148,7 @@ OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("AC", lambda w, t, axis: w.is_now(hw.matmul(t, w.inputs["w"].T), "AB")),
     ("AB", lambda w, t, axis: w.is_now(hw.einsum("ab,cb->ac", t, t), "AA")),
     ("AB", lambda w, t, axis: w.is_now(hw.take_along_axis(t, hw.argsort(t, axis=axis), axis=axis))),
+    ("AB", lambda w, t, axis: w.is_now(t + hw.sum(w.inputs["terms"], axis=0))),
     ("AB", lambda w, t, axis: w.is_now(hw.embedding(w.inputs["ids"], t))),
     ("AB", _update),
     ("AB", _called),
@@ -154,9 +157,10 @@ OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
 
 
 def program(draw: random.Random) -> Fusion:
-    mesh, symbolic = hw.Mesh(**draw.choice(MESHES)), draw.random() < 0.6
+    mesh, symbolic = hw.Mesh(**draw.choice(MESHES)), draw.choice([0, 0.6, 1])
     w = Writer(draw, symbolic, mesh)
     inputs = {name: hw.f32[tuple(w.layout(dims))] for name, dims in (("x", "AB"), ("w", "BC"), ("b", "B"))}
+    inputs["terms"] = hw.f32[f"{mesh.axes[0][1]}@{mesh.axes[0][0]}", w.sizes["A"], w.sizes["B"]]
     inputs |= {"ids": hw.i32[tuple(w.layout("A"))], "p": hw.i32[()]}
     donate = ("cache",) if draw.random() < 0.3 else ()
     inputs |= {name: hw.f32[tuple(w.layout("CB"))] for name in donate}

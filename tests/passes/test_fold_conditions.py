@@ -41,6 +41,15 @@ CASES = {
         "if rank.b > 0 {\nrecv %y from 0 on b\n}\nall_reduce sum %x -> %y on b\n",
         "all_reduce sum %x -> %y on b\n",
     ),
+    "neighbours under one condition": (
+        "if rank.a == 0 {\nfill %y with 1.0\n}\nif rank.a == 0 {\nif rank.b == 0 {\ncopy %x -> %y\n}\n} else {\nfill %y with 2.0\n}\n"
+        "if rank.a == 1 {\nfill %y with 3.0\n}\n",
+        "if rank.a == 0 {\nfill %y with 1.0\ncopy %x -> %y\n} else {\nfill %y with 2.0\n}\nif rank.a == 1 {\nfill %y with 3.0\n}\n",
+    ),
+    "which rank it is on a mesh of one": (
+        "on mesh(a=1 of ranks 1) {\nif rank == 1 {\ncopy %x -> %y\n}\nif rank == 0 {\nfill %y with 1.0\n}\n}\n",
+        "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\n",
+    ),
     "on some ranks by the coordinates of their mesh": (
         "on mesh(a=1 of ranks 1) {\nif rank.a == 0 {\ncopy %x -> %y\n}\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",
         "on mesh(a=1 of ranks 1) {\ncopy %x -> %y\n}\nif rank.a == 0 {\ncopy %x -> %y\n}\n",

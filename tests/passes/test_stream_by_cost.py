@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fusion_text import fusion
@@ -65,6 +66,44 @@ def test_what_is_not_chosen() -> None:
     assert taken(("%x: bf16[K, M@x], %w: bf16[N, K]", turned)) == []  # columns: chunks are not contiguous
     both = "%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, M] = matmul(%g, %v)"
     assert taken(("%x: bf16[M@x, K], %v: bf16[K, M]", both)) == [taken(GATHER, sizes={**LARGE, "N": 8192})[0]]
+
+
+def test_rows_that_ranks_share_unevenly_are_summed_in_sequence() -> None:
+    inputs = "%x: bf16[9@y, K@x], %w: bf16[K@x, N]"
+    ops = "%h: bf16[9@y, N] partial(sum, x) = matmul(%x, %w)\n%z: bf16[9@y, N] = all_reduce(%h, axes=(x), reduction=sum)"
+    chosen = stream_by_cost(fusion(inputs, ops, "x=2, y=4"), Options(sizes=LARGE))
+    assert [[way.name for way in choice.ways] for choice in chosen.choices] == [["none"]]
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(7, "%h of f32[M/2, 2]: M/2: 2 does not divide 7; state a size that it divides"), (2, "(M - 4) = -2; state larger sizes")],
+)
+def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
+    @hw.fusion(x=hw.f32["M"])
+    def f(x: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.reshape(x, "M/2", 2)
+        return -h, x[4:] * 2
+
+    with pytest.raises(ProgramError, match=r"^test_stream_by_cost.py:\d+: Options: sizes: ") as caught:
+        hw.compile(f, options=Options(sizes={"M": size}))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sizes": {"M": 0}}, "sizes: M=0: a typical size is an int of at least 1; correct it, or leave it out"),
+        ({"sizes": {"M": 1.5}}, "sizes: M=1.5: a typical size is an int"),
+        ({"sizes": ["M"]}, "sizes=['M'] is no mapping of names; write sizes={...}"),
+        ({"ways": "none"}, "ways='none' is no mapping of names; write ways={...}"),
+        ({"tf32": "no"}, "tf32='no' is neither True nor False; write one of them"),
+    ],
+)
+def test_options_of_other_types(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProgramError) as caught:
+        Options(**wrong)
+    assert str(caught.value).startswith(f"Options: {message}")
 
 
 def test_several_matmuls_share_a_loop() -> None:

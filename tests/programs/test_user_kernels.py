@@ -17,6 +17,8 @@ from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
 # One function of rows, on what both targets have.
@@ -99,6 +101,13 @@ def test_flat() -> None:
         np.testing.assert_array_equal(first, 2 * x)
         np.testing.assert_array_equal(second, 2 * z[:, 1])
         np.testing.assert_array_equal(third, 3 * x)
+
+
+@pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
+def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
+    """Though the types of kernels name the axis."""
+    for fusion in (rows(1), flat(1)):
+        assert lower(fusion, Options(transport=transport)).channels == ()
 
 
 def test_blocks_share_sources() -> None:

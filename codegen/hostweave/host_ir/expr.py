@@ -140,7 +140,7 @@ def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Me
         case Coordinate(axis):
             return 0, mesh.axis_size(axis) - 1
         case Rank():
-            return 0, program.size - 1
+            return min(mesh.all_ranks), max(mesh.all_ranks)
         case Symbol():
             return 0, None
         case Binary(op, left, right):

@@ -13,6 +13,8 @@ from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 
+MOST = 2**48  # elements: of no memory
+
 
 def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
     """The local types of the parameters and of all that is defined on the way."""

@@ -251,12 +251,13 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
     return replace(instruction, **changed) if changed else instruction  # type: ignore[arg-type]
 
 
-def together(instructions: Iterable[Instruction]) -> Body:
-    """Neighbours on one mesh in one `on` body."""
+def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
+    """Neighbours on one mesh in one `on` body, or those that share what `of` says of their bodies."""
     result: list[Instruction] = []
     for i in instructions:
-        if i.ranks and result and result[-1].ranks == i.ranks:
-            result[-1] = with_bodies(result[-1], lambda body, i=i: body + bodies(i)[0])  # type: ignore[misc]
+        if of(i) and result and of(result[-1]) == of(i):
+            further = iter(bodies(i))
+            result[-1] = with_bodies(result[-1], lambda body, further=further: body + next(further))  # type: ignore[misc]
         else:
             result.append(i)
     return tuple(result)

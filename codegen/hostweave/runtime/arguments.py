@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
+from numbers import Number
 
 from hostweave.base.errors import ArgumentError, did_you_mean
 from hostweave.host_ir.ir import HostProgram, Parameter
@@ -47,7 +48,8 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
     try:
         library = library_of(array)
     except TypeError as error:
-        raise ArgumentError(f"{program}: {name}: {error}; pass a NumPy, PyTorch, CuPy or JAX array") from None
+        remedy = "pass np.asarray of it" if isinstance(array, Number) else "pass a NumPy, PyTorch, CuPy or JAX array"
+        raise ArgumentError(f"{program}: {name}: {error}; {remedy}") from None
     try:
         array = library.accept(array)
     except TypeError as error:

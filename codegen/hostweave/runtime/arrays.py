@@ -119,6 +119,8 @@ class NumpyLibrary(Library):
     def accept(self, array: Array) -> Array:
         if not array.dtype.isnative:
             raise TypeError("its byte order is not this machine's; call .astype with the native dtype")
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError("some of its elements are masked, which programs do not know; call .filled(value)")
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
@@ -210,6 +212,8 @@ class _AnyDLPack(NumpyLibrary):
 class _Torch(Library):
     def accept(self, array: Array) -> Array:
         torch = sys.modules["torch"]
+        if array.is_nested:
+            raise TypeError("its rows differ in length, which programs do not know; call .to_padded_tensor(value)")
         if array.layout != torch.strided:
             raise TypeError(f"its layout is {array.layout}; call .to_dense()")
         if array.device.type not in ("cpu", "cuda"):

@@ -65,14 +65,21 @@ def init(
     end. `device` is the index of this rank's GPU; by default its local rank, modulo the number of visible GPUs.
 
     Raises ExecutionError if ranks do not join in time or expect another number of ranks, ArgumentError if this process is already
-    in the group as another rank, or with another number of ranks.
+    in the group as another rank, or with another number of ranks, and for arguments of other types.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
+    if provider is not None and not (hasattr(provider, "rank_and_count") and hasattr(provider, "store")):
+        raise ArgumentError(f"hw.init: {provider!r} is no provider; pass hw.TorchStore(), hw.MPI(), hw.Threads(8), or nothing")
+    if not isinstance(group, str):
+        raise ArgumentError(f"hw.init: group={group!r} is no name; give a text")
+    for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
+        if not isinstance(seconds, int | float) or not seconds >= 0:
+            raise ArgumentError(f"hw.init: {name}={seconds!r} is no number of seconds; give one, as 60")
     present = current(group)
     if present and not present.failure and provider is None:
         return present
-    provider = provider or default_provider()
+    provider = default_provider() if provider is None else provider
     threads = isinstance(provider, Threads)
     with contextlib.nullcontext() if threads else _making:
         rank, count = provider.rank_and_count(group)
@@ -200,7 +207,8 @@ class Group:
         outputs where they lie, and copy others. For that the ranks pass, as one argument, what one call of `empty` gave them, or a part
         of it that begins at the same place. The first call of a program with other arguments in windows compiles it for these.
 
-        On the CPU target that is a NumPy array, on CUDA an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
+        On the CPU target that is a NumPy array, of bf16 and f8 with the dtypes of `ml_dtypes`, which DLPack does not know; on CUDA an
+        array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
         in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
 
         Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError where ranks

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _servers: dict[str, TcpServer] = {}  # that this process keeps, by job, until it ends
 _servers_lock = threading.Lock()
+MOST_THREADS = 1024
 
 
 class Provider(Protocol):
@@ -44,14 +45,15 @@ class Provider(Protocol):
 class Threads:
     """`count` threads of this process as ranks. `hw.init` is called in every thread with the same object; `run` starts the threads.
 
-    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError for `count` below 1.
+    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError for `count` below 1 or
+    above 1024.
 
     Example: `ys = hw.Threads(8).run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
 
     def __init__(self, count: int):
-        if count < 1:
-            raise ArgumentError(f"hw.Threads: {count} ranks; a world has at least 1")
+        if not isinstance(count, int) or not 1 <= count <= MOST_THREADS:
+            raise ArgumentError(f"hw.Threads: {count!r} ranks; a world has at least 1, and one of threads at most {MOST_THREADS}")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
         self.tables: dict[str, Table] = {}  # of the groups, by epoch

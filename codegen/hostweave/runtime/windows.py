@@ -19,6 +19,7 @@ from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.host_ir.size_requirements import MOST
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.meeting import CallSignature, Span
@@ -171,7 +172,9 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
         raise ArgumentError(f"group.empty: shape={shape!r} is no tuple of ints of at least 0; give the shape of this rank's array")
     if not isinstance(dtype, DType):
         raise ArgumentError(f"group.empty: dtype={dtype!r} is no dtype of Hostweave; give hw.f32, hw.bf16 or another one")
-    if target not in NAMES:
+    if prod(map(int, sizes)) > MOST:
+        raise ArgumentError(f"group.empty: shape={shape!r} has more elements than any memory; give the shape of this rank's array")
+    if not isinstance(target, str) or target not in NAMES:
         raise ArgumentError(f"group.empty: there is no target {target!r}; the targets are {' and '.join(NAMES)}")
     return tuple(int(size) for size in sizes)
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class _Sizes:
             raise _refused(name, f"more than {len(_PRIMES)} sizes that are known only at a call; use functions of hostweave")
         self._name, self._primes = name, dict(zip(symbols, _PRIMES, strict=False))
         self._numbers = {symbol: _SMOOTH * prime for symbol, prime in self._primes.items()}
+        self._fixed = prod(int(dim.size) for x in tensors for dim in x.type.dims if dim.size.is_int)
         self._known = {dim.size.bind(self._numbers): str(dim.size) for x in tensors for dim in x.type.dims if not dim.size.is_int}
 
     def of(self, x: hw.Tensor) -> list[int]:
@@ -89,13 +91,14 @@ class _Sizes:
             return self._known[number]
         inside = [symbol for symbol, prime in self._primes.items() if number % prime == 0]
         if not inside or not number:
-            if number < _PRIMES[0]:
+            if number < _PRIMES[0] or self._fixed % number == 0:
                 return number
             raise _refused(self._name, f"gives a size that is no product of {', '.join(self._primes)}; use functions of hostweave")
         factor = Fraction(number)
         for symbol in inside:
             factor /= self._numbers[symbol]
-        return "*".join([str(factor.numerator), *inside]) + (f"/{factor.denominator}" if factor.denominator > 1 else "")
+        factors = [str(factor.numerator), *inside] if factor.numerator > 1 else inside
+        return "*".join(factors) + (f"/{factor.denominator}" if factor.denominator > 1 else "")
 
 
 def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Sizes) -> tuple[GraphModule, Any]:

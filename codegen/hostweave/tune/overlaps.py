@@ -33,7 +33,8 @@ class Candidate:
     matmuls: tuple[Op, ...]
     dim: int
     ranks: int
-    size: Size  # of the dim on one rank, before it is gathered over the ranks or after it is scattered
+    size: Size  # of the dim, which is cut
+    shards: int  # in how many parts ranks have it meanwhile
     unknown: tuple[str, ...]  # sizes that are not stated, on which it depends
     is_even: bool  # whether all that is sharded is known to be shared evenly, as windows want it
 
@@ -71,9 +72,9 @@ class _Finder:
         symbols = dict.fromkeys(name for type in (*types, op.result.type) for size in type.shape for name in size.symbols)
         whole = op.result.type if op.kind == "all_gather" else self.types[op.tensors[0]]
         size = whole.shape[dim if op.kind != "all_gather" else step.dim or 0]
-        size = size // whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if op.kind == "all_reduce" else size
+        shards = whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if op.kind == "all_reduce" else 1
         unknown = tuple(name for name in symbols if name not in self.sizes)
-        return Candidate(op, matmuls, dim, ranks, size, unknown, self.is_on_all_ranks and self.is_even())
+        return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even())
 
     # --- what is beside a reshard ---
 
@@ -188,13 +189,14 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
 
 
 def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
-    """Algorithms and numbers of chunks that divide the dim."""
+    """Algorithms and numbers of chunks that divide the dim, or each rank's part of it."""
     ranks = candidate.ranks
+    size, rest = divmod(size, candidate.shards)
     if candidate.reshard.kind == "all_reduce":
         counts = [("all_reduce", slices) for slices in SLICES]
     else:
         counts = [("put", subchunks * ranks) for subchunks in SUBCHUNKS] + [("p2p", ranks)]
-    yield from ((algorithm, chunks) for algorithm, chunks in counts if size and size % chunks == 0 and chunks <= MAX_STEPS)
+    yield from ((algorithm, chunks) for algorithm, chunks in counts if size and not rest and size % chunks == 0 and chunks <= MAX_STEPS)
 
 
 def _can_be(algorithm: str, candidate: Candidate, machine: Machine) -> bool:

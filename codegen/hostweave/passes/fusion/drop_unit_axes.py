@@ -19,40 +19,51 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attributes import MESH_AXES
 from hostweave.fusion_ir.sharding import Axes, layout, partial_axes, with_layout
+from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Dim, TensorType
 
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
-    """After it no type has a mesh axis of one rank, but for those that the types of the user's kernels name."""
+    """After it no type has a mesh axis of one rank."""
     types = {name: value.type for name, value in fusion.values().items()}
     if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
         return fusion
-    kept = {axis for kernel in fusion.user_kernels for type in (*kernel.inputs, *kernel.outputs) for axis in type.axes}
 
     def without(axes: Axes, mesh: Mesh) -> Axes:
-        return tuple(axis for axis in axes if axis in kept or mesh.axis_size(axis) > 1)
+        return tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
 
-    def stripped(value: Value) -> Value:
-        type = value.type
-        mesh, partial = type.mesh_in(fusion.mesh), type.partial
+    def stripped(type: TensorType, mesh: Mesh) -> TensorType:
+        partial = type.partial
         if partial is not None:
             left = without(partial.axes, mesh)
             partial = replace(partial, axes=left) if left else None
-        return replace(value, type=with_layout(type, tuple(without(axes, mesh) for axes in layout(type)), partial))
+        return with_layout(type, tuple(without(axes, mesh) for axes in layout(type)), partial)
+
+    def in_value(value: Value) -> Value:
+        return replace(value, type=stripped(value.type, value.type.mesh_in(fusion.mesh)))
+
+    def in_kernel(kernel: UserKernel) -> UserKernel:
+        mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # it runs where its operands are
+
+        def in_dim(dim: Dim) -> Dim:
+            return replace(dim, axes=without(dim.axes, mesh))
+
+        arguments = (replace(a, type=a.type and stripped(a.type, mesh), dim=a.dim and in_dim(a.dim)) for a in kernel.arguments)
+        return replace(kernel, arguments=tuple(arguments), grid=tuple(map(in_dim, kernel.grid)))
 
     def in_op(op: Op) -> Op:
-        result = stripped(op.result)
-        if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], kept, fusion.mesh):
+        result = in_value(op.result)
+        if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], fusion.mesh):
             return Op("reshard", op.operands, result, location=op.location)  # what is left of the step is found anew
-        return replace(op, result=result)
+        return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
-    return replace(fusion, inputs=tuple(map(stripped, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
+    return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
 
 
-def _names(step: Op, source: TensorType, kept: set[str], program: Mesh) -> bool:
+def _names(step: Op, source: TensorType, program: Mesh) -> bool:
     """Whether a step, or what it is of, names an axis that is left out."""
     mesh = source.mesh_in(program)
-    named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)} - kept
+    named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)}
     return any(mesh.axis_size(axis) == 1 for axis in named)

@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-A loop of one iteration is none. On a mesh of one rank all chunks are its own: choices and branches between its own and others', and
-memory for those, go.
+A loop of one iteration is none, and neighbours under one condition are one body. On a mesh of one rank all chunks are its own: choices
+and branches between its own and others', and memory for those, go.
 """
 
 from dataclasses import replace
@@ -39,7 +39,8 @@ class _Folding:
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
         """A body for the ranks of a mesh; itself where nothing changes."""
-        return tree.unless_same(body, [new for i in body for new in self.folded(i, mesh)])
+        folded = (new for i in body for new in self.folded(i, mesh))
+        return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body)))
 
     def folded(self, i: tree.Instruction, mesh: Mesh) -> tree.Body:
         def values(expr: Expr) -> Range:

@@ -113,8 +113,8 @@ class Exchange(Signals):
 
     def reduce_scatter(self, src: str, dst: str, reduce: Reduce) -> None:
         """What this rank reduces of all terms is read, and lies one after another."""
-        shape = self.b.types[dst].shape
-        own = self.block(self.by_rank(self.in_window(src), shape), self.rank)
+        src, shape = self.in_window(src), self.b.types[dst].shape
+        own = self.block(self.by_rank(src, shape), self.rank)
         terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size), *shape)))
         self.read(src, lambda: self.copy(own, self.block(terms, self.rank)), lambda peer: (own, self.block(terms, peer)))
         reduce(terms, dst)
