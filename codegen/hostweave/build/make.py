@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,19 @@ CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
-def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str) -> None:
-    """Makes the library of a target's runtime, with what it has of kernels. Raises BuildError where that fails."""
+def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str, macros: Mapping[str, str] | None = None) -> None:
+    """Makes a library of a target's runtime, with what it has of kernels, where macros are defined. Raises BuildError where that fails."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(file: Path) -> Path:
         assert toolchain.kernel_compiler
         made = folder / f"{file.stem}.cubin"
-        made.write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
+        made.write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, defined, file.read_text()), folder))
         return made
 
-    options = ("-fvisibility=default", "-Wno-subobject-linkage")  # an unnamed namespace is one of an included file here
+    defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
+    definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # an unnamed namespace is one of an included file here
     units = _merged(sources, folder)
     with ThreadPoolExecutor(CORES) as pool:
         cubins = pool.map(cubin, kernels)

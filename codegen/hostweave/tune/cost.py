@@ -123,7 +123,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
 def _of_attention(op: Op, operands: Sequence[Sequence[float]], speed: float) -> float:
     """The operations of one rank, as many as tensor cores do in that time; a third of those of its three for a gradient."""
     q, k, v = operands[:3]
-    products = 2.0 if op.kind == "attention" else 5 / 3
+    products = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0
     seen = min(op[WINDOW] or k[-2], k[-2] if k[-2] > q[-2] else k[-2] / 2) if op[CAUSAL] else k[-2]
     return products * prod(q[:-1]) * seen * (q[-1] + v[-1]) / speed
 
