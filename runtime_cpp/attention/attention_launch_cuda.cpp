@@ -6,10 +6,7 @@ namespace hw {
 namespace {
 
 [[noreturn]] void fail_without_nvcc() {
-  throw ExecutionError(
-      "attention: of f32, of packed sequences, of a bias beside a mask at the bottom right, and of the gradient of a bias it is "
-      "a "
-      "kernel, which was left out as there was no nvcc: build with nvcc");
+  throw ExecutionError("attention: of such operands it is a kernel, which was left out as there was no nvcc: build with nvcc");
 }
 
 // A block for each tile of the rows of every head.
