@@ -139,7 +139,6 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   }
   wait turn[0]
   all_reduce sum %v -> %z on tp
-  record turn[0]
   join ring
 """
     )
@@ -217,7 +216,34 @@ def test_a_communication_of_uneven_sizes_alone() -> None:
   stream ring[1] {
     wait turn[0]
     all_reduce sum %v -> %z on dp
+  }
+  join ring
+"""
+    )
+
+
+def test_no_turn_before_the_first_and_after_the_last() -> None:
+    """Of what runs once."""
+    body = """\
+  fork ring
+  stream ring[0] {
+    all_reduce sum %x -> %y on tp
+  }
+  stream ring[1] {
+    all_reduce sum %v -> %z on dp
+  }
+  join ring"""
+    assert (
+        ordered(host(body))
+        == """\
+  fork ring
+  stream ring[0] {
+    all_reduce sum %x -> %y on tp
     record turn[0]
+  }
+  stream ring[1] {
+    wait turn[0]
+    all_reduce sum %v -> %z on dp
   }
   join ring
 """

@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_pull", 2),

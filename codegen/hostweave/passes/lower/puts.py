@@ -1,8 +1,9 @@
 """Chunk loops on one-sided channels: a rank writes to the memory of others, or reads theirs, and signals say when.
 
-All that a rank puts and signals is on one stream, in the order in which its peers wait for it, and no put waits for what a peer
-computes. A credit comes before each put: the first signal of a call says that the memory that it goes to is free. What ranks read of
-each other is signalled to be there before, and to have been read afterwards.
+All that a rank puts, signals and waits for is on one stream, in the order in which its peers do, since the branches of a CUDA graph may
+run as one queue in any order that its edges allow. A credit comes before the puts: the first signal of a call says that the memory that
+they go to is free. A rank waits for a piece of a peer before it puts the next one, as a signal is not given in a graph before its receiver
+has waited for the one before. What ranks read of each other is signalled to be there before, and to have been read afterwards.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from hostweave.passes.lower.steps import Steps, chunk_shape
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-PUTS = "puts"  # the stream of what a rank puts and signals
-ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
+PUTS = "puts"  # the stream of what a rank puts, reads, signals and waits for
 MOST_TERMS = 8  # that a kernel adds up as operands of its own
 
 
@@ -72,14 +72,7 @@ class Gather(PutLoop):
         with self.on(PUTS):
             self.signal(self.shard or self.landing)
             if not self.shard:
-                self.free = self.new_events("free", 1)
                 self.wait(self.landing)
-                b.emit(ir.Record(self.free, Const(0)))
-                self.each((self.size - 1) * self.subchunks, self.put)
-        b.emit(ir.Fork(ARRIVALS))
-        if not self.shard:
-            with self.on(ARRIVALS):
-                b.emit(ir.Wait(self.free, Const(0)))  # signals of a peer are waited for one after another
 
     def take_landing(self) -> bool:
         """Whether shards land where they are used; else in memory of their own, from where they are copied."""
@@ -102,11 +95,11 @@ class Gather(PutLoop):
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
         return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
 
-    def put(self, index: Var) -> None:
-        """Whoever needs this shard first gets it first."""
-        steps = replace(self.own, index=index)
-        source = contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
-        self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.distance) % self.size, SIGNAL, self.channel))
+    def put(self, steps: Steps) -> None:
+        """A piece of this rank's shard, to whoever takes it in this step."""
+        own = replace(steps, owner=self.rank)
+        source = contiguous_source(self.b, self.buffers.operand(self.op, 0, own), None)
+        self.b.emit(ir.Put(source, self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
 
     def landed(self, steps: Steps) -> str:
         if self.lands_in_place:
@@ -117,11 +110,13 @@ class Gather(PutLoop):
         b, owner = self.b, steps.owned_by
 
         def arrive() -> None:
-            with self.on(ARRIVALS):
-                if not self.shard:
-                    b.emit(ir.WaitSignal(SIGNAL, owner, self.landed(steps), self.channel))
-                else:
+            with self.on(PUTS):
+                if self.shard:
                     self.read(steps)
+                else:
+                    landed = self.landed(steps)
+                    self.put(steps)
+                    self.wait_for(owner, landed)
                 b.emit(ir.Record(self.arrived, steps.index))
 
         branch(b, opposite(steps.index.less(self.subchunks)), arrive)
@@ -150,19 +145,12 @@ class Gather(PutLoop):
         """Nothing."""
 
     def end(self) -> None:
-        b = self.b
         if self.shard:
-            fetched = self.new_events("fetched", 1)
-            with self.on(ARRIVALS):
-                b.emit(ir.Record(fetched, Const(0)))
             with self.on(PUTS):
-                b.emit(ir.Wait(fetched, Const(0)))
                 self.signal(self.shard)
-            with self.on(ARRIVALS):
                 self.wait(self.shard)
 
     def after_join(self) -> None:
-        self.b.emit(ir.Join(ARRIVALS))
         self.b.emit(ir.Join(PUTS))
 
 
@@ -202,6 +190,9 @@ class Scatter(PutLoop):
         def put() -> None:
             with self.on(PUTS):
                 b.emit(ir.Wait(self.made, steps.index))
+                if self.subchunks > 1:
+                    sender = (self.rank - 1 - steps.distance) % self.size
+                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing))
                 source = contiguous_source(b, self.term(steps), None)
                 place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
                 place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
@@ -211,14 +202,7 @@ class Scatter(PutLoop):
 
     def end(self) -> None:
         with self.on(PUTS):
-            self.each_peer(self.wait_for_pieces)
-
-    def wait_for_pieces(self, peer: Expr) -> None:
-        wait = ir.WaitSignal(SIGNAL, peer, self.landing, self.channel)
-        if self.subchunks == 1:
-            self.b.emit(wait)
-        else:
-            self.each(self.subchunks, lambda _: self.b.emit(wait))
+            self.wait(self.landing)
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
