@@ -60,9 +60,10 @@ HeadsAt<Memory> heads_at(const Heads& x, const void* base) {
 
 constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements of a head
 
-// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Of heads of 72 elements the gradient of
-// the queries is wrong, and a program of heads of 16 ended in an illegal instruction. Those of grouped heads are wrong where what
-// a token has does not lie side by side: it takes the places of all heads to be those of the groups, times the heads of a group.
+// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Of heads whose elements are no multiple of
+// 16 the gradient of the queries is wrong, and a program of heads of 16 once ended in an illegal instruction. Gradients of
+// grouped heads are wrong where what a token has does not lie side by side: it takes the places of a group's head, times the
+// heads of the group, to be those of all heads.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
