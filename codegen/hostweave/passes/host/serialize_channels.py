@@ -44,8 +44,8 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(map(id, program.body))
-    changed = [k for k, instruction in enumerate(body) if id(instruction) not in unchanged]
+    unchanged = set(program.body)  # the others name the new event
+    changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
     begin = turns.without(ir.Wait, body[first])  # nothing comes before the first turn, if that is one
     if begin == (body[first],):
