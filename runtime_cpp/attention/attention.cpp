@@ -72,7 +72,8 @@ void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v
 void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o,
                                     const Strided& o_gradient, const Strided& q_gradient, const Strided& k_gradient,
                                     const Strided& v_gradient, int64_t diagonal, const BesideShapes& beside) {
-  const Gradients gradients{heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
+  Gradients gradients{heads_of(o_gradient), heads_of(q_gradient), heads_of(k_gradient), heads_of(v_gradient)};
+  if (beside.bias_gradient) gradients.bias = bias_of(beside.bias_gradient);
   plans_->prepare(
       {heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients, bias_of(beside.bias), beside.sequences});
 }

@@ -9,6 +9,11 @@ hw_cpu_heads heads(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x
 
 }  // namespace
 
+struct AttentionKernels {};
+const AttentionKernels attention_f32_64{}, attention_f32_128{}, attention_f32_256{};
+const AttentionKernels attention_f16_64{}, attention_f16_128{}, attention_f16_256{};
+const AttentionKernels attention_bf16_64{}, attention_bf16_128{}, attention_bf16_256{};
+
 struct Attentions::Plans::Plan {
   hw_cpu_attention problem;
   hw_cpu_attention_gradients gradients;
@@ -20,7 +25,10 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
   Plan made{{dtype, heads(q), heads(k), heads(v), heads(o), scale, options.causal, diagonal, options.window, options.from_end,
              heads(bias), sequences},
             {}};
-  if (gradients) made.gradients = {heads(gradients->o), heads(gradients->q), heads(gradients->k), heads(gradients->v)};
+  if (gradients) {
+    const auto& [of_o, of_q, of_k, of_v, of_bias] = *gradients;
+    made.gradients = {heads(of_o), heads(of_q), heads(of_k), heads(of_v), heads(of_bias.value_or(Heads{}))};
+  }
   return std::make_shared<const Plan>(made);
 }
 
@@ -36,7 +44,7 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
   const Plans::Plan& plan = *plans_->on(stream);
   const hw_cpu_attention_masks masks{beside.lengths, beside.bias, beside.offsets};
   return hw_cpu_attend_backward(&plan.problem, &plan.gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient,
-                                &masks, stream);
+                                beside.bias_gradient, &masks, stream);
 }
 
 }  // namespace hw

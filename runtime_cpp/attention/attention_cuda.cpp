@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "attention_kernel_launch.h"
+#include "attention_launch.h"
 #include "attention_pattern.h"
 #include "hostweave/check.h"
 
@@ -58,10 +58,14 @@ HeadsAt<Memory> heads_at(const Heads& x, const void* base) {
   return {const_cast<Memory*>(base), x.batch_stride, x.head_stride, x.row_stride};
 }
 
-// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Gradients of grouped heads are wrong where
-// those of a token do not lie side by side, and a program of heads of 16 elements ended in an illegal instruction.
+constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements of a head
+
+// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Of heads whose elements are no multiple of
+// 16 the gradient of the queries is wrong, and a program of heads of 16 once ended in an illegal instruction. Gradients of
+// grouped heads are wrong where what a token has does not lie side by side: it takes the places of a group's head, times the
+// heads of the group, to be those of all heads.
 bool packs(const AttentionProblem& p) {
-  if (p.q.size != p.v.size || (p.q.size != 64 && p.q.size != 128)) return false;
+  if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
   const Gradients& gradients = *p.gradients;
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
@@ -79,6 +83,8 @@ bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const Attent
   if (options.has_lengths) return diagonal != (options.from_end ? -rows : 0);
   return (options.window || p.gradients) && diagonal > 0 && rows + diagonal > columns;
 }
+
+bool wants_bias(const AttentionProblem& p) { return p.gradients && p.gradients->bias; }
 
 // A problem without the addresses of a call.
 AttentionKernel for_kernels(const AttentionProblem& p, const AttentionOptions& options) {
@@ -256,19 +262,18 @@ struct Attentions::Plans::Plan {
     int64_t first;  // row
     Engine engine;
   };
-  std::optional<AttentionKernel> kernel;  // where that is all there is of it
+  std::optional<AttentionKernel> kernel;  // where kernels of this package compute something,
+  bool is_alone = false;                  // or all of it
   const AttentionProblem whole;
   int64_t blind = 0;               // rows
   int64_t columns = whole.k.rows;  // that some row sees
   std::list<Part> parts;
 
-  Plan(cudaDataType_t dtype, const AttentionProblem& whole, const AttentionOptions& options)
-      : kernel(for_kernels(whole, options)), whole(whole) {
-    HW_CHECK(load_attention(dtype, *kernel));
-  }
+  Plan(const AttentionProblem& whole, const AttentionOptions& options) : is_alone(true), whole(whole) { add_kernel(options); }
 
   Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream)
       : whole(whole) {
+    if (wants_bias(whole)) add_kernel(options);
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
     const bool in_corner = !options.causal || options.has_lengths || options.is_packed;
     if (!in_corner) {
@@ -281,6 +286,14 @@ struct Attentions::Plans::Plan {
     add(handle, blind, limited, type, options, stream);
     options.causal = false;
     add(handle, limited, rows, type, options, stream);
+  }
+
+  void add_kernel(const AttentionOptions& options) {
+    kernel = for_kernels(whole, options);
+    if (!options.kernels) {
+      throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
+    }
+    HW_CHECK(load_attention(*options.kernels));
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
@@ -302,7 +315,8 @@ struct Attentions::Plans::Plan {
 };
 
 std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const AttentionProblem& problem) const {
-  if (is_by_kernels(dtype, problem, options)) return std::make_shared<const Plan>(dtype, problem, options);
+  const bool has_zeros = problem.is_empty() && wants_bias(problem);
+  if (has_zeros || is_by_kernels(dtype, problem, options)) return std::make_shared<const Plan>(problem, options);
   if (problem.is_empty()) return nullptr;
   for (const Heads& x : problem.operands()) {
     const Dims strides = strides_of(x);
@@ -321,7 +335,9 @@ cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, v
   const auto& current = plans_->on(stream);
   if (!current) return cudaSuccess;
   const AttentionProblem& problem = current->whole;
-  if (current->kernel) return hw::attend(plans_->dtype, at(*current->kernel, problem, q, k, v, o, beside.lse, beside), stream);
+  if (current->kernel) {
+    return hw::attend(*plans_->options.kernels, at(*current->kernel, problem, q, k, v, o, beside.lse, beside), stream);
+  }
   const Heads &q_heads = problem.q, &o_heads = problem.o;
   if (beside.offsets) {
     const Heads of_lse{q_heads.batch, q_heads.heads, q_heads.rows, 2, q_heads.heads * q_heads.rows * 2, q_heads.rows * 2, 2};
@@ -358,7 +374,12 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
     kernel.o_gradient = heads_at<const void>(gradients.o, o_gradient);
     kernel.q_gradient = heads_at<void>(gradients.q, q_gradient);
     kernel.k_gradient = heads_at<void>(gradients.k, k_gradient), kernel.v_gradient = heads_at<void>(gradients.v, v_gradient);
-    return hw::differentiate(plans_->dtype, kernel, stream);
+    if (gradients.bias) {
+      const Heads& of_bias = *gradients.bias;
+      kernel.bias_gradient = {heads_at<void>(of_bias, beside.bias_gradient), of_bias.batch, of_bias.heads, of_bias.rows};
+      HW_CHECK(hw::differentiate_bias(*plans_->options.kernels, kernel, stream));
+    }
+    if (current->is_alone) return hw::differentiate(*plans_->options.kernels, kernel, stream);
   }
   if (beside.offsets) {
     HW_CHECK(outside(q_gradient, gradients.q, current->whole, beside.offsets, 0, stream));

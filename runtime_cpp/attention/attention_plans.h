@@ -21,6 +21,7 @@ struct Heads {
 
 struct Gradients {
   Heads o, q, k, v;
+  std::optional<Heads> bias = {};
 
   auto operator<=>(const Gradients&) const = default;
 };

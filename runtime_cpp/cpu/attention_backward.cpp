@@ -15,7 +15,7 @@ struct Backward {
   const void *q, *k, *v, *o;
   const float* lse;
   const void* o_gradient;
-  void *q_gradient, *k_gradient, *v_gradient;
+  void *q_gradient, *k_gradient, *v_gradient, *bias_gradient;
   hw_cpu_attention_masks masks;
 
   cudaDataType_t dtype() const { return static_cast<cudaDataType_t>(p.dtype); }
@@ -65,7 +65,7 @@ struct ScoreBlock {
       for (std::int64_t j = 0; j < columns; ++j) {
         const bool sees = begin <= j && j < end && weight[j] != kNone;
         weight[j] = sees ? std::exp(weight[j] - lse[i]) : 0.f;
-        gradient[j] = sees ? weight[j] * (gradient[j] - sums[i]) * p.scale : 0.f;
+        gradient[j] = sees ? weight[j] * (gradient[j] - sums[i]) : 0.f;
       }
     }
   }
@@ -84,7 +84,7 @@ void of_rows(const Backward& a, std::int64_t batch, std::int64_t head, std::int6
     block.columns = std::min(kColumns, end - block.column);
     block.load_keys(a, batch, head / (p.q.heads / p.k.heads));
     block.compute(a, sight, batch, head);
-    product({block.gradients.data()}, {block.k.data()}, block.result.data(), block.rows, p.q.size, block.columns, 1, 1);
+    product({block.gradients.data()}, {block.k.data()}, block.result.data(), block.rows, p.q.size, block.columns, p.scale, 1);
   }
   store_rows(a.q_gradient, a.gradients.q, batch, head, first, block.rows, block.result, a.dtype());
 }
@@ -103,7 +103,7 @@ void of_columns(const Backward& a, std::int64_t batch, std::int64_t group, std::
       block.load_queries(a, batch, head);
       block.compute(a, sight, batch, head);
       const Matrix weights{block.weights.data(), true}, gradients{block.gradients.data(), true};
-      product(gradients, {block.q.data()}, block.result.data(), block.columns, p.k.size, block.rows, 1, 1);
+      product(gradients, {block.q.data()}, block.result.data(), block.columns, p.k.size, block.rows, p.scale, 1);
       product(weights, {block.o_gradient.data()}, block.second.data(), block.columns, p.v.size, block.rows, 1, 1);
     }
   }
@@ -111,16 +111,64 @@ void of_columns(const Backward& a, std::int64_t batch, std::int64_t group, std::
   store_rows(a.v_gradient, a.gradients.v, batch, group, first, count, block.second, a.dtype());
 }
 
+// Of some columns of the bias in a row, or in all where they have one in common, the sum over all that they are added to.
+void of_bias(const Backward& a, std::int64_t batch, std::int64_t head, std::int64_t first) {
+  const hw_cpu_attention& p = a.p;
+  const hw_cpu_heads& bias = a.gradients.bias;
+  const auto ends = [](std::int64_t own, std::int64_t count, std::int64_t all) {
+    return count == 1 ? std::pair{std::int64_t{0}, all} : std::pair{own, own + 1};
+  };
+  const auto [first_batch, last_batch] = ends(batch, bias.batch, p.q.batch);
+  const auto [first_head, last_head] = ends(head, bias.heads, p.q.heads);
+  const std::int64_t end = bias.rows == 1 ? p.q.rows : std::min(first + kRows, p.q.rows);
+  const std::int64_t rows = std::min(kRows, bias.rows - first);
+  std::vector<float>& sums = block.second;
+  for (block.column = 0; block.column < bias.size; block.column += kColumns) {
+    block.columns = std::min(kColumns, bias.size - block.column);
+    sums.assign(rows * block.columns, 0.f);
+    for (std::int64_t of_batch = first_batch; of_batch < last_batch; ++of_batch) {
+      const Sight sight(p, a.masks, of_batch);
+      for (std::int64_t of_head = first_head; of_head < last_head; ++of_head) {
+        block.load_keys(a, of_batch, of_head / (p.q.heads / p.k.heads));
+        for (block.row = first; block.row < end; block.row += kRows) {
+          block.rows = std::min(kRows, end - block.row);
+          block.load_queries(a, of_batch, of_head);
+          block.compute(a, sight, of_batch, of_head);
+          const auto count = static_cast<std::int64_t>(sums.size());
+          for (std::int64_t i = 0; i < block.rows * block.columns; ++i) sums[i % count] += block.gradients[i];
+        }
+      }
+    }
+    for (std::int64_t row = 0; row < rows; ++row) {
+      void* const to =
+          shift(a.bias_gradient, offset(bias, batch, head) + (first + row) * bias.row_stride + block.column, a.dtype());
+      store_row(to, sums.data() + row * block.columns, block.columns, a.dtype());
+    }
+  }
+}
+
+// Blocks of an operand: which function computes one, and how many rows it has.
+struct Blocks {
+  void (*of)(const Backward& a, std::int64_t batch, std::int64_t head, std::int64_t first);
+  const hw_cpu_heads& x;
+  std::int64_t rows;
+
+  std::int64_t each() const { return (x.rows + rows - 1) / rows; }
+  std::int64_t count() const { return x.batch * x.heads * each(); }
+};
+
 void differentiate(const Backward& a) {
-  const hw_cpu_heads &q = a.p.q, &k = a.p.k;
-  const std::int64_t row_blocks = (q.rows + kRows - 1) / kRows, column_blocks = (k.rows + kColumns - 1) / kColumns;
-  const std::int64_t by_rows = q.batch * q.heads * row_blocks, by_columns = k.batch * k.heads * column_blocks;
-  Machine::get().split(by_rows + by_columns, 1, [&](std::size_t begin, std::size_t end) {
+  std::vector<Blocks> kinds{{of_rows, a.p.q, kRows}, {of_columns, a.p.k, kColumns}};
+  if (a.bias_gradient) kinds.push_back({of_bias, a.gradients.bias, kRows});
+  std::int64_t all = 0;
+  for (const Blocks& kind : kinds) all += kind.count();
+  Machine::get().split(all, 1, [&](std::size_t begin, std::size_t end) {
     for (auto i = static_cast<std::int64_t>(begin); i < static_cast<std::int64_t>(end); ++i) {
-      const bool is_rows = i < by_rows;
-      const std::int64_t number = is_rows ? i : i - by_rows, blocks = is_rows ? row_blocks : column_blocks;
-      const std::int64_t heads = is_rows ? q.heads : k.heads, batch = number / blocks / heads, head = number / blocks % heads;
-      is_rows ? of_rows(a, batch, head, number % blocks * kRows) : of_columns(a, batch, head, number % blocks * kColumns);
+      std::int64_t number = i;
+      auto kind = kinds.begin();
+      for (; number >= kind->count(); ++kind) number -= kind->count();
+      const std::int64_t row = number / kind->each();
+      kind->of(a, row / kind->x.heads, row % kind->x.heads, number % kind->each() * kind->rows);
     }
   });
 }
@@ -130,8 +178,8 @@ void differentiate(const Backward& a) {
 extern "C" cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients,
                                               const void* q, const void* k, const void* v, const void* o, const float* lse,
                                               const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
-                                              const hw_cpu_attention_masks* masks, cudaStream_t stream) {
-  const Backward a{*problem, *gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient, *masks};
+                                              void* bias_gradient, const hw_cpu_attention_masks* masks, cudaStream_t stream) {
+  const Backward a{*problem, *gradients, q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient, bias_gradient, *masks};
   if (type_size(a.dtype()) == 0 || a.dtype() == CUDA_R_64F) return cuda_not_supported("attention of this type");
   OpPtr op = new_op("attention backward", 3);
   add_ranges(op->ranges, q, a.p.q, a.dtype(), false);
@@ -142,6 +190,7 @@ extern "C" cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, c
   add_ranges(op->ranges, q_gradient, a.gradients.q, a.dtype(), true);
   add_ranges(op->ranges, k_gradient, a.gradients.k, a.dtype(), true);
   add_ranges(op->ranges, v_gradient, a.gradients.v, a.dtype(), true);
+  if (bias_gradient) add_ranges(op->ranges, bias_gradient, a.gradients.bias, a.dtype(), true);
   op->ranges.push_back(read_of(lse, a.p.q.batch * a.p.q.heads * a.p.q.rows * sizeof(float)));
   add_masks(op->ranges, a.p, a.masks);
   op->work = [a] { differentiate(a); };

@@ -114,7 +114,7 @@ def recurrent(x, **given):  # type: ignore[no-untyped-def]
     return x, *states
 
 
-@hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["4@x", "S", 16], k=hw.bf16["2@x", "T", 16])
+@hw.fusion(mesh=hw.Mesh(x=2), q=hw.f32["4@x", "S", 16], k=hw.f32["2@x", "T", 16])
 def attention(q, k):  # type: ignore[no-untyped-def]
     return hw.attention(q, k, k, "bottom_right", enable_gqa=True)
 

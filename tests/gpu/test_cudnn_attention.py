@@ -141,7 +141,9 @@ def gradients(t: DType, size: int, group: int) -> Fusion:
     return gradients
 
 
-@pytest.mark.parametrize(("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "group"), [(hw.bf16, 128, 8), (hw.bf16, 64, 1), (hw.f16, 128, 4), (hw.f16, 72, 2), (hw.bf16, 8, 1)]
+)
 def test_gradients(dtype: DType, size: int, group: int) -> None:
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -200,7 +202,7 @@ def test_diagonals_beside_the_corners(diagonal: int) -> None:
         results = f"%y: {q}, %l: f32[2, 8, {rows}]" + (f", %dq: {q}, %dk: {k}, %dv: {k}" if is_differentiated else "")
         body = f"  attention %q, %k, %k scaled 0.1 diagonal {diagonal} blind zeros -> %y lse %l\n"
         if is_differentiated:
-            body += f"  attention_backward %q, %k, %k, %y, %dy, %l scaled 0.1 diagonal {diagonal} -> %dq, %dk, %dv\n"
+            body += f"  attention_backward %q, %k, %k, %y, %dy, %l scaled 0.1 diagonal {diagonal} kernels bf16_64 -> %dq, %dk, %dv\n"
         host = HostProgram.parse(f"host @f(%q: {q}, %k: {k}, %dy: {given}) -> ({results}) mesh(x=1) {{\n{body}}}\n")
         shapes = (2, 8, rows, 64), (2, 2, columns, 64), (2, 8, rows, 64)
         arrays = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
@@ -255,7 +257,7 @@ def test_what_cudnn_has_not() -> None:
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
-    body = "  attention %q, %k, %k scaled 0.1 diagonal -20 corner bottom_right lengths %n -> %y lse %l\n"
+    body = "  attention %q, %k, %k scaled 0.1 diagonal -20 corner bottom_right lengths %n kernels bf16_64 -> %y lse %l\n"
     host = HostProgram.parse(f"host @f(%q: {q}, %k: {k}, %n: i32[2]) -> (%y: {q}, %l: f32[2, 8, 37]) mesh(x=1) {{\n{body}}}\n")
     queries, keys = (torch.randn(shape, device="cuda").bfloat16() for shape in ((2, 8, 37, 64), (2, 2, 300, 64)))
     lengths = torch.tensor([300, 31], dtype=torch.int32, device="cuda")
@@ -302,11 +304,14 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
         (hw.f16, (1, 2, 0, 3), 2, 128, 40),
         (hw.bf16, (0, 1, 2, 3), 1, 64, None),
         (hw.bf16, (0, 1, 2, 3), 4, 64, None),
+        (hw.bf16, (0, 2, 1, 3), 2, 96, None),
+        (hw.bf16, (0, 2, 1, 3), 1, 256, 70),
         (hw.bf16, (0, 2, 1, 3), 1, 16, None),
+        (hw.f16, (1, 2, 0, 3), 2, 72, 40),
     ],
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
-    """By cuDNN, and the last two by kernels of ours; sequences are empty, and tokens of none."""
+    """By cuDNN, or by kernels of ours; sequences are empty, and tokens of none."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)

@@ -64,6 +64,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
   attention %x, %b, %b scaled 0.125 diagonal rank.x * 4 + M - 2 window 128 -> %y lse %z
   attention %x, %b, %b scaled 0.125 diagonal -1 corner bottom_right lengths %z -> %y
   attention_backward %x, %b, %b, %y, %x, %z scaled 0.125 diagonal 0 window 128 lengths %z -> %x, %b, %y
+  attention_backward %x, %b, %b, %y, %x, %z scaled 0.125 bias %z kernels bf16_64 -> %x, %b, %y dbias %z
   pack %x -> %b in [2 of M/2, 1 of 4]
   unpack %b -> %y in [4 of local(M, x), 1 of 4]
   all_gather %x -> %y on x

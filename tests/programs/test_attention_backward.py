@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, lowered, random_arrays
+from attention_cases import as_torch, by_torch, grouped
+from whole_programs import compiled, expect, lowered, random_arrays, reference
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime.cpu import parallel, seeded
@@ -27,9 +27,7 @@ def gradients(ranks: int, t: DType) -> Fusion:
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
-        q=t["B", f"{4 * ranks}@x", "S", 16],
-        k=t["B", f"{2 * ranks}@x", "T", 16],
-        v=t["B", f"{2 * ranks}@x", "T", 24],
+        **grouped(ranks, t),
         dy=t["B", f"{4 * ranks}@x", "S", 24],
         p=t["S", "C@x", 4, 8],
         r=t["T", "C@x", 2, 8],
@@ -56,30 +54,20 @@ def gradients(ranks: int, t: DType) -> Fusion:
     return gradients
 
 
-def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
-    q, k, v, dy, p, r, n, a, b, da = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
+def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    q, k, v, dy, p, r, n, a, b, da = as_torch(arrays)
 
-    def of(q, k, v, dy, causal=None, window=1 << 30, scale=None, ends=None):  # type: ignore[no-untyped-def]
-        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-        keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
-        length = torch.tensor(k.shape[-2]) if ends is None else ends[:, None, None, None]
-        distance = rows - columns + (length - q.shape[-2] if causal == "bottom_right" else 0)
-        seen = (columns < length) & ((distance >= 0) & (distance < window) if causal else True)
-        scores = (q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
-        weights = torch.nan_to_num(torch.exp(scores - scores.logsumexp(-1, keepdim=True).detach().clamp(min=-1e30)))
-        y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
-        return torch.autograd.grad(y, (q, k, v), dy)
+    def of(*operands: Any, **how: Any) -> tuple[Any, ...]:
+        return by_torch(*operands, **how)[2:]
 
     turned, keys = (x.permute(1, 2, 0, 3) for x in (p, r))
     results = (
-        *of(q, k, v, dy, "top_left"),
-        *of(q, k, v, dy, "bottom_right", 3, 0.5),
-        *of(turned, keys, keys, turned),
-        *of(turned, keys, keys, turned, "bottom_right", ends=n),
-        *of(a, b, b, da, "bottom_right"),
-        *of(a, b, b, da, "top_left", 40),
+        *of(q, k, v, "top_left", given=dy),
+        *of(q, k, v, "bottom_right", 3, 0.5, given=dy),
+        *of(turned, keys, keys, given=turned),
+        *of(turned, keys, keys, "bottom_right", given=turned, lengths=n),
+        *of(a, b, b, "bottom_right", given=da),
+        *of(a, b, b, "top_left", 40, given=da),
     )
     return tuple(result.numpy() for result in results)
 
@@ -93,7 +81,7 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
     for sizes in (SIZES, {**SIZES, "C": ranks, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has no rows
         arrays = random_arrays(fusion, sizes, seed=ranks)
         arrays["n"] = np.array([13, 5, 1, 4][: sizes["C"]], np.int32).clip(max=sizes["T"])
-        for got, want in zip(run_reference(fusion, arrays), by_torch(arrays), strict=True):
+        for got, want in zip(reference(fusion, arrays), wanted(arrays), strict=True):
             np.testing.assert_allclose(got, want, 1e-6 if dtype == hw.f32 else 1e-9, 1e-6 if dtype == hw.f32 else 1e-9)
         for schedule in (parallel(check_dependencies=True), seeded(ranks)):
             with schedule:

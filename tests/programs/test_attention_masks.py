@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, lowered, random_arrays
+from attention_cases import as_torch, by_torch, grouped
+from whole_programs import compiled, expect, lowered, random_arrays, reference
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.build.cuda import gpus
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
@@ -29,9 +29,7 @@ def masked(ranks: int, t: DType) -> Fusion:
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
-        q=t["B", f"{4 * ranks}@x", "S", 16],
-        k=t["B", f"{2 * ranks}@x", "T", 16],
-        v=t["B", f"{2 * ranks}@x", "T", 24],
+        **grouped(ranks, t),
         bias=t[f"{4 * ranks}@x", "S", "T"],
         of_columns=t["B", 1, 1, "T"],
         n=hw.i32["B"],
@@ -68,42 +66,22 @@ def masked(ranks: int, t: DType) -> Fusion:
     return masked
 
 
-def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
-    (q, k, v, bias, of_columns, n, some, cached, near, rows, keys, of_rows, p, r, begins, one, alone) = (
-        torch.from_numpy(array if array.dtype == np.int32 else array.astype(np.float64)) for array in arrays.values()
-    )
+def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    import torch
 
-    def both(q, k, v, causal="", window=1 << 30, scale=None, ends=None, bias=0.0, offsets=None):  # type: ignore[no-untyped-def]
-        q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-        keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-        rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
-        length = torch.tensor(k.shape[-2]) if ends is None else ends[:, None, None, None]
-        distance = rows - columns + (length - q.shape[-2] if causal == "bottom_right" else 0)
-        seen = (columns < length) & ((distance >= 0) & (distance < window) if causal else True)
-        if offsets is not None:
-            sequence = (columns[:, None] >= offsets[..., None, :]).sum(-1)
-            inside = (sequence > 0) & (sequence < offsets.shape[-1])
-            own = (sequence[..., None, :, None] == sequence[..., None, None, :]) & inside[..., None, :, None]
-            seen = seen & (own if q.ndim == 4 else own[..., :, :, :])
-        scores = (q @ keys.mT * (scale or q.shape[-1] ** -0.5) + bias).masked_fill(~seen, -torch.inf)
-        lse = scores.logsumexp(-1).detach()
-        weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])
-        y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
-        return y.detach(), lse, *torch.autograd.grad(y, (q, k, v), y.detach())
-
+    q, k, v, bias, of_columns, n, some, cached, near, rows, keys, of_rows, p, r, begins, one, alone = as_torch(arrays)
     tokens, packed = (x.permute(1, 2, 0, 3) for x in (p, r))
     hidden = torch.where(of_columns > 0, 0.0, -torch.inf)
     results = (
-        *both(q, k, v, bias=bias),
-        *both(q, k, v, "bottom_right", 5, ends=n, bias=of_columns),
-        both(q, k, v, bias=bias)[0],
-        both(q, k, v, bias=hidden, ends=n)[0],
-        *both(some, cached, cached, "bottom_right", bias=near)[:2],
-        *both(rows, keys, keys, "top_left", bias=of_rows),
-        *both(tokens, packed, packed, offsets=begins),
-        *both(tokens, packed, packed, "top_left", 3, offsets=begins),
-        *both(one, one, one, "top_left", scale=0.3, offsets=alone),
+        *by_torch(q, k, v, bias=bias),
+        *by_torch(q, k, v, "bottom_right", 5, lengths=n, bias=of_columns),
+        by_torch(q, k, v, bias=bias)[0],
+        by_torch(q, k, v, bias=hidden, lengths=n)[0],
+        *by_torch(some, cached, cached, "bottom_right", bias=near)[:2],
+        *by_torch(rows, keys, keys, "top_left", bias=of_rows),
+        *by_torch(tokens, packed, packed, offsets=begins),
+        *by_torch(tokens, packed, packed, "top_left", 3, offsets=begins),
+        *by_torch(one, one, one, "top_left", scale=0.3, offsets=alone),
     )
     return tuple(result.numpy() for result in results)
 
@@ -132,7 +110,7 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
     assert not any(isinstance(i, ir.Matmul) for i in tree.walk(host.body))
     arrays = arrays_of(fusion, ranks)
     allowed = 1e-5 if dtype == hw.f32 else 1e-9
-    for index, (got, want) in enumerate(zip(run_reference(fusion, arrays), by_torch(arrays), strict=True)):
+    for index, (got, want) in enumerate(zip(reference(fusion, arrays), wanted(arrays), strict=True)):
         np.testing.assert_allclose(got, want, allowed, allowed, err_msg=f"result {index}")
     for schedule in (parallel(check_dependencies=True), seeded(ranks)):
         with schedule:
@@ -150,6 +128,50 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
     fusion = masked(ranks, dtype)
     arrays = arrays_of(fusion, ranks)
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
+
+
+def test_gradients_of_biases_that_are_composed() -> None:
+    """What there is no kernel for: f64, heads in groups, biases of all dims, of some, and of some once."""
+    shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
+
+    @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})
+    def composed(q, k, **biases):  # type: ignore[no-untyped-def]
+        results = []
+        for bias in biases.values():
+            y, lse = hw.attention(q, k, k, "bottom_right", enable_gqa=True, bias=bias)
+            results += [y, lse, *hw.attention_backward(q, k, k, y, y, lse, "bottom_right", enable_gqa=True, bias=bias)]
+        return tuple(results)
+
+    assert "attention(" not in str(composed)
+    arrays = random_arrays(composed, {}, seed=0)
+    q, k, *biases = as_torch(arrays)
+    want = [result for bias in biases for result in by_torch(q, k, k, "bottom_right", bias=bias)]
+    for index, (got, expected) in enumerate(zip(reference(composed, arrays), want, strict=True)):
+        np.testing.assert_allclose(got, expected, 1e-6, 1e-6, err_msg=f"result {index}")  # a log-sum-exp is rounded to f32
+
+
+def test_a_program_has_the_kernels_that_it_may_need() -> None:
+    """They are compiled once a machine, for the dtypes and heads of programs that have what cuDNN has not."""
+
+    def libraries(t: DType, size: int, **how: Any) -> set[str]:
+        @hw.fusion(mesh=hw.Mesh(x=2), q=t[4, "S@x", size], k=t[4, "S", size], bias=t["S@x", "S"], o=hw.i32["N"])
+        def attended(q, k, bias, o):  # type: ignore[no-untyped-def]
+            masks = {"bias": bias} if how.get("bias") else {"offsets": o} if how.get("packed") else {}
+            q = k if masks.get("offsets") is not None else q
+            y, lse = hw.attention(q, k, k, how.get("causal"), **masks)
+            if how.get("forward"):
+                return y
+            return hw.attention_backward(q, k, k, y, y, lse, how.get("causal"), **masks)[how.get("first", 0) :]
+
+        return set(lowered(attended).libraries) - {"attention"}
+
+    assert libraries(hw.bf16, 128, causal="top_left") == libraries(hw.f16, 16, causal="bottom_right") == set()
+    assert libraries(hw.bf16, 64, bias=True, forward=True) == libraries(hw.bf16, 64, packed=True) == set()
+    assert libraries(hw.f32, 20) == {"attention_f32_64"}
+    assert libraries(hw.bf16, 96, packed=True) == set()
+    assert libraries(hw.bf16, 72, packed=True) == {"attention_bf16_128"}
+    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # of a bias the gradient
+    assert libraries(hw.bf16, 200, bias=True, causal="bottom_right", forward=True) == {"attention_bf16_256"}
 
 
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
@@ -217,6 +239,30 @@ def test_mistakes_in_host_ir(text: str, why: str) -> None:
     assert why in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("bias %b -> %x, %y, %z dbias %u", "%u is bf16[2, 4, S, 8], and %b bf16[2, 4, S, S]: a gradient has the shape of what it is of"),
+        ("-> %x, %y, %z dbias %w", "dbias is the gradient of a bias, of which there are less: give it one, and name one"),
+        ("bias %b -> %x, %y, %z dbias %w, %v", "dbias is the gradient of a bias, of which there are less: give it one, and name one"),
+        ("kernels f32_64 -> %x, %y, %z", "kernels f32_64: of these operands they are bf16_64 or bf16_128 or bf16_256"),
+    ],
+)
+def test_mistakes_of_gradients_in_host_ir(text: str, why: str) -> None:
+    results = ", ".join(f"%{name}: bf16[2, 4, S, {'S' if name in 'vw' else 8}]" for name in "xyzuvw")
+    head = f"host @f(%q: bf16[2, 4, S, 8], %b: bf16[2, 4, S, S], %l: f32[2, 4, S]) -> ({results}) mesh(x=1)"
+    with pytest.raises(ProgramError) as error:
+        verify_host(HostProgram.parse(f"{head} {{\n  attention_backward %q, %q, %q, %q, %q, %l scaled 1.0 {text}\n}}\n"))
+    assert why in str(error.value)
+
+
+def test_a_bias_that_is_not_there_has_no_gradient() -> None:
+    operands = "%q, %q, %q, %q, %q, %l, scale=1.0"
+    text = f"fusion @f(%q: bf16[4, S, 8], %l: f32[4, S]) {{\n  %y: bf16[S, S] = attention_bias_gradient({operands})\n  return %y\n}}\n"
+    with pytest.raises(ProgramError, match="is the gradient of a bias, and there is none; give it one, and bias=true"):
+        Fusion.parse(text)
+
+
 def test_explain_says_which_kernels() -> None:
     """Beside a bias cuDNN has no mask but that of the top left, with lengths none on a rank with some of the rows."""
 
@@ -228,8 +274,9 @@ def test_explain_says_which_kernels() -> None:
         o=hw.i32["N"],
         rows=hw.bf16[4, "U@x", 64],
         n=hw.i32[()],
+        wide=hw.f32[4, "S", 64],
     )
-    def several(q, k, bias, o, rows, n):  # type: ignore[no-untyped-def]
+    def several(q, k, bias, o, rows, n, wide):  # type: ignore[no-untyped-def]
         return (
             hw.attention(q, k, k, bias=bias)[0],
             hw.attention(q, k, k, "top_left", bias=bias)[0],
@@ -239,11 +286,13 @@ def test_explain_says_which_kernels() -> None:
             hw.attention(q, k, k, "top_left", 4, bias=bias)[0],
             hw.attention(rows, k, k, "bottom_right", lengths=n)[0],
             hw.attention(q[..., :16], q[..., :16], q[..., :16], offsets=o)[0],
+            hw.attention(wide, wide, wide)[0],
         )
 
     said = [line.split(": ")[1] for line in hw.compile(several).explain().splitlines() if " = attention" in line]
-    by_kernel = [line.startswith("a kernel of this package, without tensor cores") for line in said]
-    assert by_kernel == [False] * 4 + [True] * 4
+    by_kernel = [line.startswith("a kernel of this package") for line in said]
+    assert by_kernel == [False] * 4 + [True] * 5
+    assert [", without tensor cores" in line for line in said] == [False] * 8 + [True]
 
 
 def test_there_is_an_offset_at_least() -> None:

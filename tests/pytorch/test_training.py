@@ -318,7 +318,7 @@ def test_tied_parameters_and_checkpoints_inside() -> None:
 
 
 class Masked(nn.Module):
-    """Attention with a mask of bools, and with one that is added: neither is a constant, and neither has a gradient."""
+    """Attention with a mask of bools, and with one that is added, and has a gradient: neither is a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,14 +333,14 @@ class Masked(nn.Module):
 def test_a_mask_is_an_operand_of_attention() -> None:
     """The scores are not in memory, forward or backward; a row that sees nothing has no gradient."""
     torch.manual_seed(3)
-    module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5)
+    module, x, added = Masked(), torch.randn(2, 5, 8, requires_grad=True), torch.randn(2, 1, 5, 5, requires_grad=True)
     mask = torch.rand(2, 1, 1, 5) > 0.4
     mask[1] = False
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"project.weight": "tp, -"}, (x, mask, added), training=True)
-    got, want = (torch.autograd.grad(call(x, mask, added), (x, module.project.weight)) for call in (compiled, module))
+    got, want = (torch.autograd.grad(call(x, mask, added), (x, module.project.weight, added)) for call in (compiled, module))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     said = compiled.program.host_ir + compiled.backward.host_ir
-    assert said.count(" bias %") == 4
+    assert (said.count(" bias %"), said.count(" dbias %")) == (4, 1)
     assert "scores" not in said
 
 

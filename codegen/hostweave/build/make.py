@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,8 @@ CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
-def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str) -> None:
-    """Makes the library of a target's runtime, with what it has of kernels. Raises BuildError where that fails."""
+def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str, macros: Mapping[str, str] | None = None) -> None:
+    """Makes a library of a target's runtime, with what it has of kernels, where macros are defined. Raises BuildError where that fails."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(unit: Unit) -> Path:
@@ -31,9 +32,11 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
         made.write_bytes(toolchain.kernel_compiler.compile(unit, folder))
         return made
 
-    options = ("-fvisibility=default", "-Wno-subobject-linkage")  # an unnamed namespace is one of an included file here
+    defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
+    definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # an unnamed namespace is one of an included file here
     units = _merged(sources, folder)
-    parts = [part for file in kernels for part in parts_of(file.stem, file.read_text())]
+    parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
         cubins = pool.map(cubin, parts)
         run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)

@@ -42,7 +42,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
         texts |= {under + path: rendered(path, program=each) for path in each.files}
-    parts = ("include", "src", "cpu", "sample", *sorted(program.libraries))  # without the driver, which is Python's
+    parts = ("include", "src", "cpu", "sample", *(["attention"] if program.libraries else []))  # without the driver, which is Python's
     runtime = (path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())
     files = {path: text.encode() for path, text in texts.items()}
     files |= {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in runtime}

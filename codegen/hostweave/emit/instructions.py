@@ -277,11 +277,19 @@ class Emitter:
 
     def emit_attention_backward(self, i: ir.AttentionBackward) -> str:
         operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
-        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], [])
-        return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in i.masked_by.items()])
+        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], [], i.dbias)
+        beside = (*i.masked_by.items(), *(("bias_gradient", name) for name in i.dbias))
+        return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def attention_plan(
-        self, kind: str, i: ir.Attention | ir.AttentionBackward, dst: str, operands: Sequence[str], has_lse: list[str], blind: list[str]
+        self,
+        kind: str,
+        i: ir.Attention | ir.AttentionBackward,
+        dst: str,
+        operands: Sequence[str],
+        has_lse: list[str],
+        blind: list[str],
+        dbias: Sequence[str] = (),
     ) -> str:
         words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         words += [".causal = true"] if i.diagonal is not None else []
@@ -292,9 +300,15 @@ class Emitter:
         words += [".has_bias = true"] if i.bias else []
         words += [".is_packed = true"] if i.offsets else []
         words += blind
+        words += [f".kernels = &hw::attention_{i.kernels}"] if i.kernels else []
         shapes = [self.strided(self.type_of(name)) for name in operands]
-        beside = [f".bias = hw::Strided{self.strided(self.type_of(name)).removeprefix('hw::Strided')}" for name in i.bias]
+
+        def view(name: str) -> str:
+            return f"hw::Strided{self.strided(self.type_of(name)).removeprefix('hw::Strided')}"
+
+        beside = [f".bias = {view(name)}" for name in i.bias]
         beside += [f".sequences = {self.integers.size(self.type_of(name).shape[-1] - Size(1))}" for name in i.offsets]
+        beside += [f".bias_gradient = {view(name)}" for name in dbias]
         diagonal = [self.expr(i.diagonal or Const(0))] if beside or i.diagonal not in (None, Const(0)) else []
         prepared_with = (*shapes, *diagonal, *([f"{{{', '.join(beside)}}}"] if beside else []))
         return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), prepared_with)

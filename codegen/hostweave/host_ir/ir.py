@@ -193,7 +193,7 @@ class HostProgram:
     @property
     def libraries(self) -> frozenset[str]:
         """What it is linked with beside what all programs are."""
-        return frozenset(i.library for i in self.instructions() if i.library)
+        return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:
         """Every one, those of functions first."""

@@ -64,7 +64,6 @@ class Instruction:
     shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
     copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
-    library: ClassVar[str] = ""  # what a program with it is linked with, beside what all are
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
@@ -77,6 +76,11 @@ class Instruction:
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     # What an instruction of no class in particular says of itself.
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """What a program with it is linked with, beside what all are."""
+        return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
         """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""

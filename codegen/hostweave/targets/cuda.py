@@ -38,11 +38,16 @@ class _Cuda(Target):
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """Compiled on first use: the one of all programs, and one for each of what is in the wish."""
         libraries = [_library(self.name, runtime_sources(self.name), toolchain)]
-        if "attention" in wanted:
+        attention = RUNTIME / "attention"
+        for name in sorted(wanted - {"attention"}):
+            _, dtype, head = name.split("_")
+            kernels = sources_of((attention / "kernels",), self.name)
+            libraries.append(_library(f"{name}_{self.name}", kernels, toolchain, HW_DTYPE=dtype, HW_HEAD=head))
+        if wanted:
             header, library = cuda.find_cuda().require_cudnn()
             folders = (*toolchain.include_folders, header.parent)
             with_cudnn = replace(toolchain, include_folders=folders, libraries=(*toolchain.libraries, library))
-            libraries.append(_library(f"attention_{self.name}", sources_of((RUNTIME / "attention",), self.name), with_cudnn))
+            libraries.append(_library(f"attention_{self.name}", sources_of((attention,), self.name), with_cudnn))
         return tuple(libraries)
 
     def has_devices(self, ranks: int) -> bool:
@@ -100,14 +105,14 @@ def why_no_peers(ranks: int) -> str:
     return ""
 
 
-def _library(name: str, files: list[Path], toolchain: Toolchain) -> Library:
-    """A library of the runtime."""
+def _library(name: str, files: list[Path], toolchain: Toolchain, **macros: str) -> Library:
+    """A library of the runtime, where these macros are defined."""
     file = f"libhostweave_{name}.so"
 
     def make(folder: Path) -> None:
         from hostweave.build.make import make_runtime
 
-        make_runtime(folder, files, toolchain, file)
+        make_runtime(folder, files, toolchain, file, macros)
 
     made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)

@@ -272,7 +272,7 @@ def _attention(node: Any, value: Any, args: Any, kwargs: Any, seed: torch.Tensor
         mask, causal = None, causal or word == "causal"
     if all(pair := [repeated(argument) for argument in node.args[1:3]]):
         (k, v), gqa = map(value, pair), True
-    if p or (mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, q.dtype))):
+    if p or (mask is not None and mask.dtype not in (torch.bool, q.dtype)):
         return composed_attention(q, k, v, mask, p, causal, scale, gqa, seed)
     return ops.attention(q, k, v, None if mask is None else _as_bias(mask, q, k), causal, scale, gqa)[0]
 

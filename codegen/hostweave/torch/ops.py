@@ -94,8 +94,8 @@ _op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.
 
 def _attention_backward(needed: Any, dy: torch.Tensor, q: Any, k: Any, v: Any, *rest: Any) -> Gradients:
     bias, causal, scale, gqa, y, lse = rest
-    found = ops.attention_backward(dy, q, k, v, y, lse, bias, causal, scale, gqa)
-    return (*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=False)), None, None, None, None)
+    found = [*ops.attention_backward(dy, q, k, v, y, lse, bias, causal, scale, gqa), None][:4]
+    return (*(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=False)), None, None, None)
 
 
 _op(
@@ -106,15 +106,15 @@ _op(
 )
 _op(
     "attention_backward(Tensor dy, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor? bias, bool causal, float? scale, "
-    "bool gqa) -> (Tensor, Tensor, Tensor)",
-    lambda dy, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    "bool gqa) -> Tensor[]",
+    lambda dy, q, k, v, y, lse, bias, *_: [x.new_empty(x.shape) for x in (q, k, v, bias) if x is not None],
     _no_second,
     _nothing,
 )
 
 
 def composed_attention(q: Any, k: Any, v: Any, mask: Any, p: float, causal: bool, scale: float | None, gqa: bool, seed: Any) -> Any:
-    """Attention with the matrix of its scores in memory, as dropout needs it, and a mask with a gradient or of another dtype."""
+    """Attention with the matrix of its scores in memory, as dropout needs it, and a mask of another dtype."""
     if gqa and q.shape[-3] != k.shape[-3]:
         k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], q.shape[-3] // x.shape[-3], *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -13,6 +13,7 @@ from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, transport_of
 from hostweave.tune.cost import most_in_kernel
 from hostweave.tune.overlaps import Candidate, candidates
+from hostweave.types.tensor import f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
@@ -51,7 +52,7 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
         elif op.kind == "attention":
             joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
             is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
-            by = "a kernel of this package, without tensor cores" if is_own else "one call of the library"
+            by = f"a kernel of this package{', without tensor cores' * (types[name].dtype == f32)}" if is_own else "one call of the library"
             yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask that is not of its dtype"

@@ -135,13 +135,14 @@ cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const 
                           const hw_cpu_attention_masks* masks, cudaStream_t stream);
 
 typedef struct hw_cpu_attention_gradients {
-  hw_cpu_heads o, q, k, v;
+  hw_cpu_heads o, q, k, v, bias;
 } hw_cpu_attention_gradients;
 
-// The gradients of q, k and v from that of o, by blocks in f32. o and lse are what hw_cpu_attend gave.
+// The gradients of q, k and v from that of o, by blocks in f32, and of the bias where there is one for it: a dim that this has
+// once is summed over. o and lse are what hw_cpu_attend gave.
 cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients, const void* q,
                                    const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
-                                   void* q_gradient, void* k_gradient, void* v_gradient, const hw_cpu_attention_masks* masks,
-                                   cudaStream_t stream);
+                                   void* q_gradient, void* k_gradient, void* v_gradient, void* bias_gradient,
+                                   const hw_cpu_attention_masks* masks, cudaStream_t stream);
 
 }  // extern "C"

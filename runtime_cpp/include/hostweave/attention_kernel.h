@@ -2,6 +2,11 @@
 #pragma once
 #include <cstdint>
 
+// The name of one of the kernels of HW_DTYPE, for heads of up to HW_HEAD elements.
+#define HW_ATTENTION(kernel) HW_ATTENTION_OF(kernel, HW_DTYPE, HW_HEAD)
+#define HW_ATTENTION_OF(kernel, dtype, head) HW_ATTENTION_JOINED(kernel, dtype, head)
+#define HW_ATTENTION_JOINED(kernel, dtype, head) kernel##_##dtype##_##head
+
 namespace hw {
 
 constexpr int kAttentionTile = 64;  // rows, and columns, of the scores that a thread block has at once
@@ -13,6 +18,12 @@ template <class Memory>
 struct HeadsAt {
   Memory* base;
   int64_t batch_stride, head_stride, row_stride;
+};
+
+// The gradient of the bias: a dim that this has once is summed over.
+struct BiasGradient {
+  HeadsAt<void> at;
+  int64_t batch, heads, rows;
 };
 
 // o = softmax(scale q kT + bias) v, and its backward pass by the gradient of o.
@@ -32,6 +43,15 @@ struct AttentionKernel {
 
   HeadsAt<const void> o_gradient;
   HeadsAt<void> q_gradient, k_gradient, v_gradient;
+  BiasGradient bias_gradient;
+};
+
+// Kernels of one dtype, of heads of up to so many elements: null where they are not compiled.
+struct AttentionKernels {
+  void (*attend)(AttentionKernel);
+  void (*differentiate_queries)(AttentionKernel);
+  void (*differentiate_keys)(AttentionKernel);
+  void (*differentiate_bias)(AttentionKernel);
 };
 
 // What cuDNN asks of sequences that are packed: how many tokens each has, and where it begins in each operand.

@@ -158,14 +158,17 @@ def attention_backward(
     lengths: Tensor | None = None,
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, from that of the output: of their types. What else it takes is as in `attention`.
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key and value, and of a bias where there is one, from that of the output: of their types. What else it takes
+    is as in `attention`.
 
     `output` and `lse` are what `attention` gave for the same operands. One call, without the matrix of scores in memory, where
     `attention` is one; else it is composed of matmuls. Keys that are not valid have zeros. With rows that are sharded, `S@cp`, the
-    gradients of key and value are partial sums. There is no gradient of a bias. Raises ProgramError.
+    gradients of key and value are partial sums. That of a bias is summed over the dims that the bias has once or not at all, and a partial
+    sum where these are sharded; what nobody uses of the four is not computed. Raises ProgramError.
 
-    Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`.
+    Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`;
+    with `bias=b` it is `dq, dk, dv, db`.
     """
     location = Location.of_caller()
     group = _check_attention(query, key, value, enable_gqa, location)
@@ -183,10 +186,12 @@ def attention_backward(
     factor = _scale_of(query, scale, location)
     if not why_composed(query.type, value.type):
         operands = query, key, value, output, output_gradient, lse, *masks
-        q, k, v = (record(kind, *operands, scale=factor, causal=causal, window=window, **words) for kind in GRADIENTS)
+        kinds = GRADIENTS if bias is not None else GRADIENTS[:3]
+        found = [record(kind, *operands, scale=factor, causal=causal, window=window, **words) for kind in kinds]
     else:
         scores = _biased(_scores(query, key, group, factor), bias, key, group)
         seen = _seen(scores, causal, window, lengths, offsets)
+        lse = _cast(lse, scores.dtype)
         if bias is not None:  # which may hide all columns of a row
             lse = hw.maximum(lse, LEAST)
         sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
@@ -194,12 +199,23 @@ def attention_backward(
         k, v = (hw.expand_dims(x, x.ndim - 2) if group > 1 else x for x in (key, value))
         distance = scores - lse
         weights = hw.exp(distance if seen is None else hw.where(seen, distance, float("-inf")))
-        changes = _cast(weights * (_wide(hw.matmul(given, _turned(v))) - sums) * factor, query.dtype)
+        of_scores = weights * (_wide(hw.matmul(given, _turned(v))) - sums)
+        changes = _cast(of_scores * factor, query.dtype)
         weights = _cast(weights, query.dtype)
         v, k, q = hw.matmul(_turned(weights), given), hw.matmul(_turned(changes), q), hw.matmul(changes, k)
         if group > 1:
             k, v, q = hw.sum(k, -3), hw.sum(v, -3), hw.reshape(q, *map(str, query.type.shape))
-    return _worded("query_gradient", q), _worded("key_gradient", k), _worded("value_gradient", v)
+        found = [q, k, v, *([] if bias is None else [_cast(_of_bias(of_scores, query, key, bias), bias.dtype)])]
+    return tuple(_worded(kind.removeprefix("attention_"), gradient) for kind, gradient in zip(GRADIENTS, found, strict=False))
+
+
+def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    """The gradient of the scores, summed over what the bias has once or not at all."""
+    scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
+    x = hw.reshape(of_scores, *map(str, scores))
+    leading = len(scores) - len(dims)
+    once = [dim for dim, size in enumerate(scores) if dim < leading or (dims[dim - leading] == Size() and size != Size())]
+    return hw.reshape(hw.sum(x, tuple(once)), *map(str, dims)) if once else x
 
 
 def _check_causal(causal: str | None, window: int | None, location: Location) -> None:

@@ -20,14 +20,15 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, TensorType, f32, i32
+from hostweave.types.tensor import Dim, DType, TensorType, f32, i32
 
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
 TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corners of the scores at which the diagonal of a causal mask begins, or ends
 DTYPES = ("f16", "bf16", "f32")
-GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient")
+GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
+BIAS_GRADIENT = GRADIENTS[3]
 COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # of operands that each has
 
 
@@ -229,20 +230,28 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
 
 
 def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, ...]:
-    """The gradients of queries, keys and values, from that of the result, by the matrix of scores."""
+    """The gradients of queries, keys, values, and of a bias, from that of the result, by the matrix of scores."""
     q, k, v, output, given, lse = operands
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
     scores = _masked(np, np.matmul(q, np.swapaxes(keys, -1, -2)) * q.dtype.type(scale), masks)
     weights = np.where(np.isneginf(scores), 0, np.exp(scores - np.where(np.isneginf(lse), 0, lse)[..., None]))
     sums = np.sum(output * given, axis=-1, keepdims=True)
-    changes = weights * (np.matmul(given, np.swapaxes(values, -1, -2)) - sums) * q.dtype.type(scale)
+    of_scores = weights * (np.matmul(given, np.swapaxes(values, -1, -2)) - sums)
+    changes = of_scores * q.dtype.type(scale)
 
     def by_group(x: Any) -> Any:
         return np.sum(x.reshape(*x.shape[:-3], k.shape[-3], group, *x.shape[-2:]), axis=-3)
 
     turned, given_back = np.swapaxes(changes, -1, -2), np.swapaxes(weights, -1, -2)
-    return np.matmul(changes, keys), by_group(np.matmul(turned, q)), by_group(np.matmul(given_back, given))
+    of_bias = () if masks.bias is None else (_summed_like(np, of_scores, masks.bias.shape),)
+    return np.matmul(changes, keys), by_group(np.matmul(turned, q)), by_group(np.matmul(given_back, given)), *of_bias
+
+
+def _summed_like(np: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """What was broadcast from a shape, summed over the dims that this has once or not at all."""
+    x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
+    return np.sum(x, axis=tuple(dim for dim, size in enumerate(shape) if size == 1), keepdims=True)
 
 
 def _of_gradients(types: Types, op: Op) -> TensorType:
@@ -250,21 +259,28 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
     for type, wanted in zip(types[3:6], (result, result, rows), strict=True):
         if (type.dtype, type.shape) != (wanted.dtype, wanted.shape):
             raise Mismatch(f"{type} is not {wanted}, what attention gives, or its gradient")
-    of = types[GRADIENTS.index(op.kind)]
+    masks = masks_of(op, types)
+    if op.kind == BIAS_GRADIENT and "bias" not in masks:
+        raise Mismatch("is the gradient of a bias, and there is none; give it one, and bias=true")
+    of = masks["bias"] if op.kind == BIAS_GRADIENT else types[GRADIENTS.index(op.kind)]
     return TensorType(of.dtype, tuple(Dim(size) for size in of.shape))
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """As of attention; keys and values get sums over rows, and over the heads of a group, which a rank has all."""
+    """As of attention; keys and values get sums over rows, and over the heads of a group, which a rank has all, a bias over what it has
+    once."""
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)
     of_rows: Labels = (*rows, None)
-    operands = (of_rows, columns, columns, of_rows, of_rows, rows, *_labels_of_masks(op, types, rows, None))
-    return IndexMap(operands, of_rows if op.kind == GRADIENTS[0] else columns, frozenset(filter(None, rows)))
+    masks = dict(zip(masks_of(op, types), _labels_of_masks(op, types, rows, None), strict=True))
+    operands = (of_rows, columns, columns, of_rows, of_rows, rows, *masks.values())
+    result = {GRADIENTS[0]: of_rows, BIAS_GRADIENT: masks.get("bias", ())}.get(op.kind, columns)
+    return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-MAX_HEAD = 256  # elements of a head
+KERNEL_HEADS = (64, 128, 256)  # elements of a head, at most, that kernels of this package are compiled for
+MAX_HEAD = KERNEL_HEADS[-1]
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
@@ -282,14 +298,27 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """Whether it is by kernels of this package on CUDA, which do without tensor cores: what cuDNN has not."""
+    """Whether it may be by kernels of this package on CUDA: what cuDNN has not, which it has for some sizes of a dim that is not known."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
-    at_top_left = not rows.axes and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
+    at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
     beside_bias = op[HAS_BIAS] and (op[WINDOW] > 0 or not (sees_all or at_top_left))
     in_the_middle = has_lengths and not sees_all and bool(rows.axes)
-    packs = query.shape[-1] == value.shape[-1] and query.shape[-1] in map(Size, (64, 128))
-    return query.dtype == f32 or beside_bias or in_the_middle or (op[IS_PACKED] and not packs)
+    ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
+    packs = query.shape[-1] == value.shape[-1] and _is_packed_head(int(query.shape[-1]))
+    packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))  # of others it hangs on how they lie
+    is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
+    return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
+
+
+def _is_packed_head(size: int) -> bool:
+    """Whether cuDNN has packed sequences of such heads."""
+    return size % 16 == 0 and size >= 32
+
+
+def kernels_for(dtype: DType, head: int) -> str:
+    """The library that has these kernels, for heads of up to so many elements."""
+    return f"{dtype}_{next(most for most in KERNEL_HEADS if head <= most)}"
 
 
 _WHOLE = "attended to"
@@ -299,7 +328,7 @@ _IN_BLOCKS = (*_ATTRIBUTES, KEY_BLOCKS)
 OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)
 OPS["attention_lse"] = OpDef(None, _rows, _map, _numpy(attended, "attention_lse", 1), _IN_BLOCKS, whole=_WHOLE)
 _ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
-for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,))):
+for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,), (_HEAD,))):
     OPS[GRADIENTS[_index]] = OpDef(
         None,
         _of_gradients,

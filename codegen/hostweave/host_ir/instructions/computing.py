@@ -56,7 +56,6 @@ class Matmul(Compute):
 class _Masked(Compute):
     """Attention, or its backward pass: what masks its scores."""
 
-    library = "attention"
     scale: float
     diagonal: Expr | None
     window: int | None
@@ -64,6 +63,11 @@ class _Masked(Compute):
     bias: Reads
     offsets: Reads
     corner: str
+    kernels: str
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        return ("attention", *([f"attention_{self.kernels}"] if self.kernels else []))
 
     @property
     def masked_by(self) -> dict[str, str]:
@@ -89,7 +93,8 @@ class Attention(_Masked):
     column. `offsets`, contiguous [..., N + 1] of i32, say where N sequences begin that are packed into one, and where the last one ends:
     rows see columns of their own sequence alone. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp.
     The elements of a row of all else lie side by side. A row that sees no column is an error, but with lengths, a bias or offsets, or
-    where `blind` says `zeros`: it gets these, and an lse below -1e30.
+    where `blind` says `zeros`: it gets these, and an lse below -1e30. `kernels` names those of this package that CUDA may need for it, as
+    `bf16_64` for heads of up to 64 elements: all for f32, what cuDNN has not for f16 and bf16.
     """
 
     q: Read
@@ -103,11 +108,12 @@ class Attention(_Masked):
     bias: Reads = ()
     offsets: Reads = ()
     corner: str = ""
+    kernels: str = ""
     lse: Writes = ()
     blind: str = ""
     syntax = (
         "attention %{q}, %{k}, %{v} scaled {scale} diagonal {diagonal} corner {corner} window {window} lengths {lengths}"
-        + " bias {bias} offsets {offsets} blind {blind} -> %{dst} lse {lse}"
+        + " bias {bias} offsets {offsets} blind {blind} kernels {kernels} -> %{dst} lse {lse}"
     )
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
@@ -117,7 +123,10 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """The gradients of q, k and v from that of the result, by blocks of scores; `o` and `lse` are what Attention gave."""
+    """The gradients of q, k and v from that of the result, by blocks of scores; `o` and `lse` are what Attention gave.
+
+    `dbias` gets that of the bias, of its shape: dims that this has once are summed over.
+    """
 
     q: Read
     k: Read
@@ -135,14 +144,16 @@ class AttentionBackward(_Masked):
     bias: Reads = ()
     offsets: Reads = ()
     corner: str = ""
+    kernels: str = ""
+    dbias: Writes = ()
     syntax = (
         "attention_backward %{q}, %{k}, %{v}, %{o}, %{gradient}, %{lse} scaled {scale} diagonal {diagonal} corner {corner}"
-        + " window {window} lengths {lengths} bias {bias} offsets {offsets} -> %{dq}, %{dk}, %{dv}"
+        + " window {window} lengths {lengths} bias {bias} offsets {offsets} kernels {kernels} -> %{dq}, %{dk}, %{dv} dbias {dbias}"
     )
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
         operands, masks = self.split(reads)
-        return differentiated(np, operands, self.scale, masks)
+        return differentiated(np, operands, self.scale, masks)[: 3 + len(self.dbias)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, why_no_bias, why_no_offsets
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -119,8 +119,11 @@ def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:
 
 
 def _attention_backward(c: Checker, i: ir.AttentionBackward, scope: Scope) -> None:
-    _attends(c, i, i.o, i.gradient, i.dq, i.dk, i.dv)
-    for name, like in ((i.gradient, i.o), (i.dq, i.q), (i.dk, i.k), (i.dv, i.v)):
+    _attends(c, i, i.o, i.gradient, i.dq, i.dk, i.dv, *i.dbias)
+    if len(i.dbias) > len(i.bias):
+        c.fail("dbias is the gradient of a bias, of which there are less: give it one, and name one")
+    pairs = *zip(i.dbias, i.bias, strict=False), (i.gradient, i.o), (i.dq, i.q), (i.dk, i.k), (i.dv, i.v)
+    for name, like in pairs:
         if c.types[name].shape != c.types[like].shape:
             c.fail(f"%{name} is {c.types[name]}, and %{like} {c.types[like]}: a gradient has the shape of what it is of")
     _has(c, (i.lse,), BufferType(f32, c.types[i.q].shape[:-1]), "lse is")
@@ -145,6 +148,9 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
     for name in (i.q, i.k, i.v, result, *others):
         if strides_of(c.types[name])[-1] != Size():
             c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer of its own first")
+    names = [kernels_for(c.types[i.q].dtype, most) for most in KERNEL_HEADS if all(x.is_int and int(x) <= most for x in (q[-1], v[-1]))]
+    if i.kernels not in ("", *names):
+        c.fail(f"kernels {i.kernels}: of these operands they are {' or '.join(names) or 'none'}")
     if i.window is not None and (i.diagonal is None or i.window < 1):
         c.fail(f"a window of {i.window}: it is a number of columns before a diagonal, at least 1")
     for word in ("lengths", "bias", "offsets"):

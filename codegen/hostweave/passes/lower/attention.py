@@ -8,12 +8,12 @@ becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. Of an atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, COUNTS, GRADIENTS, masks_of
+from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -59,24 +59,33 @@ class Attentions:
             of("bias", lambda name: self.source(name, 1)),
             offsets,
             corner,
+            self.kernels(op, made),
         )
         with ExitStack() as copies:
 
-            def target(kind: str, like: str, is_packed: bool = False) -> str:
+            def target(kind: str, like: str, is_packed: bool = False, step: int = ALIGNED) -> str:
                 if kind not in made:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
-                is_left = self.is_aligned(whole) and not is_packed
+                is_left = self.is_aligned(whole, step) and not is_packed
                 return whole if is_left else copies.enter_context(communication.packed_destination(self.b, whole, None))
 
             if op.kind in GRADIENTS:
                 q, k, v, o, gradient = map(self.source, operands[:5])
                 lse, (dq, dk, dv) = self.buffers.contiguous(operands[5]), map(target, GRADIENTS, (q, k, v))
-                self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, *masks))
+                dbias = (target(BIAS_GRADIENT, q, step=1),) if BIAS_GRADIENT in made else ()
+                self.b.emit(ir.AttentionBackward(q, k, v, o, gradient, lse, op[SCALE], dq, dk, dv, *masks, dbias))
             else:
                 q, k, v = map(self.source, (*operands, operands[1])[:3])
                 result, sums = target(RESULT, q), (target(LSE, q, True),) if LSE in made else ()
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
+
+    def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
+        """Those of this package that it may need."""
+        types = [self.flow.types[name] for name in op.tensors[:3]]
+        q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
+        is_needed = any(is_by_kernels(each, *types) for each in made.values())
+        return kernels_for(q.dtype, max(int(q.shape[-1]), int(v.shape[-1]))) if is_needed else ""
 
     def source(self, name: str, step: int = ALIGNED) -> str:
         whole = self.buffers.buffer_of(name)

@@ -183,7 +183,7 @@ def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor, turned_a: bool, turned_b
 @aten("hostweave.attention_backward.default")
 def _attention_backward(
     result: Result, dy: hw.Tensor, q: Any, k: Any, v: Any, y: Any, lse: Any, bias: Any, causal: bool, scale: float | None, gqa: bool
-) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
+) -> tuple[hw.Tensor, ...]:
     return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa, bias=bias)
 
 

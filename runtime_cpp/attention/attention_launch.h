@@ -1,0 +1,19 @@
+// Attention by kernels of this package, and those that cuDNN's needs for packed sequences.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "hostweave/attention_kernel.h"
+
+namespace hw {
+
+// Loads the kernels, as MatmulPlan::load_kernels does, and why.
+cudaError_t load_attention(const AttentionKernels& kernels);
+cudaError_t attend(const AttentionKernels& kernels, const AttentionKernel& problem, cudaStream_t stream);
+cudaError_t differentiate(const AttentionKernels& kernels, const AttentionKernel& problem, cudaStream_t stream);
+cudaError_t differentiate_bias(const AttentionKernels& kernels, const AttentionKernel& problem, cudaStream_t stream);
+
+cudaError_t load_packing();
+cudaError_t place_sequences(const PackedSequences& packed, cudaStream_t stream);
+cudaError_t fill_outside(const OutsideSequences& outside, cudaStream_t stream);
+
+}  // namespace hw

@@ -1,0 +1,376 @@
+// Attention by tiles of scores in f32, which are in registers and shared memory alone: a thread block has kAttentionTile rows of
+// a head and walks their columns, correcting what it has when a larger score comes; for the gradients of keys and values it has
+// columns, and walks rows. Sums are in one order, so that results do not change from run to run. Compiled for each dtype and size
+// of heads that programs have: HW_DTYPE and HW_HEAD.
+#include "hostweave/attention_tiles.h"
+#include "hostweave/types.h"
+
+namespace hw {
+
+using f32 = float;
+
+namespace {
+
+__device__ inline float none() { return -INFINITY; }
+
+// The columns from one to the one before another.
+struct Span {
+  int64_t begin, end;
+
+  __device__ bool has(int64_t column) const { return column >= begin && column < end; }
+};
+
+// The columns that rows of one of the batch see: neither where they begin nor where they end decreases with the row.
+struct Sight {
+  int64_t rows, length, diagonal, window, sequences;
+  bool causal;
+  const int32_t* offsets;
+
+  __device__ Sight(const AttentionKernel& p, int64_t batch)
+      : rows(p.rows),
+        length(p.lengths ? max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.columns)) : p.columns),
+        diagonal(p.diagonal + (p.from_end ? length : 0)),
+        window(p.window),
+        sequences(p.sequences),
+        causal(p.causal),
+        offsets(p.offsets ? p.offsets + batch * (p.sequences + 1) : nullptr) {}
+
+  // The sequence that a token is of; before the first one, and behind the last, what it sees is empty.
+  __device__ Span sequence(int64_t token) const {
+    int64_t low = 0, high = sequences + 1;  // how many offsets are not behind it
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      offsets[middle] <= token ? low = middle + 1 : high = middle;
+    }
+    return {offsets[max(low - 1, int64_t{0})], offsets[min(low, sequences)]};
+  }
+  __device__ Span of(int64_t row) const {
+    if (row >= rows) return {0, 0};
+    const int64_t begin = window ? max(int64_t{0}, row + diagonal + 1 - window) : 0;
+    const int64_t end = causal ? max(int64_t{0}, min(row + diagonal + 1, length)) : length;
+    if (!offsets) return {begin, end};
+    const Span own = sequence(row);
+    return {max(begin, own.begin), min(end, own.end)};
+  }
+  // The rows that see some of these columns are among them.
+  __device__ Span rows_of(int64_t first, int64_t last) const {
+    const int64_t begin = causal ? max(int64_t{0}, first - diagonal) : 0;
+    const int64_t end = window ? min(rows, last - diagonal + window) : rows;
+    if (!offsets) return {begin, end};
+    return {max(begin, sequence(first).begin), min(end, sequence(last).end)};
+  }
+};
+
+// What is added to the scores of a head.
+template <class T>
+struct Bias {
+  const T* base;
+  int64_t row_stride;
+
+  __device__ Bias(const AttentionKernel& p, int64_t batch, int64_t head)
+      : base(p.bias.base ? static_cast<const T*>(p.bias.base) + at(p.bias, batch, head) : nullptr),
+        row_stride(p.bias.row_stride) {}
+  __device__ float operator()(int64_t row, int64_t column) const {
+    return base ? static_cast<float>(base[row * row_stride + column]) : 0;
+  }
+};
+
+// To rows of a head from the first one on.
+template <class T, int kWidth>
+__device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t size,
+                      const Part<Products<T>, kWidth>& sums) {
+  using Its = Products<T>;
+  T* const to = static_cast<T*>(x.base) + at(x, batch, head) + first * x.row_stride;
+#pragma unroll
+  for (int i = 0; i < Its::kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWidth / 16 * Its::kOf16; ++j) {
+      const int row = Its::row(i), column = Its::column(j);
+      if (row < rows && column < size) to[row * x.row_stride + column] = static_cast<T>(sums[i][j]);
+    }
+  }
+}
+
+// What a thread block has: a tile of rows of one head, those first that see most.
+struct Place {
+  int64_t batch, head, first, of_lse;
+
+  __device__ Place(int64_t heads, int64_t rows) {
+    const int64_t tiles = (rows + kAttentionTile - 1) / kAttentionTile, row_of_tiles = blockIdx.x / tiles;
+    batch = row_of_tiles / heads, head = row_of_tiles % heads;
+    first = (tiles - 1 - blockIdx.x % tiles) * kAttentionTile;
+    of_lse = row_of_tiles * rows;
+  }
+};
+
+template <class T, int kHead>
+__device__ void attend(const AttentionKernel& p) {
+  using Its = Products<T>;
+  __shared__ Its products;
+  const Place place(p.heads, p.rows);
+  const int64_t group = place.head / (p.heads / p.groups);
+  const Tile<T> q = tile<T>(p.q, p.size, place.batch, place.head, place.first, p.rows);
+  const Sight sight(p, place.batch);
+  const Bias<T> bias(p, place.batch, place.head);
+  Span spans[Its::kRows];
+#pragma unroll
+  for (int i = 0; i < Its::kRows; ++i) spans[i] = sight.of(place.first + Its::row(i));
+  float largest[Its::kRows], sums[Its::kRows] = {};
+  Part<Its, kHead> results;
+  clear(results);
+#pragma unroll
+  for (float& x : largest) x = none();
+  const int64_t end = sight.of(place.first + q.rows - 1).end;
+  for (int64_t column = sight.of(place.first).begin; column < end; column += kTileSide) {
+    typename Its::Scores scores;
+    products.multiply(scores, q, tile<T>(p.k, p.size, place.batch, group, column, end));
+    float most[Its::kRows];
+#pragma unroll
+    for (int i = 0; i < Its::kRows; ++i) {
+      most[i] = largest[i];
+#pragma unroll
+      for (int j = 0; float& score : scores[i]) {
+        const int64_t of_score = column + Its::column(j++);
+        score = spans[i].has(of_score) ? score * p.scale + bias(place.first + Its::row(i), of_score) : none();
+        most[i] = fmaxf(most[i], score);
+      }
+    }
+    products.combine(most, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+    for (int i = 0; i < Its::kRows; ++i) {
+      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);
+      sums[i] *= before, largest[i] = most[i];
+#pragma unroll
+      for (float& score : scores[i]) sums[i] += score = expf(score - shift);
+#pragma unroll
+      for (float& result : results[i]) result *= before;
+    }
+    products.keep(scores);
+    products.template add_weighted<kHead>(results, tile<T>(p.v, p.value_size, place.batch, group, column, end));
+  }
+  __syncthreads();
+  products.combine(sums, [](float a, float b) { return a + b; });
+#pragma unroll
+  for (int i = 0; i < Its::kRows; ++i) {
+    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest is exp(0)
+#pragma unroll
+    for (float& result : results[i]) result *= quotient;
+    const int row = Its::row(i);
+    if (p.lse && Its::column(0) == 0 && row < q.rows) p.lse[place.of_lse + place.first + row] = largest[i] + logf(sums[i]);
+  }
+  store<T, kHead>(p.o, place.batch, place.head, place.first, q.rows, p.value_size, results);
+}
+
+// Of a tile of rows, in shared memory.
+struct Rows {
+  int32_t begin[kTileSide], end[kTileSide];  // the columns that they see
+  float lse[kTileSide];
+  float sums[kTileSide];  // of o times its gradient
+
+  __device__ bool sees(int row, int64_t column) const { return column >= begin[row] && column < end[row]; }
+};
+
+// It is there after the next product.
+template <class T>
+__device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sight, int64_t batch, int64_t head, int64_t first) {
+  __syncthreads();
+  const int64_t own = first + threadIdx.x;
+  if (threadIdx.x < kTileSide) {
+    const Span seen = sight.of(own);
+    rows.begin[threadIdx.x] = seen.begin, rows.end[threadIdx.x] = seen.end;
+    rows.lse[threadIdx.x] = own < p.rows ? p.lse[(batch * p.heads + head) * p.rows + own] : none();
+  }
+  constexpr int kLanes = kAttentionThreads / kTileSide;
+  const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const Tile<T> o = tile<T>(p.o, p.value_size, batch, head, first, p.rows);
+  const Tile<T> gradient = tile<T>(p.o_gradient, p.value_size, batch, head, first, p.rows);
+  float sum = 0;
+#pragma unroll 2
+  for (int64_t column = lane * 8; column < p.value_size; column += kLanes * 8) {
+    const auto left = o.eight(row, column), right = gradient.eight(row, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += static_cast<float>(left[i]) * static_cast<float>(right[i]);
+  }
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  if (lane == 0) rows.sums[row] = sum;
+}
+
+__device__ inline float weight(float score, float lse) { return lse == none() ? 0 : expf(score - lse); }
+
+// The gradients of a tile of scores, rows by columns before `end`, in place of those of the weights.
+template <class T>
+__device__ void differentiate_scores(typename Products<T>::Scores& scores, Products<T>& products, const Rows& rows,
+                                     const AttentionKernel& p, int64_t batch, int64_t head, int64_t first, int64_t column,
+                                     int64_t end) {
+  using Its = Products<T>;
+  const int64_t group = head / (p.heads / p.groups);
+  const Bias<T> bias(p, batch, head);
+  typename Its::Scores changes;
+  products.multiply(scores, tile<T>(p.q, p.size, batch, head, first, p.rows), tile<T>(p.k, p.size, batch, group, column, end));
+  products.multiply(changes, tile<T>(p.o_gradient, p.value_size, batch, head, first, p.rows),
+                    tile<T>(p.v, p.value_size, batch, group, column, end));
+#pragma unroll
+  for (int i = 0; i < Its::kRows; ++i) {
+    const int row = Its::row(i);
+#pragma unroll
+    for (int j = 0; float& score : scores[i]) {
+      const int64_t of_score = column + Its::column(j);
+      const bool sees = rows.sees(row, of_score);
+      const float own = sees ? weight(score * p.scale + bias(first + row, of_score), rows.lse[row]) : 0;
+      score = own * (changes[i][j++] - rows.sums[row]);
+    }
+  }
+}
+
+template <class T, int kHead>
+__device__ void differentiate_queries(const AttentionKernel& p) {
+  using Its = Products<T>;
+  __shared__ Its products;
+  __shared__ Rows rows;
+  const Place place(p.heads, p.rows);
+  const int64_t batch = place.batch, head = place.head, first = place.first, group = head / (p.heads / p.groups);
+  const Sight sight(p, batch);
+  const int64_t count = min(int64_t{kTileSide}, p.rows - first), end = sight.of(first + count - 1).end;
+  load_rows<T>(rows, p, sight, batch, head, first);
+  Part<Its, kHead> results;
+  clear(results);
+  for (int64_t column = sight.of(first).begin; column < end; column += kTileSide) {
+    typename Its::Scores scores;
+    differentiate_scores<T>(scores, products, rows, p, batch, head, first, column, end);
+    products.keep(scores);
+    products.template add_weighted<kHead>(results, tile<T>(p.k, p.size, batch, group, column, end));
+  }
+#pragma unroll
+  for (auto& row : results) {
+#pragma unroll
+    for (float& result : row) result *= p.scale;
+  }
+  store<T, kHead>(p.q_gradient, batch, head, first, count, p.size, results);
+}
+
+// Rows of weights are those of keys here.
+template <class T, int kHead>
+__device__ void differentiate_keys(const AttentionKernel& p) {
+  using Its = Products<T>;
+  __shared__ Its products;
+  __shared__ Rows rows;
+  const Place place(p.groups, p.columns);
+  const int64_t batch = place.batch, heads = p.heads / p.groups;
+  const Tile<T> k = tile<T>(p.k, p.size, batch, place.head, place.first, p.columns);
+  const Tile<T> v = tile<T>(p.v, p.value_size, batch, place.head, place.first, p.columns);
+  const Sight sight(p, batch);
+  Part<Its, kHead> of_keys, of_values;
+  clear(of_keys), clear(of_values);
+  const auto [begin, end] = sight.rows_of(place.first, place.first + k.rows - 1);
+  for (int64_t head = place.head * heads; head < (place.head + 1) * heads; ++head) {
+    const Bias<T> bias(p, batch, head);
+    for (int64_t first = begin; first < end; first += kTileSide) {
+      typename Its::Scores scores, changes;
+      const Tile<T> q = tile<T>(p.q, p.size, batch, head, first, p.rows);
+      const Tile<T> given = tile<T>(p.o_gradient, p.value_size, batch, head, first, p.rows);
+      load_rows<T>(rows, p, sight, batch, head, first);
+      products.multiply(scores, k, q);
+      products.multiply(changes, v, given);
+#pragma unroll
+      for (int j = 0; j < kTileSide / 16 * Its::kOf16; ++j) {
+        const int row = Its::column(j);
+#pragma unroll
+        for (int i = 0; i < Its::kRows; ++i) {
+          const int64_t column = place.first + Its::row(i);
+          const bool sees = rows.sees(row, column);
+          scores[i][j] = sees ? weight(scores[i][j] * p.scale + bias(first + row, column), rows.lse[row]) : 0;
+          changes[i][j] = scores[i][j] * (changes[i][j] - rows.sums[row]) * p.scale;
+        }
+      }
+      products.keep(scores);
+      products.template add_weighted<kHead>(of_values, given);
+      __syncthreads();
+      products.keep(changes);
+      products.template add_weighted<kHead>(of_keys, q);
+    }
+  }
+  store<T, kHead>(p.k_gradient, batch, place.head, place.first, k.rows, p.size, of_keys);
+  store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
+}
+
+// A block has a tile of the bias, and adds up all scores that it is added to.
+template <class T>
+__device__ void differentiate_bias(const AttentionKernel& p) {
+  using Its = Products<T>;
+  __shared__ Its products;
+  __shared__ Rows rows;
+  const BiasGradient& bias = p.bias_gradient;
+  const int64_t columns = (p.columns + kTileSide - 1) / kTileSide, strips = (bias.rows + kTileSide - 1) / kTileSide;
+  const int64_t of_rows = blockIdx.x / columns, of_heads = of_rows / strips;
+  const int64_t column = blockIdx.x % columns * kTileSide, own_first = of_rows % strips * kTileSide;
+  const int64_t own_head = of_heads % bias.heads, own_batch = of_heads / bias.heads;
+  const auto ends = [](int64_t own, int64_t count, int64_t all) {
+    return Span{count == 1 ? 0 : own, count == 1 ? all : own + 1};
+  };
+  const Span batches = ends(own_batch, bias.batch, p.batch), heads = ends(own_head, bias.heads, p.heads);
+  const bool has_rows = bias.rows != 1;
+  typename Its::Scores sums, scores;
+  clear(sums);
+  for (int64_t batch = batches.begin; batch < batches.end; ++batch) {
+    const Sight sight(p, batch);
+    for (int64_t head = heads.begin; head < heads.end; ++head) {
+      for (int64_t first = has_rows ? own_first : 0; first < (has_rows ? own_first + 1 : p.rows); first += kTileSide) {
+        const int64_t last = min(first + kTileSide, p.rows) - 1, end = sight.of(last).end;
+        if (column >= end || column + kTileSide <= sight.of(first).begin) continue;
+        load_rows<T>(rows, p, sight, batch, head, first);
+        differentiate_scores<T>(scores, products, rows, p, batch, head, first, column, end);
+#pragma unroll
+        for (int i = 0; i < Its::kRows; ++i) {
+#pragma unroll
+          for (int j = 0; const float score : scores[i]) sums[i][j++] += score;
+        }
+      }
+    }
+  }
+  const auto size = min(int64_t{kTileSide}, p.columns - column);
+  HeadsAt<void> to = bias.at;
+  to.base = static_cast<T*>(to.base) + column;
+  if (has_rows) {
+    store<T, kTileSide>(to, own_batch, own_head, own_first, min(int64_t{kTileSide}, bias.rows - own_first), size, sums);
+    return;
+  }
+  const auto all = products.floats();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Its::kRows; ++i) {
+#pragma unroll
+    for (int j = 0; const float sum : sums[i]) all[Its::row(i)][Its::column(j++)] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= size) return;
+  float sum = 0;
+  for (int row = 0; row < kTileSide; ++row) sum += all[row][threadIdx.x];
+  (static_cast<T*>(to.base) + at(to, own_batch, own_head))[threadIdx.x] = static_cast<T>(sum);
+}
+
+}  // namespace
+
+constexpr int kBlocks = sizeof(HW_DTYPE) == 2 && HW_HEAD <= 128 ? 2 : 1;  // that a multiprocessor has at once
+
+// No templates: nvcc gives those no name that another file can launch them by. For heads of up to so many elements.
+
+// The paragraphs below are compiled each by itself.
+
+__global__ void __launch_bounds__(kAttentionThreads, kBlocks) HW_ATTENTION(attend)(AttentionKernel p) {
+  attend<HW_DTYPE, HW_HEAD>(p);
+}
+
+__global__ void __launch_bounds__(kAttentionThreads, kBlocks) HW_ATTENTION(differentiate_queries)(AttentionKernel p) {
+  differentiate_queries<HW_DTYPE, HW_HEAD>(p);
+}
+
+__global__ void __launch_bounds__(kAttentionThreads, kBlocks) HW_ATTENTION(differentiate_keys)(AttentionKernel p) {
+  differentiate_keys<HW_DTYPE, HW_HEAD>(p);
+}
+
+__global__ void __launch_bounds__(kAttentionThreads, kBlocks) HW_ATTENTION(differentiate_bias)(AttentionKernel p) {
+  differentiate_bias<HW_DTYPE>(p);
+}
+
+}  // namespace hw

@@ -1,0 +1,287 @@
+// Tiles of operands of attention's kernels, and products of them in f32: by tensor cores those of 16 bits. All threads of a block
+// share a tile of scores, or of as many rows of results: which of it is a thread's, Products<T> says.
+#pragma once
+#include "hostweave/attention_kernel.h"
+#include "hostweave/kernel.h"
+
+namespace hw {
+namespace {
+
+constexpr int kTileSide = kAttentionTile;
+
+// Some rows of an operand.
+template <class T>
+struct Tile {
+  const T* base;
+  int64_t pitch, rows, size;
+  bool is_aligned;  // and can be read 16 bytes at once, that begin at multiples of 8 elements
+
+  __device__ bool has(int64_t row, int64_t column) const { return row < rows && column < size; }
+  __device__ const T* at(int64_t row, int64_t column) const { return base + row * pitch + column; }
+
+  // Eight elements of a row, with zeros behind its end.
+  __device__ Values<T, 8> eight(int64_t row, int64_t first) const {
+    Values<T, 8> result = filled<8>(static_cast<T>(0.f));
+    if (is_aligned) {
+      if (has(row, first)) result = load<8>(at(row, first));
+      return result;
+    }
+    for (int i = 0; i < 8; ++i) {
+      if (has(row, first + i)) result[i] = *at(row, first + i);
+    }
+    return result;
+  }
+};
+
+template <class Memory>
+__device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
+  return batch * x.batch_stride + head * x.head_stride;
+}
+
+// Rows of so many elements of a head, from the first to those that fill a tile, or to the end.
+template <class T, class Memory>
+__device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
+  const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0 && x.row_stride * sizeof(T) % 16 == 0 && size % 8 == 0;
+  return {base, x.row_stride, min(int64_t{kTileSide}, end - first), size, is_aligned};
+}
+
+// Of kWidth columns what a thread has.
+template <class Products, int kWidth>
+using Part = float[Products::kRows][kWidth / 16 * Products::kOf16];
+
+template <int kColumns, int kRows>
+__device__ void clear(float (&x)[kRows][kColumns]) {
+#pragma unroll
+  for (auto& row : x) {
+#pragma unroll
+    for (float& each : row) each = 0;
+  }
+}
+
+// Adds a product of matrices of 16 x 16 and 16 x 8 to what a thread has of one of 16 x 8.
+#define HW_ADD_PRODUCT(T, name)                                                                                              \
+  __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                      \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                      \
+                 : "+f"(x), "+f"(y), "+f"(z), "+f"(w)                                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                        \
+  }
+HW_ADD_PRODUCT(f16, "f16")
+HW_ADD_PRODUCT(bf16, "bf16")
+#undef HW_ADD_PRODUCT
+
+// In shared memory, as are those below: a warp computes 16 rows, and eight of every 16 columns, as mma.m16n8k16 has them.
+template <class T>
+class Products {
+ public:
+  static constexpr int kRows = 2, kOf16 = 2;
+  using Scores = Part<Products, kTileSide>;
+
+  __device__ static int row(int i) { return strip() + threadIdx.x % 32 / 4 + 8 * i; }
+  __device__ static int column(int j) { return 16 * (j / 2) + half() + threadIdx.x % 4 * 2 + j % 2; }
+
+  // Rows of a by rows of b.
+  __device__ void multiply(Scores& scores, const Tile<T>& a, const Tile<T>& b) {
+    clear(scores);
+    for (int64_t first = 0; first < a.size; first += kTileSide) {
+      __syncthreads();
+      copy(a_, a, first), copy(b_, b, first);
+      wait_for_copies();
+#pragma unroll
+      for (int k = 0; k < kTileSide; k += 16) {
+        uint32_t left[4], right[4];
+        load_matrices<false>(left, &a_[strip() + lane() % 16][k + lane() / 16 * 8]);
+#pragma unroll
+        for (int j = 0; j < Of<kTileSide>; j += 4) {
+          load_matrices<false>(right, &b_[8 * j + lane() / 16 * 16 + half() + lane() % 8][k + lane() / 8 % 2 * 8]);
+          add_product(scores, j, left, right), add_product(scores, j + 2, left, right + 2);
+        }
+      }
+    }
+  }
+
+  // Weights of the rows of what add_weighted gets.
+  __device__ void keep(const Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < Of<kTileSide>; j += 2) {
+        *reinterpret_cast<Values<T, 2>*>(&weights_[row(i)][column(j)]) = {static_cast<T>(scores[i][j]),
+                                                                          static_cast<T>(scores[i][j + 1])};
+      }
+    }
+  }
+
+  template <int kWidth>
+  __device__ void add_weighted(Part<Products, kWidth>& sums, const Tile<T>& x) {
+#pragma unroll
+    for (int first = 0; first < kWidth; first += kTileSide) {
+      if (first >= x.size) continue;
+      __syncthreads();
+      copy(b_, x, first);
+      wait_for_copies();
+#pragma unroll
+      for (int k = 0; k < kTileSide; k += 16) {
+        uint32_t left[4], right[4];
+        load_matrices<false>(left, &weights_[strip() + lane() % 16][k + lane() / 16 * 8]);
+#pragma unroll
+        for (int j = 0; j < Of<kTileSide>; j += 4) {
+          load_matrices<true>(right, &b_[k + lane() % 16][8 * j + lane() / 16 * 16 + half()]);
+          const int of_sums = first / 16 * kOf16 + j;
+          add_product(sums, of_sums, left, right), add_product(sums, of_sums + 2, left, right + 2);
+        }
+      }
+    }
+  }
+
+  // Over all columns of a tile, of what each thread has of its rows. Others may follow only after a multiply.
+  template <class Combine>
+  __device__ void combine(float (&x)[kRows], Combine combined) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      for (int lanes = 2; lanes > 0; lanes /= 2) x[i] = combined(x[i], __shfl_xor_sync(0xffffffff, x[i], lanes));
+      if (lane() % 4 == 0) halves_[half() / 8][row(i)] = x[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) x[i] = combined(halves_[0][row(i)], halves_[1][row(i)]);
+  }
+
+  // Room for a tile of floats, after a product and until the next one.
+  __device__ auto floats() { return reinterpret_cast<float (*)[kTileSide + 1]>(a_); }
+
+ private:
+  using Matrix = T[kTileSide][kTileSide + 8];  // with columns for the banks
+  template <int kWidth>
+  static constexpr int Of = kWidth / 16 * kOf16;
+
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static int strip() { return threadIdx.x / 32 % 4 * 16; }
+  __device__ static int half() { return threadIdx.x / 128 * 8; }
+
+  // Columns of a tile from the first one on, with zeros around it. It is there after wait_for_copies.
+  __device__ static void copy(Matrix& to, const Tile<T>& x, int64_t first) {
+#pragma unroll
+    for (int i = threadIdx.x; i < kTileSide * kTileSide / 8; i += kAttentionThreads) {
+      const int row = i / 8, column = i % 8 * 8;
+      T* const target = &to[row][column];
+      if (!x.is_aligned) {
+        *reinterpret_cast<Values<T, 8>*>(target) = x.eight(row, first + column);
+        continue;
+      }
+      const bool is_there = x.has(row, first + column);
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                   :
+                   : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(target))),
+                     "l"(is_there ? x.at(row, first + column) : x.base), "r"(is_there ? 16 : 0)
+                   : "memory");
+    }
+  }
+  __device__ static void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+  }
+
+  // Four matrices of 8 x 8: of thread i the address of row i % 8 of matrix i / 8.
+  template <bool kTurned>
+  __device__ static void load_matrices(uint32_t (&result)[4], const T* row) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+    if constexpr (kTurned) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+                   : "r"(address)
+                   : "memory");
+    } else {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+                   : "r"(address)
+                   : "memory");
+    }
+  }
+
+  template <int kColumns>
+  __device__ static void add_product(float (&sums)[kRows][kColumns], int j, const uint32_t (&a)[4], const uint32_t* b) {
+    hw::add_product(T{}, sums[0][j], sums[0][j + 1], sums[1][j], sums[1][j + 1], a, b);
+  }
+
+  alignas(16) Matrix a_, b_, weights_;
+  float halves_[2][kTileSide];
+};
+
+// In plain f32: a thread has rows and columns 16 apart.
+template <>
+class Products<float> {
+ public:
+  static constexpr int kRows = kTileSide / 16, kOf16 = 1;
+  using Scores = Part<Products, kTileSide>;
+
+  __device__ static int row(int i) { return threadIdx.x / 16 + 16 * i; }
+  __device__ static int column(int j) { return threadIdx.x % 16 + 16 * j; }
+
+  __device__ void multiply(Scores& scores, const Tile<float>& a, const Tile<float>& b) {
+    clear(scores);
+    for (int64_t first = 0; first < a.size; first += kDepth) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < kTileSide * kDepth; i += kAttentionThreads) {
+        const int row = i / kDepth, d = i % kDepth;
+        a_[d][row] = a.has(row, first + d) ? *a.at(row, first + d) : 0;
+        b_[d][row] = b.has(row, first + d) ? *b.at(row, first + d) : 0;
+      }
+      __syncthreads();
+#pragma unroll 4
+      for (int d = 0; d < kDepth; ++d) {
+        float left[kRows], right[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) left[i] = a_[d][row(i)], right[i] = b_[d][column(i)];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+          for (int j = 0; j < kRows; ++j) scores[i][j] += left[i] * right[j];
+        }
+      }
+    }
+  }
+
+  __device__ void keep(const Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) weights_[row(i)][column(j)] = scores[i][j];
+    }
+  }
+
+  template <int kWidth>
+  __device__ void add_weighted(Part<Products, kWidth>& sums, const Tile<float>& x) {
+    __syncthreads();
+    for (int term = 0; term < x.rows; ++term) {
+      float weights[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) weights[i] = weights_[row(i)][term];
+#pragma unroll
+      for (int j = 0; j < kWidth / 16; ++j) {
+        const float value = column(j) < x.size ? *x.at(term, column(j)) : 0;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) sums[i][j] += weights[i] * value;
+      }
+    }
+  }
+
+  template <class Combine>
+  __device__ void combine(float (&x)[kRows], Combine combined) {
+#pragma unroll
+    for (float& each : x) {
+      for (int lanes = 8; lanes > 0; lanes /= 2) each = combined(each, __shfl_xor_sync(0xffffffff, each, lanes));
+    }
+  }
+
+  __device__ auto floats() { return weights_; }
+
+ private:
+  static constexpr int kDepth = 32;                            // of products at once
+  float a_[kDepth][kTileSide + 1], b_[kDepth][kTileSide + 1];  // transposed, with a column for the banks
+  float weights_[kTileSide][kTileSide + 1];
+};
+
+}  // namespace
+}  // namespace hw

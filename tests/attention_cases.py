@@ -1,0 +1,53 @@
+"""What tests of attention have in common: operands whose heads the ranks share, in groups, and what torch gives in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hostweave.types.tensor import DType
+
+
+def grouped(ranks: int, t: DType) -> dict[str, Any]:
+    """Queries of twice as many heads as keys and values, whose heads are larger."""
+    sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
+    return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
+
+
+def as_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    return tuple(torch.from_numpy(array if array.dtype.kind == "i" else array.astype("float64")) for array in arrays.values())
+
+
+def by_torch(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: str = "",
+    window: int = 1 << 30,
+    scale: float | None = None,
+    *,
+    given: Any = None,
+    lengths: Any = None,
+    bias: Any = None,
+    offsets: Any = None,
+) -> tuple[Any, ...]:
+    """The result, the log-sum-exps, and the gradients of q, k, v, and the bias by `given`, else by the result itself."""
+    import torch
+
+    q, k, v, *biases = (x.clone().requires_grad_() for x in (q, k, v, *([] if bias is None else [bias])))
+    keys, values = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    rows, columns = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    length = torch.tensor(k.shape[-2]) if lengths is None else lengths[:, None, None, None]
+    distance = rows - columns + (length - q.shape[-2] if causal == "bottom_right" else 0)
+    seen = (columns < length) & ((distance >= 0) & (distance < window) if causal else True)
+    if offsets is not None:
+        sequence = (columns[:, None] >= offsets[..., None, :]).sum(-1)
+        inside = (sequence > 0) & (sequence < offsets.shape[-1])
+        seen = seen & (sequence[..., None, :, None] == sequence[..., None, None, :]) & inside[..., None, :, None]
+    scores = sum(biases, q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1).detach()
+    weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row that sees nothing
+    y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
+    return y.detach(), lse, *torch.autograd.grad(y, (q, k, v, *biases), y.detach() if given is None else given)
