@@ -49,15 +49,15 @@ def test_matches_numpy(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int) -> None:
-    """Communication outside of loops, with memory that grows, and several calls in flight."""
+    """Communication outside of loops, with memory that grows, several calls in flight, and blocks of two sizes, of which one may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has nobody to communicate with")
     if fusion.mesh.size > GPUS:
         pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {GPUS}")
     program = compiled(fusion, "cuda", Options(transport="one_sided"))
-    for times in (1, 8, 2):
-        calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(4)]
+    for times, more in ((1, 0), (8, 1), (1, 1 - ranks), (2, 0)):
+        calls = [integer_arrays(fusion, sizes_of(program._host, times, more), seed) for seed in range(4)]
         for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
             expect(fusion, arrays, results, exact=True)
 

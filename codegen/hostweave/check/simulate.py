@@ -216,7 +216,9 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        # A peer may hold more or less of what is named: as much is moved as there is room for here.
+        other_side = i.dst if isinstance(i, ir.Get) and role == "remote_read" else None
+        touched = [(name, b.layouts[other_side or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None

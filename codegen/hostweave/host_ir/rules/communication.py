@@ -60,7 +60,7 @@ def _own_block(c: Checker, i: ir.Collective, name: str, along: int) -> Size:
     return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (part,)))
 
 
-def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute, size: int) -> None:
+def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
     """Parts of one dim, shared by as many ranks of two meshes or axes, may be equal: that is seen when sizes are known."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
@@ -131,7 +131,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
             c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
-        c.counts(*moved, 1)
+        _as_much(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
         c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
 

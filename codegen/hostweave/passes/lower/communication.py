@@ -49,7 +49,7 @@ def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | No
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         src = contiguous_source(b, src, steps)
         if b.transport.has_windows:
-            Exchange(b, shards.axes).all_gather(src, landing)
+            Exchange(b, shards.axes).all_gather(src, landing, shards.along)
         else:
             b.emit(ir.AllGather(src, landing, b.channel(shards.axes), shards.along))
 
@@ -70,7 +70,7 @@ def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, step
     blocks = source_blocks(b, src, shards, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
         if b.transport.has_windows:
-            Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce)
+            Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce, shards.along)
         else:
             b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
 

@@ -123,19 +123,19 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
-        if self.b.transport.has_windows and (shape := self._padded_shape(op)):
+        if change.kind == "all_to_all" and shards.is_uneven and self.b.transport.has_windows:
+            shape = self._padded_shape(op)
             with self._padded(op, src, dst, shape) as padded:
                 self._collective(op, change, *padded, replace(shards, is_uneven=False), steps)
         else:
             self._collective(op, change, src, dst, shards, steps)
 
-    def _padded_shape(self, op: Op) -> tuple[Size, ...] | None:
-        """A global shape that ranks share evenly, where they do not share that of an op so."""
+    def _padded_shape(self, op: Op) -> tuple[Size, ...]:
+        """A global shape that ranks share evenly."""
         mesh, uneven = self.flow.mesh_of(op), self.flow.uneven
         pairs = zip(self.flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
         dims = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in pairs]
-        shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, uneven) else size for size, ranks in dims)
-        return shape if shape != tuple(size for size, _ in dims) else None
+        return tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, uneven) else size for size, ranks in dims)
 
     @contextmanager
     def _padded(self, op: Op, src: str, dst: str, shape: tuple[Size, ...]) -> Iterator[tuple[str, str]]:
@@ -145,10 +145,8 @@ class Reshards:
         def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
             """Memory for it, and the part in which it lies there."""
             sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
-            made = part = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
-            for i, size in enumerate(b.types[name].shape):
-                part = b.slice(part, i, size, Const(0), f"{name}_part")
-            return made, part
+            made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
+            return made, b.first(made, b.types[name].shape, f"{name}_part")
 
         (sent, given), (landing, wanted) = padded(src, self.flow.types[op.tensors[0]].dims), padded(dst, op.result.type.dims)
         if given != sent:
