@@ -20,6 +20,7 @@ from hostweave.types.shards import block_of
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")  # loops by other algorithms, where the transport is stated
 
 
 pytestmark = [
@@ -31,11 +32,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int) -> None:
     """With memory that grows between calls, over memory full of NaN, and with several calls in flight."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, "cuda")
+    program = compiled(fusion, "cuda", Options(transport="one_sided" if name in WHOLLY else "auto"))
     for times in (1, 16, 128, 16):
         sizes = sizes_of(fusion, times)
         arrays = random_arrays(fusion, sizes, seed=times)

@@ -10,7 +10,7 @@ from math import prod
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Rank, Var
-from hostweave.passes.lower.exchanges import Exchange, Reduce
+from hostweave.passes.lower.exchanges import SIGNAL, Exchange, Reduce
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
@@ -307,7 +307,11 @@ def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, s
 
     def exchange() -> None:
         rank, size, channel, arriving = rank_in_group(shards.mesh, shards.axes), shards.size, b.channel(shards.axes), next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
+        if b.transport.has_windows:  # it has one place on all ranks
+            b.emit(ir.Put(src, src, (rank + 1) % size, SIGNAL, channel))
+            b.emit(ir.WaitSignal(SIGNAL, (rank - 1) % size, arriving, channel))
+        else:
+            group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)

@@ -17,7 +17,7 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import Exchange, Reduce
+from hostweave.passes.lower.exchanges import Exchange, Reduce, Signals
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Scatter
@@ -74,6 +74,17 @@ class Reshards:
             known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
             self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
             self.puts.begin()
+        elif op and algorithm_of(loop) == "ring" and self.b.transport.has_windows and steps.shards > 1:
+            self._begin_ring(op)
+
+    def _begin_ring(self, op: Op) -> None:
+        """What the neighbour passes on lies in a window, and it waits for the signal that this may be written."""
+        passed = op.result.name if op.kind == "all_gather" else op.tensors[0]
+        if not self.b.is_in_window(self.b.memory_of(self.buffers.buffer_of(passed))):
+            self.buffers.by_value[passed] = self.b.allocate(f"{passed}_landing", self.flow.local(self.flow.values[passed]))
+        ranks, memory = Signals(self.b, step_of(op).axes), self.buffers.buffer_of(passed)
+        ranks.signal_to((ranks.rank - 1) % ranks.size, memory)
+        ranks.wait_for((ranks.rank + 1) % ranks.size, memory)
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
