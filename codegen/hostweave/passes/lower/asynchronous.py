@@ -24,6 +24,7 @@ class Asynchronous:
         self.flow, self.b = flow, b
         self.events: list[ir.Events] = []
         self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
+        self.copied: dict[str, str] = {}  # values of which a part is copied on another stream than the rest, and their events
         self.is_forked = False
 
     def takes(self, op: Op) -> bool:
@@ -39,9 +40,12 @@ class Asynchronous:
         self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready else []
         arrived = self._event(f"{name}_arrived") if aside else ready
+        begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
+        ends = [*(() if aside else copies), *([ir.Record(arrived, Const(0))] if arrived else ())]
         self.b.emit(ir.Fork(COMM))
-        self._on(COMM, *body, *(copies if not aside else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
+        self._on(COMM, *begins, *body, *ends)
         if aside:
+            self.copied[name] = ready
             self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
         self.is_forked = True
 
