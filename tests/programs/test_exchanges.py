@@ -94,7 +94,8 @@ def test_blocks_that_are_cut_divide() -> None:
         compiled(moved("M"), options=ONE_SIDED).run(np.zeros(3, "f4"))
     with pytest.raises(ProgramError) as caught:
         hw.compile(moved(3), options=ONE_SIDED)
-    assert str(caught.value).endswith("transfer: 2 ranks cannot share dim 3@x evenly, as a move between meshes by reading needs; pad it to 4")
+    message = "transfer: 2 ranks cannot share dim 3@x evenly, as a move between meshes by reading needs; pad it to 4"
+    assert str(caught.value).endswith(message)
 
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
