@@ -93,6 +93,15 @@ def test_a_loop() -> None:
     )
 
 
+def test_neighbours_on_the_callers_stream_have_one_turn() -> None:
+    after = "  all_reduce sum %v -> %v_2 on tp\n  copy %v -> %u\n  all_reduce sum %v_2 -> %v_3 on tp\n"
+    body = "%u = allocate f32[2, N]\n%v_2 = allocate f32[2, N]\n%v_3 = allocate f32[2, N]\n" + LOOP.replace(
+        "  join ring", after + "  join ring"
+    )
+    text = ordered(host(body)).partition("  wait turn[0]\n  all")[2]
+    assert text == "_reduce" + after.partition("all_reduce")[2] + "  record turn[0]\n  join ring\n"
+
+
 def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     body = """\
   fork ring

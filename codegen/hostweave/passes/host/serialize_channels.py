@@ -60,17 +60,26 @@ class _Turns:
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
+        """A body outside of every stream block: each block in it takes a turn, and so do communications on the caller's stream, those
+        that follow one another together."""
         result: list[tree.Instruction] = []
+        ended: tree.Instruction | None = None  # the record of the last turn, where the caller's stream had that
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
                 result.append(instruction)
-            elif tree.names(instruction, "stream"):
+                continue
+            before, ended = ended, None
+            if tree.names(instruction, "stream"):
                 result.append(tree.with_bodies(instruction, self.on_one_stream))
             elif any(tree.names(inner, "stream") or inner.work == "compute" for inner in tree.walk((instruction,))):
                 result.append(tree.with_bodies(instruction, self.across_streams))
             else:
-                result.extend(self.on_one_stream((instruction,)))
+                turn = self.on_one_stream((instruction,))
+                if isinstance(turn[-1], ir.Record):
+                    ended = turn[-1]
+                    if before:
+                        result, turn = [each for each in result if each is not before], turn[1:]
+                result.extend(turn)
         return tuple(result)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
