@@ -105,8 +105,12 @@ class Gather(PutLoop):
     def put(self, index: Var) -> None:
         """Whoever needs this shard first gets it first."""
         steps = replace(self.own, index=index)
-        source = contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
+        source = self.source(steps)
         self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.distance) % self.size, SIGNAL, self.channel))
+
+    def source(self, steps: Steps) -> str:
+        """What this rank has of its own shard."""
+        return contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
 
     def landed(self, steps: Steps) -> str:
         if self.lands_in_place:
@@ -163,6 +167,36 @@ class Gather(PutLoop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(ARRIVALS))
+        self.b.emit(ir.Join(PUTS))
+
+
+class Ring(Gather):
+    """An all-gather in which each rank puts to the next one its own shard, then what has arrived from the one before."""
+
+    def begin(self) -> None:
+        b = self.b
+        self.lands_in_place, self.shard = self.take_landing(), None
+        self.arrived = self.new_events("arrived", int(self.steps.count))
+        b.emit(ir.Fork(PUTS))
+        with self.on(PUTS):
+            self.signal_to((self.rank - 1) % self.size, self.landing)
+            self.wait_for((self.rank + 1) % self.size, self.landing)
+
+    def before_step(self, steps: Steps) -> None:
+        b, landed = self.b, self.landed(steps)
+
+        def put(source: str) -> None:
+            b.emit(ir.Put(source, landed, (self.rank + 1) % self.size, SIGNAL, self.channel))
+
+        def arrive() -> None:
+            self.wait_for((self.rank - 1) % self.size, landed)
+            b.emit(ir.Record(self.arrived, steps.index))
+            branch(b, steps.index.less((self.size - 1) * self.subchunks), lambda: put(landed))
+
+        with self.on(PUTS):
+            branch(b, steps.index.less(self.subchunks), lambda: put(self.source(steps)), arrive)
+
+    def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
 
 

@@ -20,7 +20,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import Exchange, Reduce, Signals
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, algorithm_of
-from hostweave.passes.lower.puts import Gather, Scatter
+from hostweave.passes.lower.puts import Gather, Ring, Scatter
 from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
@@ -69,22 +69,20 @@ class Reshards:
 
     def begin_loop(self, loop: Loop, steps: Steps) -> None:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
-        op = loop.communication
-        if op and algorithm_of(loop) == "put" and steps.shards > 1:
-            known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
-            self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
+        op, by = loop.communication, algorithm_of(loop)
+        if op is None or steps.shards == 1 or not (by == "put" or (by == "ring" and self.b.transport.has_windows)):
+            return
+        known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
+        if op.kind == "all_gather":
+            self.puts = Ring(*known) if by == "ring" else Gather(*known)
+        elif by == "put":
+            self.puts = Scatter(*known, self.kernels)
+        else:  # the one before adds to this rank's sums, and waits for the signal that it may write them
+            ranks, sums = Signals(self.b, step_of(op).axes), self.buffers.buffer_of(op.tensors[0])
+            ranks.signal_to((ranks.rank - 1) % ranks.size, sums)
+            ranks.wait_for((ranks.rank + 1) % ranks.size, sums)
+        if self.puts:
             self.puts.begin()
-        elif op and algorithm_of(loop) == "ring" and self.b.transport.has_windows and steps.shards > 1:
-            self._begin_ring(op)
-
-    def _begin_ring(self, op: Op) -> None:
-        """What the neighbour passes on lies in a window, and it waits for the signal that this may be written."""
-        passed = op.result.name if op.kind == "all_gather" else op.tensors[0]
-        if not self.b.is_in_window(self.b.memory_of(self.buffers.buffer_of(passed))):
-            self.buffers.by_value[passed] = self.b.allocate(f"{passed}_landing", self.flow.local(self.flow.values[passed]))
-        ranks, memory = Signals(self.b, step_of(op).axes), self.buffers.buffer_of(passed)
-        ranks.signal_to((ranks.rank - 1) % ranks.size, memory)
-        ranks.wait_for((ranks.rank + 1) % ranks.size, memory)
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
         change = step_of(op)
