@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cuda_here import nccl
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion
 
-GATHERS = {"auto": ("p2p", "ring", "broadcast", "put", "all_gather"), "one_sided": ("put", "ring", "all_gather")}
-SCATTERS = {"auto": ("p2p", "ring", "reduce", "put", "reduce_scatter"), "one_sided": ("put", "ring", "reduce_scatter")}
+GATHERS = {"auto": ("p2p", "ring", "broadcast", "all_gather"), "one_sided": ("put", "ring", "all_gather")}
+SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("put", "ring", "reduce_scatter")}
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
@@ -36,8 +37,10 @@ def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
     return streamed
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "auto"), (2, "auto"), (3, "auto"), (8, "auto"), (3, "one_sided")])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "auto"), (2, "auto"), (3, "auto"), (8, "auto"), (2, "one_sided"), (3, "one_sided")])
 def test_compiled(ranks: int, transport: str, target: str) -> None:
+    if target == "cuda" and transport == "one_sided" and nccl() < 22900:
+        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
     for pieces in (2,) if transport == "one_sided" else (1, 2) if ranks < 8 else (1,):
         fusion = streamed(ranks, pieces * ranks, transport)
         program = hw.compile(fusion, target=target, options=hw.Options(transport=transport))
