@@ -22,7 +22,7 @@ from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.strides import strides_of
 from hostweave.types.blocks import boxes, elements
 from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes, Sizes
+from hostweave.types.rank_sizes import RankSizes, Sizes, shares
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType
 
@@ -235,6 +235,16 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
             operation.peer = operation.process_group[value]
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
                 run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
+        if isinstance(i, ir.Get) and i.along is not None:
+            whole = b.layouts[i.dst]
+            block = shares(whole.shape, i.along, operation.process_group)[operation.process_group.index(operation.peer or 0)]
+            taken = layout(whole.dtype, (len(block),), (1,))
+            landed = run.region(i.dst, taken, i, block.start * whole.dtype.itemsize)
+            operation.accesses = (
+                Access(i.src, run.region(i.src, taken, i), True, False, operation.peer),
+                Access(i.dst, landed, False, True),
+            )
+            return operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple(
             [

@@ -40,13 +40,14 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = what src is on the peer."""
+    """dst = what src is on the peer; where the ranks share a dim of dst, its block of that, of which it has more or less than others."""
 
     src: RemoteRead
     peer: Expr
     dst: Write
     channel: str
-    syntax = "get %{src} at {peer} -> %{dst} on {channel}"
+    along: int | None = None
+    syntax = "get %{src} at {peer} -> %{dst} along {along} on {channel}"
     posts = "get"
 
 

@@ -90,13 +90,8 @@ class Exchange(Signals):
     """One communication of all ranks of a process group, whose buffers are contiguous."""
 
     def all_gather(self, src: str, dst: str, along: int | None = None) -> None:
-        """Where blocks of the dim `along` may differ in size they are put: a rank knows its own."""
-        if along is not None and not self.lies_in_window(dst):
-            landing = self.b.allocate_here(f"{dst}_landing", self.b.types[dst])
-            self.all_gather(src, landing, along)
-            self.b.emit(ir.Copy(landing, dst))
-            return
-        puts = along is not None or (self.lies_in_window(dst) and not self.lies_in_window(src))
+        """Of the dim `along` blocks may differ in size."""
+        puts = self.lies_in_window(dst) and not self.lies_in_window(src)
         src = src if puts else self.in_window(src)
         shape, is_outside = self.b.types[src].shape, self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -108,7 +103,7 @@ class Exchange(Signals):
         if puts:
             self.write(src, own, dst, copy_own)
         else:
-            self.read(src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer)))
+            self.read(src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along)
 
     def all_to_all(self, src: str, dst: str) -> None:
         blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
@@ -184,11 +179,11 @@ class Exchange(Signals):
 
     # --- what these are made of ---
 
-    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]]) -> None:
-        """From each peer the part of its `src`, and to where, that `taken` names."""
+    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
+        """From each peer the part of its `src`, and to where, that `taken` names: to the peer's block of a dim `along`."""
         self.signal(src)
         copy_own()
-        self.each_peer(lambda peer: self.get(peer, *taken(peer)))
+        self.each_peer(lambda peer: self.get(peer, *taken(peer), along))
         self.wait(src)
 
     def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
@@ -203,10 +198,10 @@ class Exchange(Signals):
         self.each_peer(put)
         self.wait(dst)
 
-    def get(self, peer: Expr, src: str, dst: str, number: int = SIGNAL) -> None:
+    def get(self, peer: Expr, src: str, dst: str, along: int | None = None, number: int = SIGNAL) -> None:
         """Once the peer says that it is there; then tells it, by a signal of this number."""
         self.wait_for(peer, src)
-        self.b.emit(ir.Get(src, peer, dst, self.channel))
+        self.b.emit(ir.Get(src, peer, dst, self.channel, along))
         self.signal_to(peer, src, number)
 
     def copy(self, src: str, dst: str) -> None:

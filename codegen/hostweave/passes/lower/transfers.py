@@ -82,7 +82,7 @@ def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer) -> 
         if route.sender == route.receiver:
             ranks.copy(sent, landed)
         else:
-            ranks.get(Const(route.sender), sent, landed, READ)
+            ranks.get(Const(route.sender), sent, landed, number=READ)
 
     with b.on(source.mesh):
         packed = ranks.in_window(communication.blocks_to_send(b, src(), blocks, None, None))
