@@ -236,14 +236,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
                 run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
         if isinstance(i, ir.Get) and i.along is not None:
-            whole = b.layouts[i.dst]
-            block = shares(whole.shape, i.along, operation.process_group)[operation.process_group.index(operation.peer or 0)]
-            taken = layout(whole.dtype, (len(block),), (1,))
-            landed = run.region(i.dst, taken, i, block.start * whole.dtype.itemsize)
-            operation.accesses = (
-                Access(i.src, run.region(i.src, taken, i), True, False, operation.peer),
-                Access(i.dst, landed, False, True),
-            )
+            operation.accesses = _get_of_block(b, i, run, operation)
             return operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple(
@@ -255,6 +248,16 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         return operation
 
     return build
+
+
+def _get_of_block(b: _Binder, i: ir.Get, run: Run, operation: Operation) -> tuple[Access, ...]:
+    """All that the peer has, which is its block of what is shared here."""
+    assert operation.peer is not None
+    whole, group = b.layouts[i.dst], operation.process_group
+    block = shares(whole.shape, i.along, group)[group.index(operation.peer)]
+    taken = layout(whole.dtype, (len(block),), (1,))
+    there, here = run.region(i.src, taken, i), run.region(i.dst, taken, i, block.start * whole.dtype.itemsize)
+    return Access(i.src, there, reads=True, writes=False, at=operation.peer), Access(i.dst, here, reads=False, writes=True)
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
