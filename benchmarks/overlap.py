@@ -169,7 +169,8 @@ def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
         subprocess.run([*command, str(folder / BY_HAND.stem)], check=True, capture_output=True)
 
     try:
-        program = get_or_make(name_of(BY_HAND.stem, BY_HAND.read_text(), *command), make) / BY_HAND.stem
+        texts = [BY_HAND.with_suffix(end).read_text() for end in (".h", ".cu")]
+        program = get_or_make(name_of(BY_HAND.stem, *texts, *command), make) / BY_HAND.stem
         ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
     except (OSError, subprocess.SubprocessError) as why:
         print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)

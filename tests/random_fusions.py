@@ -16,18 +16,17 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
-from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.frontend.function import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.shards import block_of, holds
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import TensorType, block_of, holds
 
 Array = NDArray[Any]
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]

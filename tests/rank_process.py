@@ -27,9 +27,8 @@ import hostweave as hw
 from hostweave.base.errors import ExecutionError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.runtime.launcher import read_launch
-from hostweave.runtime.providers import Provider
-from hostweave.types.shards import block_of, holds
+from hostweave.runtime.providers import Provider, read_launch
+from hostweave.types.tensor import block_of, holds
 
 # Collectives, sends and recvs in loops, puts in loops, two meshes, along two axes; and all_to_all, permutations, and what one-sided
 # calls make of them.
@@ -132,7 +131,7 @@ def run_all(rank: Rank, which: str) -> None:
             rank.check(fusion, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
             rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0])))
-            assert any(other._host.windows for other in program._with_windows.values())
+            assert any(other.compiled.host.windows for other in program._compiled.running.in_windows.values())
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
 

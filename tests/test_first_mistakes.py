@@ -102,7 +102,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hw.fusion(lambda x: x),
         "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, donate=(), **inputs)",
     ),
-    "compile": (lambda: hw.compile(PRODUCT._given, streams=2), "has no parameter 'streams'"),
+    "compile": (lambda: hw.compile(PRODUCT._compiled.given, streams=2), "has no parameter 'streams'"),
 }
 
 

@@ -18,7 +18,7 @@ from hostweave.targets.target import NAMES
 
 # From the top down. `options` is what passes and users share.
 FLOORS = (
-    ("__main__", "api", "cli", "pipeline", "torch"),
+    ("__main__", "api", "cli", "compiled", "pipeline", "running", "torch"),
     ("runtime",),
     ("targets",),
     ("build",),

@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.tolerance import Tolerance, tolerance_of
-from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.shards import bind_sizes, block_of, global_shape, holds
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, DType, TensorType, bf16
+from hostweave.types.tensor import Dim, DType, TensorType, bf16, bind_sizes, block_of, global_shape, holds
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]

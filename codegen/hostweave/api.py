@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from numbers import Integral
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.signatures import checked
-from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
+from hostweave.compiled import Compiled, compiled
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, are_divided
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
-from hostweave.transports.transport import find_transport, transport_of
 from hostweave.tune.explain import explained
-from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 
-if TYPE_CHECKING:  # compiling needs neither NumPy nor what runs programs: they are imported when a program first runs
-    from hostweave.runtime.bound import Bound
-    from hostweave.runtime.call import Call
+if TYPE_CHECKING:  # see Compiled.running
+    from hostweave.runtime.arguments import Bound
     from hostweave.runtime.group import Group
-    from hostweave.runtime.local import Captured, LocalProgram
-    from hostweave.runtime.session import Session, Timing
-
-T = TypeVar("T")
-
-MAX_CHECKED_RANKS = 16  # of programs that are checked by default
-OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
+    from hostweave.runtime.local import Captured
+    from hostweave.runtime.session import Timing
 
 
 @checked
@@ -61,40 +49,19 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
         raise ProgramError(f"{program.name}: no target {target!r}; the targets are {' and '.join(NAMES)}")
     options = options or Options()
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
-    made = _compiled(program, target, options)
-    return _searched(made, program, target, options) if options.overlap == "search" and made.choices else made
+    made = compiled(program, target, options)
+    return Program(_searched(made) if options.overlap == "search" and made.host.choices else made)
 
 
-def _compiled(program: Fusion | HostProgram, target: str, options: Options) -> Program:
-    host = lower(program, options)
-    _expect_ways(host, options)
-    if unknown := [name for name in options.windows if name not in {p.name for p in (*host.inputs, *host.outputs)}]:
-        raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
-    find_target(target).expect_kernels(host.user_kernels)
-    for parameter in host.inputs:
-        if parameter.name in OPTIONS_OF_RUN:
-            raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
-    if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
-        check(host)
-    return Program(program, host, find_target(target), options)
-
-
-def _expect_ways(host: HostProgram, options: Options) -> None:
-    known = [choice.name for choice in host.choices]
-    if unknown := [name for name in options.ways if name not in known]:
-        why = f"there is nothing to choose for {unknown[0]}"
-        raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
-
-
-def _searched(made: Program, program: Fusion | HostProgram, target: str, options: Options) -> Program:
+def _searched(made: Compiled) -> Compiled:
     """The program with the ways that are the fastest here, as measured now or before."""
     from hostweave.runtime.search import search
 
-    machine, key = options.figures.name, (target, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
-    choices = search(made._host, options.sizes, (machine, *key), lambda ways: _compiled(program, target, replace(options, ways=ways)))
-    found = _compiled(program, target, replace(options, ways={choice.name: choice.taken.name for choice in choices}))
-    found._host = replace(found._host, choices=choices)
-    return found
+    options = made.options
+    key = (options.figures.name, made.target.name, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
+    choices = search(made.host, options.sizes, key, lambda ways: Program(made.otherwise(ways=ways)))
+    found = made.otherwise(ways={choice.name: choice.taken.name for choice in choices})
+    return replace(found, host=replace(found.host, choices=choices))
 
 
 class Program:
@@ -105,23 +72,17 @@ class Program:
     Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
     """
 
-    def __init__(self, given: Fusion | HostProgram, host: HostProgram, target: Target, options: Options):
-        self._given = given
-        self._host = host
-        self._options = options
-        self._session: Session | None = None
-        self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
-        self._closed = False
-        self._lock = threading.Lock()
-        self._unbound: Program | None = None  # where this one has inputs bound
-        self._without_puts: Program | None = None  # for ranks that cannot reach each other's memory
-        self._without_loops: Program | None = None  # for sizes that chosen loops do not divide
-        self._with_windows: dict[tuple[str, ...], Program] = {}  # for arguments of these names in memory that ranks share
-        self.target = target
+    def __init__(self, compiled: Compiled, bound: Bound | None = None):
+        self._compiled, self._bound = compiled, bound
 
     def __repr__(self) -> str:
-        bound = f" with {len(self._bound.arrays)} inputs bound" if self._unbound else ""
+        bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
+
+    @property
+    def target(self) -> Target:
+        """What it is compiled for."""
+        return self._compiled.target
 
     @property
     def name(self) -> str:
@@ -136,9 +97,9 @@ class Program:
     @property
     def fusion_ir(self) -> str:
         """The text of the fusion as traced. Raises ProgramError for a program that was compiled from host IR."""
-        if not isinstance(self._given, Fusion):
+        if not isinstance(self._compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
-        return str(self._given)
+        return str(self._compiled.given)
 
     @cached_property
     def host_ir(self) -> str:
@@ -150,35 +111,25 @@ class Program:
         """What the compiler has chosen for reshards beside matmuls, with the other ways and their times. See `explain`."""
         return self._host.choices
 
-    @cached_property
+    @property
     def sources(self) -> Mapping[str, str]:
         """The generated files: a mapping of paths to texts, the same for both targets."""
-        from hostweave.emit import render
-
-        return render(self._host)
+        return self._compiled.sources
 
     @property
     def source(self) -> str:
         """The text of the generated host program, program.cpp."""
         return self.sources["program.cpp"]
 
-    @cached_property
+    @property
     def folder(self) -> Path:
         """The folder with the sources, the compiler's log and the built module, which is built first if needed."""
-        from hostweave.build.program import build
+        return self._compiled.folder
 
-        toolchain, wanted = self.target.toolchain(), self._host.libraries
-        libraries = partial(self.target.runtime_libraries, wanted=wanted)
-        return build(self.name, self._host.code, toolchain, libraries, lambda: self.sources)
-
-    @cached_property
+    @property
     def module(self) -> ModuleType:
         """The program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
-        from hostweave.build.program import load
-
-        if self._unbound:
-            return self._unbound.module
-        return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
+        return self._compiled.module
 
     def explain(self) -> str:
         """What was chosen, and why: a line for each communication with its algorithm, transport, chunks and time, and the other ways
@@ -188,11 +139,11 @@ class Program:
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
-        if not isinstance(self._given, Fusion):
+        if not isinstance(self._compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
-        lower(self._given, self._options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
-        return explained(stages[-1], self._host, self._options)
+        lower(self._compiled.given, self._compiled.options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
+        return explained(stages[-1], self._host, self._compiled.options)
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -209,8 +160,8 @@ class Program:
 
         Example: `program.check(M=8192, N=4096)`.
         """
-        self._expect_sizes("check", sizes)
-        host = self._host if are_divided(self._host, sizes) else self._in_sequence._host
+        self._compiled.expect_sizes("check", sizes)
+        host = self._host if are_divided(self._host, sizes) else self._compiled.in_sequence.host
         check(host, {**minimal_sizes(host), **sizes})
 
     def bind(self, **arrays: Any) -> Program:
@@ -226,18 +177,7 @@ class Program:
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
-        from hostweave.runtime.bound import Bound
-
-        made = copy.copy(self)
-        made._unbound = self._unbound or self
-        made.__dict__["_bound"] = Bound(self._host, self.target, arrays, self._bound)
-        return made
-
-    @cached_property
-    def _bound(self) -> Bound:
-        from hostweave.runtime.bound import Bound
-
-        return Bound(self._host, self.target, {})
+        return Program(self._compiled, self._compiled.running.bind(self._bound, arrays))
 
     def __call__(
         self,
@@ -265,8 +205,7 @@ class Program:
 
         Example: `y = program(x, w)`.
         """
-        given = self._in_order(arrays, named)
-        return self._or_in_sequence(lambda program: program._local(group, given, stream, out)(self._bound, given, out, stream, sizes))
+        return self._compiled.running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=False)
 
     def capture(
         self,
@@ -282,7 +221,8 @@ class Program:
         Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
         are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
         the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
-        does the same.
+        does the same. All ranks launch it together, too: with one-sided communication, which takes NCCL 2.30.7 then, a launch of one
+        rank does not meet a call of another.
 
         A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
         shapes: then it is part of that graph.
@@ -291,10 +231,8 @@ class Program:
 
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
-        given = self._in_order(arrays, named)
-        return self._or_in_sequence(
-            lambda program: program._local(group, given, stream, out).capture(self._bound, given, out, stream, sizes)
-        )
+        captured: Captured = self._compiled.running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=True)
+        return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
         """Gets this process's or thread's rank ready for calls at each of these global sizes. All ranks call it together.
@@ -307,14 +245,7 @@ class Program:
 
         Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
         """
-        for one in sizes:
-            self._expect_sizes("prepare", one)
-        divided = [one for one in sizes if are_divided(self._host, one)]
-        rest = [one for one in sizes if one not in divided]
-        if divided:
-            self._or_in_sequence(lambda program: program._local(group, (), None).prepare(self._bound, divided))
-        if rest:
-            self._in_sequence._local(group, (), None).prepare(self._bound, rest)
+        self._compiled.running.prepare(self._bound, sizes, group)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
@@ -326,7 +257,7 @@ class Program:
 
         Example: `y = program.run(x, w=w)`.
         """
-        (call,) = self._run([(arrays, named)], poison=False)
+        (call,) = self._compiled.running.run(self._bound, [(arrays, named)])
         if ranks:
             call.hand_back()
         return call.local_results() if ranks else call.global_results()
@@ -337,7 +268,7 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
-        made = self._run([((), arrays) for arrays in calls], poison)
+        made = self._compiled.running.run(self._bound, [((), arrays) for arrays in calls], poison)
         for call in made:
             call.hand_back()
         return [call.local_results() for call in made]
@@ -347,9 +278,7 @@ class Program:
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
-        if warmups < 0 or repetitions < 1:
-            raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
-        return self._or_in_sequence(lambda program: program._ready().measure(program._call(arrays, named), warmups, repetitions))
+        return self._compiled.running.measure(self._bound, (arrays, named), warmups, repetitions)
 
     def as_jax_ffi(self) -> Callable[..., Any]:
         """The program as a function of JAX, for use inside jax.jit: a custom call of XLA on this process's one device.
@@ -382,151 +311,15 @@ class Program:
             why = f"{', '.join(self._host.windows)}: is compiled for a window, which a group of Python makes"
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
-            export(self._host, Path(folder), *reference_of(self._given, self._options))
+            export(self._host, Path(folder), *reference_of(self._compiled.given, self._compiled.options))
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""
-        if self._unbound:
-            return self._unbound.close()
-        with self._lock:
-            self._closed = True
-            if self._session:
-                self._session.close()
-                self._session = None
-            for local in self._locals:
-                local.close()
-        for other in filter(None, (self._without_puts, self._without_loops, *self._with_windows.values())):
-            if other is not self:
-                other.close()
-
-    def _expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        if unknown := sizes.keys() - set(self._host.symbols()):
-            known = ", ".join(self._host.symbols()) or "none"
-            raise ArgumentError(f"{self.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
-        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
-            raise ArgumentError(f"{self.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
-
-    def _expect_open(self) -> None:
-        if self._closed:
-            raise ExecutionError(f"{self.name}: the program is closed; compile it again")
-
-    def _in_order(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:
-        from hostweave.runtime.arguments import in_order
-
-        return in_order(self.name, self._bound.free, self._bound.arrays, arrays, named) if named else arrays
-
-    def _call(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> Call:
-        from hostweave.runtime.call import make_call
-
-        return make_call(self._host, self.target, self._bound, arrays, named)
-
-    def _local(self, group: Group | None, arrays: Sequence[Any], stream: Any, out: Any = None, bound: Bound | None = None) -> LocalProgram:
-        """The program on this process's or thread's rank of a group, for a call with these arrays."""
-        bound = bound or self._bound
-        if self._unbound:
-            return self._unbound._local(group, arrays, stream, out, bound)
-        from hostweave.runtime.group import current
-
-        self._expect_open()
-        group = group or current()
-        if group is None:
-            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
-        if group.hosts > 1 and self._reaches_memory:
-            figures = self._options.figures.without_peers("the ranks are on several hosts")
-            return self._by_sends(figures)._local(group, arrays, stream)
-        if group.windows.made and (program := self._for_windows(group, bound, arrays, out)) is not self:
-            return program._local(group, arrays, stream)
-        local = group.programs.get(self)
-        if local is None:
-            from hostweave.runtime.local import LocalProgram, stream_of_call
-
-            on = stream_of_call(self.target, stream, arrays)
-            local = LocalProgram(self._host, self.target, lambda: self.module, self._options, group, on)
-            group.programs[self] = local
-            self._locals.add(local)
-        if local.out_of_reach and self._reaches_memory:
-            return self._by_sends(self._options.figures.without_puts(local.out_of_reach))._local(group, arrays, stream)
-        return local
-
-    def _for_windows(self, group: Group, bound: Bound, arrays: Sequence[Any], out: Any) -> Program:
-        """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
-        if (
-            self._options.windows
-            or not isinstance(self._given, Fusion)
-            or not any(channel.transport.has_windows for channel in self._host.channels)
-        ):
-            return self
-        outs = () if out is None else (out,) if len(self._host.outputs) == 1 else out
-        pairs = (*zip(bound.free, arrays, strict=False), *zip(self._host.outputs, outs, strict=False))
-        names = group.windows.names(bound, pairs)
-        with self._lock:
-            if names and names not in self._with_windows:
-                made = _compiled(self._given, self.target.name, replace(self._options, windows=names))
-                known = (self, *self._with_windows.values())  # of which one may be for the same
-                self._with_windows[names] = next((one for one in known if one._host.windows == made._host.windows), made)
-            return self._with_windows[names] if names else self
+        self._compiled.running.close()
 
     @property
-    def _reaches_memory(self) -> bool:
-        """Whether loops or kernels were chosen whose ranks reach each other's memory."""
-        in_loops = (find_transport(transport_of(choice.taken.algorithm)) for choice in self.choices if choice.taken.chunks)
-        return any(transport.has_windows for transport in in_loops) or any(kernel.exchanges for kernel in self._host.kernels)
-
-    def _by_sends(self, figures: Machine) -> Program:
-        """The same by figures that say what ranks cannot reach. All of them know that, so that all make it."""
-        with self._lock:
-            if self._without_puts is None:
-                options = replace(self._options, ways={}, machine=figures)
-                self._without_puts = _compiled(self._given, self.target.name, options)
-            return self._without_puts
-
-    def _or_in_sequence(self, call: Callable[[Program], T]) -> T:
-        """What a call gives, of the program without chosen loops where these do not divide its sizes, which all ranks know."""
-        try:
-            return call(self)
-        except LoopsDoNotDivide:
-            return call(self._in_sequence)
-
-    @property
-    def _in_sequence(self) -> Program:
-        """The same without chunk loops that were chosen."""
-        if self._unbound:
-            made = copy.copy(self._unbound._in_sequence)
-            made._unbound, made.__dict__["_bound"] = self._unbound._in_sequence, self._bound
-            return made
-        with self._lock:
-            made, ways = self._without_loops or self, dict[str, str]()
-            while loops := [choice.name for choice in made.choices if choice.taken.chunks]:
-                ways |= dict.fromkeys(loops, IN_SEQUENCE)  # which leaves matmuls to others that could be in loops
-                made = _compiled(self._given, self.target.name, replace(self._options, ways=ways))
-            self._without_loops = made
-            return made
-
-    def _run(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], poison: bool) -> list[Call]:
-        """Makes calls on all ranks in this process, of arrays of the same shapes."""
-
-        def run(program: Program) -> list[Call]:
-            made = [program._call(*arrays) for arrays in calls]
-            program._ready().run(made, poison)
-            return made
-
-        return self._or_in_sequence(run)
-
-    def _ready(self) -> Session:
-        """The program on every rank of a world that works."""
-        from hostweave.runtime.session import Session
-
-        if self._unbound:
-            return self._unbound._ready()
-        if self._host.windows:
-            why = f"{', '.join(self._host.windows)}: is compiled for a window of the rank's"
-            raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
-        with self._lock:
-            self._expect_open()
-            if self._session is None or self._session.broken:
-                self._session = None
-                self._session = Session(self.module, self.target, self.mesh.size, self._options.tune)
-            return self._session
+    def _host(self) -> HostProgram:
+        return self._compiled.host

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hostweave.fusion_ir.calls import map_functions, needs_ranks, on_one_device
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.rewriting import map_functions, needs_ranks, on_one_device
 from hostweave.fusion_ir.verify import LEVELS, verify_fusion
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram

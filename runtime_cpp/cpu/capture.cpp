@@ -1,6 +1,8 @@
 #include "capture.h"
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 #include <set>
 #include <utility>
 
@@ -156,6 +158,38 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
+// The order in which a launch enqueues the nodes: that of capture; or as one queue, in some order that their edges allow, which
+// is all that a graph promises. The seeded mode does either.
+std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
+  Machine& machine = Machine::get();
+  std::vector<std::size_t> order(nodes.size());
+  std::iota(order.begin(), order.end(), 0);
+  as_one_queue = machine.seeded() && machine.picker->draw(2) == 0;
+  if (!as_one_queue) return order;
+  std::vector<std::vector<std::size_t>> then(nodes.size());
+  std::vector<std::size_t> before(nodes.size(), 0), ready;
+  std::map<std::size_t, std::size_t> last;  // of each lane
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    std::vector<std::size_t> after = nodes[i].after;
+    if (const auto found = last.find(nodes[i].lane); found != last.end()) after.push_back(found->second);
+    for (const std::size_t node : after) then[node].push_back(i);
+    before[i] = after.size();
+    last[nodes[i].lane] = i;
+    if (after.empty()) ready.push_back(i);
+  }
+  order.clear();
+  while (!ready.empty()) {
+    std::swap(ready[machine.picker->draw(ready.size())], ready.back());
+    const std::size_t node = ready.back();
+    ready.pop_back();
+    order.push_back(node);
+    for (const std::size_t next : then[node]) {
+      if (--before[next] == 0) ready.push_back(next);
+    }
+  }
+  return order;
+}
+
 }  // namespace
 
 extern "C" {
@@ -235,11 +269,13 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   OpPtr begin = new_op("graph", -1);
   if (exec->last) begin->after.push_back(exec->last);
   machine.enqueue(call.lock, std::move(begin), *stream);
-  std::vector<OpPtr> launched;
-  for (const Node& node : exec->nodes) {
-    Stream& on = node.lane == 0 ? *stream : *exec->lanes[node.lane];
+  std::vector<OpPtr> launched(exec->nodes.size());
+  bool as_one_queue = false;
+  for (const std::size_t i : order_of_launch(exec->nodes, as_one_queue)) {
+    const Node& node = exec->nodes[i];
+    Stream& on = node.lane == 0 || as_one_queue ? *stream : *exec->lanes[node.lane];
     if (const cudaError_t result = launch_node(call.lock, node, on, launched)) return result;
-    launched.push_back(on.last);
+    launched[i] = on.last;
   }
   exec->last = stream->last;
   return cudaSuccess;

@@ -25,6 +25,9 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr int kSignals = SharedGroup::kSignals;  // numbers of signals
+// What graphs give and wait for is counted apart from what calls do, and under a third number what was waited for: there a signal
+// is not given before the one before it has been waited for.
+constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
   static auto* const windows = new std::set<ncclWindow_t>;
@@ -77,15 +80,17 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
          std::to_string(ours);
 }
 
+using Make = std::function<OpPtr(bool in_graph)>;
+
 // Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
-ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std::function<OpPtr()>& make) {
+ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
   const auto again = [comm, make](Lock& lock, Stream& on) {
-    return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make));
+    return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make, true));
   };
   if (const auto added = stream && stream->capture ? add_node(*stream, again) : std::nullopt)
     return *added == cudaSuccess ? ncclSuccess : error(ncclUnhandledCudaError, last_error_text());
-  OpPtr op = make();
+  OpPtr op = make(in_graph);
   op->name.process_group = comm->process_group->name;
   comm->last = op;
   const cudaError_t result = submit(lock, std::move(op), handle, true);
@@ -93,24 +98,36 @@ ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const std
 }
 
 // Has an op do its work, and then give a signal.
-void give_after(Op& op, ncclComm_t comm, int peer, int number, std::function<void()> work) {
+void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, std::function<void()> work) {
+  const SignalTurn turn = next_signal(comm, peer, number + (in_graph ? kInGraphs : 0));
+  const std::uint64_t before = turn.number - 1;
   if (!comm->process_group->shared) {
     op.work = std::move(work);
-    op.gives = {next_signal(comm, peer, number)};
+    op.gives = {turn};
+    if (!in_graph) return;
+    auto taken = count_of(*comm->process_group, peer, comm->rank, number + kTaken);
+    taken->awaited = turn.number;
+    op.awaits = {{std::move(taken), before}};
     return;
   }
   op.work = across_processes(comm->process_group->shared, [=](SharedGroup& shared) {
+    if (in_graph) shared.await_signals(peer, number + kTaken, before);
     if (work) work();
-    shared.give_signal(peer, number);
+    shared.give_signal(peer, number + (in_graph ? kInGraphs : 0));
   });
 }
 
 // The counts of signals are where all processes see them.
-void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited) {
+void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited, bool in_graph) {
   std::vector<std::uint64_t> turns;
   for (const SignalTurn& turn : std::exchange(op.awaits, {})) turns.push_back(turn.number);
-  op.work = across_processes(comm.process_group->shared, [awaited, turns](SharedGroup& shared) {
-    for (std::size_t i = 0; i < turns.size(); ++i) shared.await_signals(awaited[i].peer, awaited[i].sigIdx, turns[i]);
+  op.gives.clear();
+  op.work = across_processes(comm.process_group->shared, [awaited, turns, in_graph](SharedGroup& shared) {
+    for (std::size_t i = 0; i < turns.size(); ++i) {
+      const auto& [count, peer, number, context] = awaited[i];
+      shared.await_signals(peer, number + (in_graph ? kInGraphs : 0), turns[i]);
+      if (in_graph) shared.give_signal(peer, number + kTaken);
+    }
   });
 }
 
@@ -262,9 +279,9 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
   }
   if (!in_window(comm, from, bytes)) return error(ncclInvalidArgument, "ncclPutSignal: the source lies in no window");
   char* const to = window->windows->bases[peer] + offset;
-  return enqueue(call.lock, comm, stream, [=] {
+  return enqueue(call.lock, comm, stream, [=](bool in_graph) {
     OpPtr op = new_op("put", 0, {read_of(from, bytes), write_of(to, bytes)});
-    give_after(*op, comm, peer, number, [=] { copy_bytes(to, from, bytes); });
+    give_after(*op, comm, peer, number, in_graph, [=] { copy_bytes(to, from, bytes); });
     return op;
   });
 }
@@ -272,9 +289,9 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
 ncclResult_t ncclSignal(int peer, int number, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
   Call call;
   if (const ncclResult_t result = check("ncclSignal", comm, peer, number, context, flags)) return result;
-  return enqueue(call.lock, comm, stream, [=] {
+  return enqueue(call.lock, comm, stream, [=](bool in_graph) {
     OpPtr op = new_op("signal", -1);
-    give_after(*op, comm, peer, number, {});
+    give_after(*op, comm, peer, number, in_graph, {});
     return op;
   });
 }
@@ -284,15 +301,18 @@ ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, nccl
   const std::vector<ncclWaitSignalDesc_t> awaited(signals, signals + descriptors);
   for (const ncclWaitSignalDesc_t& signal : awaited) {
     if (const ncclResult_t result = check("ncclWaitSignal", comm, signal.peer, signal.sigIdx, signal.ctx, 0)) return result;
+    if (signal.opCnt != 1) return nccl_not_supported("ncclWaitSignal for several signals of a peer at once");
   }
-  return enqueue(call.lock, comm, stream, [=] {
+  return enqueue(call.lock, comm, stream, [=](bool in_graph) {
     OpPtr op = new_op("wait for signals", -1);
+    ProcessGroup& process_group = *comm->process_group;
     for (const ncclWaitSignalDesc_t& signal : awaited) {
-      auto count = count_of(*comm->process_group, signal.peer, comm->rank, signal.sigIdx);
+      auto count = count_of(process_group, signal.peer, comm->rank, signal.sigIdx + (in_graph ? kInGraphs : 0));
       const std::uint64_t turn = count->awaited += signal.opCnt;
       op->awaits.push_back({std::move(count), turn});
+      if (in_graph) op->gives.push_back(next_signal(comm, signal.peer, signal.sigIdx + kTaken));
     }
-    if (comm->process_group->shared) await_across_processes(*op, *comm, awaited);
+    if (process_group.shared) await_across_processes(*op, *comm, awaited, in_graph);
     return op;
   });
 }

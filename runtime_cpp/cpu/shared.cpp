@@ -75,7 +75,7 @@ struct SharedGroup::Segment {
   std::atomic<std::int32_t> size;  // as the first rank has it
   std::atomic<std::int32_t> arrived;
   Seat seats[kRanks];
-  std::atomic<std::uint64_t> signals[kRanks][kRanks][kSignals];  // given, by sender, receiver and number
+  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // given, by sender, receiver and number
 };
 
 // The bytes that one rank sends to another.

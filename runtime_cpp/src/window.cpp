@@ -45,16 +45,33 @@ std::shared_ptr<WindowUsers> users_of(ncclComm_t comm) {
   return users;
 }
 
+#ifndef HOSTWEAVE_CPU_DEVICE
+int loaded_nccl() {
+  int version = 0;
+  HW_CHECK(ncclGetVersion(&version));
+  return version;
+}
+
+[[noreturn]] void too_old(const std::string& needed) {
+  const int version = loaded_nccl();
+  throw ExecutionError("transport one_sided needs " + needed + ", and the one that is loaded is " +
+                       std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+                       std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
+}
+#endif
+
+// Before 2.30 a captured wait is for one count, and a launch that repeats it does not wait.
+void expect_signals_in_graphs() {
+#ifndef HOSTWEAVE_CPU_DEVICE
+  if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
+#endif
+}
+
 }  // namespace
 
 void expect_one_sided_calls() {
 #ifndef HOSTWEAVE_CPU_DEVICE
-  if (ncclPutSignal && ncclSignal && ncclWaitSignal && ncclGetPeerDevicePointer) return;
-  int version = 0;
-  HW_CHECK(ncclGetVersion(&version));
-  throw ExecutionError("transport one_sided needs NCCL 2.29 or later, and the one that is loaded is " +
-                       std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
-                       std::to_string(version % 100) + "; load a later one, or compile with transport=\"two_sided\"");
+  if (!ncclPutSignal || !ncclSignal || !ncclWaitSignal || !ncclGetPeerDevicePointer) too_old("NCCL 2.29 or later");
 #endif
 }
 
@@ -199,6 +216,7 @@ size_t WindowArena::offset(const void* place) const {
 cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
   for (const auto& users : windows_->users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
+    if (users->calls.capturing()) expect_signals_in_graphs();
   }
   return cudaSuccess;
 }

@@ -105,7 +105,7 @@ def test_minimal_sizes_are_legal(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_compiled_expressions(seed: int) -> None:
-    from hostweave.check.bindings import compiled
+    from hostweave.check.sizes import compiled
 
     draw = random.Random(seed)
 

@@ -18,10 +18,9 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import DType
 
 MOST = 1.05  # times the lower bound
@@ -195,7 +194,7 @@ def test_lines(make: Callable[[int, DType], Fusion]) -> None:
     lines, text = line_numbers(host), str(host).splitlines()
     for body, own in zip(bodies(host), lines, strict=True):
         for i, line in zip(tree.walk(body.body), own, strict=True):
-            assert text[line - 1].strip() == print_instruction(i)[0]
+            assert text[line - 1].strip() == i.lines()[0]
 
 
 def test_rows() -> None:

@@ -112,8 +112,25 @@ CHECKED = {
     signal 0 at {PEER} for %w on x
   }}
   stream b[0] {{
-    signal 0 at {PEER} for %w on x
+    signal 1 at {PEER} for %w on x
     wait_signal 0 from {PEER} for %w on x
+    wait_signal 1 from {PEER} for %w on x
+  }}
+  join a
+  join b
+  copy %x -> %y
+""",
+        "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
+    ),
+    "a wait beside its own signal": (  # which, in a graph, may be started first on both ranks
+        f"""\
+  %w = allocate_window f32[M/2, 4]
+  fork a
+  fork b
+  stream a[0] {{
+    signal 0 at {PEER} for %w on x
+  }}
+  stream b[0] {{
     wait_signal 0 from {PEER} for %w on x
   }}
   join a
@@ -121,6 +138,13 @@ CHECKED = {
   copy %x -> %y
 """,
         "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
+    ),
+    "two signals before a wait": (
+        EXCHANGE.replace(f"    put %x -> %w at {PEER} signal 0 on x\n", f"    put %x -> %w at {PEER} signal 0 on x\n" * 2).replace(
+            "  }\n", f"    wait_signal 0 from {PEER} for %w on x\n  }}\n"
+        ),
+        "is given again before rank 1 has waited for the one before, which waits for ever in a CUDA graph; "
+        "add that wait before it, or use another number",
     ),
     "a wait too many": (
         EXCHANGE.replace("  }\n", f"    wait_signal 1 from {PEER} for %w on x\n  }}\n"),

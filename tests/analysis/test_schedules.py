@@ -29,7 +29,7 @@ from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Var
 from hostweave.host_ir.ir import HostProgram
-from hostweave.types.shards import block_of, global_shape
+from hostweave.types.tensor import block_of, global_shape
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]

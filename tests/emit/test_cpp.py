@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+import hostweave as hw
 from hostweave.emit.cpp import CppExprPrinter, number
 from hostweave.host_ir.expr import Coordinate, Expr, Symbol, Var, binary
 from hostweave.types.mesh import Mesh
@@ -28,10 +29,29 @@ def integers() -> CppExprPrinter:
         ("K*M/48", "M / 12 * (K_1 / 4)"),  # each division is exact by itself
         ("M/5", "M / 5"),
         ("2*K*M", "2 * M * K_1"),
+        ("(K - 1)", "K_1 - 1"),
+        ("(K + M)*2", "2 * (K_1 + M)"),
+        ("(K + M)/2", "(K_1 + M) / 2"),
+        ("(2*K + M)", "2 * K_1 + M"),
     ],
 )
 def test_extents(size: str, cpp: str) -> None:
     assert integers().size(Size.of(size)) == cpp
+
+
+def test_a_sum_has_parentheses_where_something_is_multiplied_with_it() -> None:
+    total = Size.of("(K + M)")
+    assert (integers().factor(total), integers().first_factor(total)) == ("(K_1 + M)", "(K_1 + M)")
+    assert (integers().factor(Size.of("2*M")), integers().first_factor(Size.of("2*M"))) == ("(2 * M)", "2 * M")
+    x = hw.f32["B", "H", "S", 64]
+    packed = hw.fusion(mesh=hw.Mesh(), q=x, k=x, v=x, offsets=hw.i32["B", "N"])(
+        lambda q, k, v, offsets: hw.attention(q, k, v, offsets=offsets)
+    )
+    assert ".sequences = N - 1}" in hw.compile(packed).source
+    rows = hw.fusion(mesh=hw.Mesh(), x=hw.f32["M"], y=hw.f32["K"])(lambda x, y: hw.cumsum(hw.concat([x, y]) + 1, 0) + 1)
+    source = hw.compile(rows).source
+    assert ", K + M" in source
+    assert "((" not in source.replace("HW_CHECK((", "")
 
 
 I, N, RANK = Var("i"), Var("n"), Coordinate("x")  # noqa: E741

@@ -8,7 +8,7 @@ import pytest
 from hostweave.base.errors import ProgramError
 from hostweave.emit import render
 from hostweave.emit.instructions import Emitter, method_of
-from hostweave.emit.templates import COMMON, _macros
+from hostweave.emit.layout import COMMON, _macros
 from hostweave.host_ir.ir import Communication, HostProgram
 from hostweave.host_ir.tree import Instruction
 from hostweave.transports.transport import NAMES, find_transport

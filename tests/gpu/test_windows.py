@@ -15,7 +15,7 @@ from hostweave.build.cuda import gpus
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
@@ -119,7 +119,7 @@ def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> Non
         assert torch.as_tensor(floats, device=f"cuda:{rank}").data_ptr() == torch.from_dlpack(floats).data_ptr()
 
     provider.run(rank)
-    assert any(other._host.windows for other in program._with_windows.values())
+    assert any(other.compiled.host.windows for other in program._compiled.running.in_windows.values())
 
 
 def test_closed_programs_leave_their_channel() -> None:

@@ -9,12 +9,10 @@ import pytest
 
 import hostweave as hw
 from hostweave.types.blocks import Cut, boxes, elements, is_in_order
-from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import Mesh, RankSizes
 from hostweave.types.routes import shared_dims, transfer
-from hostweave.types.shards import block_of
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import TensorType, block_of
 
 M, K = Size.of("M"), Size.of("K")
 WORLD = Mesh(x=9)

@@ -17,12 +17,12 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError
 from hostweave.check.interpret import interpret
 from hostweave.cli.tolerance import tolerance
-from hostweave.fusion_ir.calls import needs_ranks, on_one_device
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS
 from hostweave.fusion_ir.ops.pointwise import philox
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.rewriting import needs_ranks, on_one_device
 from hostweave.host_ir import tree
 from hostweave.pipeline import lower
 from hostweave.types.tensor import DType

@@ -9,7 +9,7 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import RankSizes
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import Dim, TensorType
 

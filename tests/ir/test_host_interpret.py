@@ -16,7 +16,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir.ir import HostProgram
-from hostweave.types.shards import block_of, global_shape
+from hostweave.types.tensor import block_of, global_shape
 
 Array = NDArray[Any]
 

@@ -15,8 +15,7 @@ from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.host_ir.verify import verify_host
-from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import Mesh, RankSizes
 from hostweave.types.size import LocalSize, Size
 
 GRID = Mesh(dp=2, tp=4)

@@ -25,7 +25,7 @@ from hostweave.options import Options
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.pipeline import PASSES, level_of
 from hostweave.types.mesh import Mesh
-from hostweave.types.shards import bind_sizes
+from hostweave.types.tensor import bind_sizes
 
 Array = NDArray[Any]
 REDUCE = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}

@@ -93,15 +93,6 @@ def test_a_loop() -> None:
     )
 
 
-def test_neighbours_on_the_callers_stream_have_one_turn() -> None:
-    after = "  all_reduce sum %v -> %v_2 on tp\n  copy %v -> %u\n  all_reduce sum %v_2 -> %v_3 on tp\n"
-    body = "%u = allocate f32[2, N]\n%v_2 = allocate f32[2, N]\n%v_3 = allocate f32[2, N]\n" + LOOP.replace(
-        "  join ring", after + "  join ring"
-    )
-    text = ordered(host(body)).partition("  wait turn[0]\n  all")[2]
-    assert text == "_reduce" + after.partition("all_reduce")[2] + "  record turn[0]\n  join ring\n"
-
-
 def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
     body = """\
   fork ring
@@ -148,7 +139,6 @@ def test_a_branch_that_communicates_nothing_does_not_wait() -> None:
   }
   wait turn[0]
   all_reduce sum %v -> %z on tp
-  record turn[0]
   join ring
 """
     )
@@ -226,7 +216,34 @@ def test_a_communication_of_uneven_sizes_alone() -> None:
   stream ring[1] {
     wait turn[0]
     all_reduce sum %v -> %z on dp
+  }
+  join ring
+"""
+    )
+
+
+def test_no_turn_before_the_first_and_after_the_last() -> None:
+    """Of what runs once."""
+    body = """\
+  fork ring
+  stream ring[0] {
+    all_reduce sum %x -> %y on tp
+  }
+  stream ring[1] {
+    all_reduce sum %v -> %z on dp
+  }
+  join ring"""
+    assert (
+        ordered(host(body))
+        == """\
+  fork ring
+  stream ring[0] {
+    all_reduce sum %x -> %y on tp
     record turn[0]
+  }
+  stream ring[1] {
+    wait turn[0]
+    all_reduce sum %v -> %z on dp
   }
   join ring
 """

@@ -17,16 +17,15 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import EXAMPLES
 from hostweave.cli.programs import load_file
 from hostweave.emit import render
-from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
+from hostweave.fusion_ir.rewriting import inlined
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.shards import block_of
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.api import Program
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.build import cuda, figures
 from hostweave.cli import calibrate
@@ -22,7 +23,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
-from hostweave.types.shards import shard
+from hostweave.types.tensor import shard
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
@@ -156,7 +157,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     assert len(program.measure(calls[-1], **weights, warmups=0, repetitions=1)) == ranks
     assert len(program.run_in_flight([{"x": calls[-1], **weights}] * 2)) == 2
     program.check(M=some[-1])
-    own = program._given.inputs  # type: ignore[union-attr]
+    own = program._compiled.given.inputs
 
     def on_rank(rank: int) -> list[np.ndarray]:
         hw.init(provider=threads)
@@ -172,7 +173,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     for x, blocks in zip([*calls, calls[-1]], zip(*threads.run(on_rank), strict=True), strict=True):
         np.testing.assert_array_equal(np.concatenate(blocks), expected({**given, "x": x})[0])
     assert any(choice.taken.chunks for choice in program.choices)
-    assert not any(choice.taken.chunks for choice in program._in_sequence.choices)
+    assert not any(choice.taken.chunks for choice in program._compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
     ):  # as the program in sequence says it
@@ -313,8 +314,9 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert "one_sided" in program.host_ir
-    made = program._without_puts
-    assert made is not None
+    variant = program._compiled.running.without_puts
+    assert variant is not None
+    made = Program(variant.compiled)
     assert "one_sided" not in made.host_ir
     assert f"two-sided transport alone: {why}" in made.explain()
     program.close()

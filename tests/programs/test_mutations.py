@@ -21,7 +21,6 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
@@ -37,7 +36,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
     parts = bodies(host)
     found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):
-        (text,) = print_instruction(dropped)
+        (text,) = dropped.lines()
         body = tree.rewrite(parts[at].body, lambda i, dropped=dropped: () if i is dropped else None)
         yield f"{number} {text}", joined([*parts[:at], replace(parts[at], body=body), *parts[at + 1 :]])
 

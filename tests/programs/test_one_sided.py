@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "matmul_ar_ag", "ag_matmul_flat_chunked")  # where the transport is stated
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [

@@ -19,7 +19,6 @@ from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.text import print_instruction
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
@@ -34,7 +33,7 @@ def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tr
         yield "twice", (i, i)
         yield "to another peer", replace(i, peer=(i.peer + 1) % host.channel(i.channel).size)  # type: ignore[call-arg]
     if isinstance(i, ir.Signalled):
-        yield "under another number", replace(i, signal=2)  # type: ignore[call-arg]
+        yield "under another number", replace(i, signal=63)  # type: ignore[call-arg]
     if isinstance(i, ir.Put | ir.Get):
         less = [ir.Slice(f"{name}_less", name, 0, Size(1), Const(0)) for name in (i.src, i.dst)]
         yield "of fewer elements", (*less, replace(i, src=f"{i.src}_less", dst=f"{i.dst}_less"))
@@ -48,14 +47,14 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):
         for what, new in changes_of(host, i):
-            yield f"{print_instruction(i)[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
+            yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
             while name in views:  # the place on the peer, or on this rank
                 view = walked[views[name]]
                 where = "start" if isinstance(view, ir.Slice) else "index" if isinstance(view, ir.Select | ir.Chunk) else ""
                 if where and getattr(view, where) != Const(0):
                     elsewhere = tree.edited(host.body, {views[name]: replace(view, **{where: Const(0)})})
-                    yield f"{print_instruction(i)[0]}: at another place", replace(host, body=elsewhere)
+                    yield f"{i.lines()[0]}: at another place", replace(host, body=elsewhere)
                 (name, *_) = tree.names(view, "alias")
 
 
@@ -85,7 +84,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 def is_needless(what: str) -> bool:
     """Events between streams order these already, and to read twice is to read."""
-    needless = {f"{what}: dropped" for what in ("fork arrivals", "join arrivals", "join puts", "fork comm", "join comm")}
+    needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 
 

@@ -17,13 +17,13 @@ from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.check import check
 from hostweave.cli.memory_plan import memory_plan, memory_report
 from hostweave.host_ir import ir, tree
-from hostweave.runtime.bound import Bound
+from hostweave.runtime.arguments import Bound
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.runtime.taken import Arguments
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.mesh import Mesh
-from hostweave.types.shards import holds
+from hostweave.types.tensor import holds
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -23,8 +23,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.shards import block_of
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import DType, block_of
 
 HEADS, GROUPS, SIZE = 16, 8, 4
 SIZES = {"S": 16, "B": 2, "E": 40, "F": 48, "T": 32, "K": 24, "N": 16}

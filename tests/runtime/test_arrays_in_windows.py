@@ -21,7 +21,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.runtime import windows
 from hostweave.runtime.cpu import seeded
 from hostweave.runtime.windows import WindowArray
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 M, K = 12, 24
 ONE_SIDED = hw.Options(transport="one_sided")
@@ -142,7 +142,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         np.testing.assert_array_equal(program(second, eye), want + 1)
 
     provider.run(rank)
-    assert [names for names, other in program._with_windows.items() if other is not program] == [("x",)]
+    assert [names for names, other in program._compiled.running.in_windows.items() if other.compiled is not program._compiled] == [("x",)]
 
 
 def test_how_long_memory_lives() -> None:

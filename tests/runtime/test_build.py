@@ -19,7 +19,7 @@ import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.build import cache, cuda, make, toolchain
 from hostweave.build.nvrtc import Nvrtc, units_of
-from hostweave.cli.doctor import report
+from hostweave.cli.main import report
 from hostweave.targets.target import find_target
 
 

@@ -18,8 +18,9 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, ProgramError
 from hostweave.base.paths import NATIVE
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.runtime.cpu import seeded
 from hostweave.targets.target import find_target
-from hostweave.types.shards import block_of, holds
+from hostweave.types.tensor import block_of, holds
 
 RANDOM = np.random.default_rng(0)
 
@@ -80,11 +81,11 @@ def test_replays_beside_calls(ranks: int) -> None:
     threads.run(on_rank)
 
 
-def check_replays(fusion: Fusion, times: int = 3) -> None:
+def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
     """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers. Calls with larger sizes, for which
-    the program takes other memory than the graph's, come between."""
+    the program takes other memory than the graph's, come between; and launches of which some run as one queue, in any order of nodes."""
     ranks = fusion.mesh.size
-    program, threads = compiled(fusion), hw.Threads(ranks)
+    program, threads = compiled(fusion, options=options), hw.Threads(ranks)
     arrays = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(2)]
     larger = integer_arrays(fusion, sizes_of(fusion, 16 * times), 0)
 
@@ -108,20 +109,49 @@ def check_replays(fusion: Fusion, times: int = 3) -> None:
             outputs = step()
             results.append(copy.deepcopy(outputs))
             program(*local(larger, rank))
+        for seed in range(SEEDS):
+            with seeded(seed):
+                results.append(copy.deepcopy(step()))
         return results
 
-    for given, results in zip(arrays, zip(*threads.run(on_rank), strict=True), strict=True):
+    for given, results in zip([*arrays, *arrays[-1:] * SEEDS], zip(*threads.run(on_rank), strict=True), strict=True):
         expect(fusion, given, results, exact=True)
 
 
-PUTS = [("mlp_put", 3), ("ag_matmul_pull", 2)]  # whose signals are counted at each launch
+SEEDS = 4
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4), *PUTS])
+@pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
 def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
     """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked; and of a pipeline, where ranks
     wait for some others alone, a rank may launch while those still capture."""
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
+
+
+LOOPS = [("ag_matmul_put", 2), ("ag_pieces_put", 3), ("ag_matmul_pull", 2), ("mlp_put", 3), ("columns_put", 2)]
+EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES])
+def test_signals_in_graphs(name: str, ranks: int) -> None:
+    """A signal is not given there before the one before has been waited for."""
+    check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport="auto" if (name, ranks) in LOOPS else "one_sided"))
+
+
+def test_calls_that_give_signals_are_not_captured_by_themselves() -> None:
+    """Some rank may see the arrays of a call before, and another one new ones."""
+    fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
+    program, threads = compiled(fusion, options=hw.Options(graph="auto")), hw.Threads(2)
+    arrays = integer_arrays(fusion, sizes_of(fusion), 0)
+
+    def on_rank(rank: int) -> list[Any]:
+        hw.init(threads)
+        w, y = arrays["w"], np.empty((arrays["x"].shape[0], arrays["w"].shape[1]), arrays["w"].dtype)
+        sets = [np.split(arrays["x"], 2)[rank].copy() for _ in range(3)]
+        return [program(sets[call * rank], w, out=y).copy() for call in range(3)]
+
+    for results in zip(*threads.run(on_rank), strict=True):
+        expect(fusion, arrays, results, exact=True)
 
 
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from hostweave.base.errors import ArgumentError, ExecutionError
-from hostweave.runtime.launcher import first_node, launched, read_launch
 from hostweave.runtime.meeting import StoreMeeting
 from hostweave.runtime.providers import (
     MPI,
@@ -25,9 +24,12 @@ from hostweave.runtime.providers import (
     TorchStore,
     close_servers,
     default_provider,
+    first_node,
+    launched,
+    read_launch,
 )
 from hostweave.runtime.rendezvous import meet
-from hostweave.runtime.tcp import TcpStore
+from hostweave.runtime.stores import TcpStore
 
 TORCH = importlib.util.find_spec("torch") is not None
 needs_torch = pytest.mark.skipif(not TORCH, reason="torch is not installed")

@@ -18,7 +18,7 @@ from test_providers import free_port, run_processes
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import group as groups
-from hostweave.runtime import watchdog
+from hostweave.runtime import group as watchdog
 from hostweave.runtime.meeting import CallSignature, StoreMeeting
 from hostweave.runtime.stores import MemoryStore
 

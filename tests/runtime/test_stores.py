@@ -19,7 +19,7 @@ import pytest
 from test_providers import TORCH, free_port, in_threads
 
 from hostweave.base.errors import ExecutionError
-from hostweave.runtime import tcp
+from hostweave.runtime import stores
 from hostweave.runtime.meeting import Failed, Meeting, PeerLost, StoreMeeting, Table, ThreadMeeting
 from hostweave.runtime.providers import (
     Environment,
@@ -27,8 +27,7 @@ from hostweave.runtime.providers import (
     _TorchKeys,
 )
 from hostweave.runtime.rendezvous import World, meet
-from hostweave.runtime.stores import MemoryStore, Store, StoreClosed
-from hostweave.runtime.tcp import TcpServer, TcpStore
+from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer, TcpStore
 
 
 class FakeTorchStore:
@@ -157,7 +156,7 @@ def test_a_server_that_closes_says_goodbye(server: TcpServer) -> None:
 def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp_store: TcpStore) -> None:
     script = f"""
 import os
-from hostweave.runtime.tcp import TcpStore
+from hostweave.runtime.stores import TcpStore
 store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
 store.on_disconnect("will of " + os.environ["WHO"], b"died")
 if os.environ["WHO"] == "one":
@@ -174,7 +173,7 @@ store.close()
 
 def test_a_dead_server_is_an_error() -> None:
     script = """
-from hostweave.runtime.tcp import TcpServer
+from hostweave.runtime.stores import TcpServer
 server = TcpServer([("127.0.0.1", 0)], "job")
 print(server.port, flush=True)
 input()
@@ -308,13 +307,13 @@ def test_a_key_that_is_no_text(server: TcpServer, tcp_store: TcpStore) -> None:
 
 
 def test_idle_strangers_are_turned_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "_STRANGERS", 20)
+    monkeypatch.setattr(stores, "_STRANGERS", 20)
     strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(50)]
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     assert len(server._strangers) <= 20
     assert strangers[0].recv(1) == b""
     store.set("key", b"value")
-    monkeypatch.setattr(tcp, "_GRACE", 0.1)
+    monkeypatch.setattr(stores, "_GRACE", 0.1)
     late = socket.create_connection(("127.0.0.1", server.port), 5)
     late.sendall(b"hostweave store")
     assert late.recv(1) == b""

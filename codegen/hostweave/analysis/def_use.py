@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.size import Size
 
 

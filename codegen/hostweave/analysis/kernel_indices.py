@@ -1,7 +1,5 @@
 """The index space of a kernel: which dims of its values share an index, and which indices are reduced."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

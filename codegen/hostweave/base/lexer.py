@@ -1,7 +1,5 @@
 """A cursor over the tokens of IR text, shared by the parsers of both IRs. Errors name line and column."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -89,6 +87,21 @@ class Lexer:
         if len(text) > len(str(MAX_INT)) or int(text) > MAX_INT:
             self.fail(f"an int of {len(text)} digits; the largest one is {MAX_INT}")
         return int(self.take())
+
+    def number(self, what: str) -> int | float:
+        start, sign = self.at, -1 if self.accept("-") else 1
+        text = self.take()
+        try:
+            return sign * (int(text) if text.isdigit() and len(text) <= len(str(MAX_INT)) + 1 else float(text))
+        except ValueError:
+            self.fail(f"expected {what}", start)
+
+    def within(self, item: Callable[[], T], signs: str = "()") -> T:
+        """One item between two signs."""
+        self.expect(signs[0])
+        found = item()
+        self.expect(signs[1])
+        return found
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -1,7 +1,5 @@
 """The cheapest way to part a graph, by augmenting paths (Edmonds and Karp, 1972)."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from itertools import pairwise

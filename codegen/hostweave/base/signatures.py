@@ -1,7 +1,5 @@
 """Errors for calls with arguments that a function does not have: location, reason, and the likely intention."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps

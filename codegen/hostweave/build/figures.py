@@ -1,7 +1,5 @@
 """The figures of this machine, as `hostweave calibrate` has measured them: one JSON file a kind and number of GPUs in the cache folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

@@ -2,7 +2,8 @@
 
 A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
 device while it waits for the others. A signal is a count that the sender raises, so that one which overtook another would be taken for it,
-and counts that are on their way lie in memory that all streams of a rank share.
+and counts that are on their way lie in memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any
+order that its edges allow: what gives signals or waits for them is in the order of issue in all of these.
 """
 
 from __future__ import annotations
@@ -43,30 +44,25 @@ class Posted:
         return found
 
 
-def turns_of(part: Operation) -> tuple[object, ...] | None:
-    """What a communication takes turns in, if it does: a rank's signals on a channel, or its waits for those of one peer and number."""
-    if not isinstance(part.instruction, ir.Signalled):
-        return None
-    waits_for = () if part.instruction.posts == "signal" else (part.peer, part.instruction.signal)
-    return (part.rank, channel_of(part), *waits_for)
+def takes_turns(part: Operation) -> bool:
+    """Whether it gives a signal or waits for one: all that a rank does so follow one another."""
+    return isinstance(part.instruction, ir.Signalled)
 
 
 class InTurn:
     """What each rank has posted last of those that take turns."""
 
     def __init__(self) -> None:
-        self._last: dict[object, tuple[Task, Operation]] = {}
+        self._last: dict[int, tuple[Task, Operation]] = {}
 
     def unordered(self, task: Task, clock: Clock) -> Iterator[tuple[Operation, Operation]]:
         """Notes what a task posts that starts when `clock` is known. Gives what may still run, with the earlier one."""
-        for part in task.operation.communications:
-            if (turns := turns_of(part)) is None:
-                continue
-            if turns in self._last:
-                last, earlier = self._last[turns]
+        for part in filter(takes_turns, task.operation.communications):
+            if part.rank in self._last:
+                last, earlier = self._last[part.rank]
                 if clock[last.stream_id] < last.number:
                     yield part, earlier
-            self._last[turns] = task, part
+            self._last[part.rank] = task, part
 
 
 def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
@@ -75,7 +71,7 @@ def unordered(instances: Instances) -> Iterator[tuple[Operation, Operation]]:
     for operations in reversed(alike.values()):  # each alone: a clock has as many parts as there are streams on the ranks together
         posted, started = Posted(), dict[Operation, tuple[Task, Clock]]()
         for task, clock in run(order(replace(instances, ranks=(operations,)), [])):
-            if turns_of(task.operation):
+            if any(map(takes_turns, task.operation.communications)):
                 started[task.operation] = task, clock.copy()
             for earlier in posted.unordered(task, clock):
                 yield earlier, task.operation

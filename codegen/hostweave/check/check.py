@@ -18,7 +18,7 @@ from hostweave.check.operations import Access, Instances, Layout, Operation, Reg
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
-from hostweave.types.rank_sizes import Sizes, shares
+from hostweave.types.mesh import Sizes, shares
 
 
 def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
@@ -32,8 +32,9 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     1988, Mattern 1989).
 
     Where ranks touch the memory of others two calls in a row are looked at, so that a put of the second one is known to come after
-    what its target did in the first; puts and signals of a rank take turns on a channel, and waits for the same signals; and the
-    program ends even if each device runs the streams of its rank as one queue, in the order in which the host issues.
+    what its target did in the first; puts, signals and waits for signals of a rank follow one another; and the program ends even if each
+    device runs the streams of its rank as one queue, in the order in which the host issues, and signals do not add up. So it does in a
+    CUDA graph, whose branches may run as one queue in any order that its edges allow.
     """
     calls = 2 if any(channel.transport.has_windows for channel in program.channels) else 1
     with _without_collections():

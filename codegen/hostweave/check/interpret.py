@@ -4,8 +4,6 @@ It is the meaning that the generated code is tested against, so it takes the pla
 for each instruction and rounded once, and memory that nothing wrote holds NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,9 +20,9 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
+from hostweave.types.mesh import Sizes, shares
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
-from hostweave.types.rank_sizes import Sizes, shares
-from hostweave.types.shards import bind_sizes, block_of, holds, shape_of_global
+from hostweave.types.tensor import bind_sizes, block_of, holds, shape_of_global
 
 Array = NDArray[Any]
 

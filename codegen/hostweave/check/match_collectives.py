@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
-from hostweave.types.rank_sizes import shares
+from hostweave.types.mesh import shares
 
 Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 
@@ -33,6 +33,12 @@ class Meeting:
     def is_signal(self) -> bool:
         """Whether it is a signal and the wait for it, which orders the two and moves nothing."""
         return self.parts[0].instruction.posts == "signal"
+
+    @property
+    def counted_in(self) -> tuple[object, ...]:
+        """What its signal raises: of a channel, a sender and a receiver the signals of one number."""
+        one, _ = self.parts
+        return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
 
     def awaited(self, part: Operation) -> tuple[Operation, ...]:
         """Those without whose start this part does not end."""
@@ -145,11 +151,14 @@ def expect_end_in_one_queue(instances: Instances, met: list[Meeting]) -> None:
     """Raises ProgramError for a program with signals in which ranks wait for one another if each device runs all streams as one queue.
 
     A wait for a signal holds up the hardware queue that its stream shares with others: of as many as CUDA_DEVICE_MAX_CONNECTIONS says,
-    which may be 1. A queue is in the order in which the host issues.
+    which may be 1. A queue is in the order in which the host issues. Signals do not add up in a CUDA graph, where the next one of a
+    sender and number is not given before the one before it has been waited for.
     """
-    if not any(meeting.is_signal for meeting in met):
+    signals = [meeting for meeting in met if meeting.is_signal]
+    if not signals:
         return
     meeting_of = {part: meeting for meeting in met for part in meeting.parts}
+    waited_before = {then.parts[0]: one.parts[1] for one, then in pairwise(signals) if one.counted_in == then.counted_in}
     reached: set[Operation] = set()
     places = [0] * len(instances.ranks)
     has_moved = True
@@ -161,12 +170,18 @@ def expect_end_in_one_queue(instances: Instances, met: list[Meeting]) -> None:
                 # What posts something has been reached; a wait for a signal lets nothing behind it start before that is given.
                 met_here = [(part, meeting_of[part]) for part in parts if part in meeting_of]
                 reached.update(part for part, meeting in met_here if not meeting.is_signal)
-                if any(other not in reached for part, meeting in met_here for other in meeting.awaited(part)):
+                awaited = [other for part, meeting in met_here for other in meeting.awaited(part)]
+                awaited.extend(waited_before[part] for part in parts if part in waited_before)
+                if not reached.issuperset(awaited):
                     break
                 reached.update(parts)
                 places[rank] += 1
                 has_moved = True
     stuck = [operations[place] for place, operations in zip(places, instances.ranks, strict=True) if place < len(operations)]
+    for part in (part for operation in stuck for part in operation.communications):
+        if part in waited_before and waited_before[part] not in reached:
+            why = f"is given again before rank {part.peer} has waited for the one before, which waits for ever in a CUDA graph"
+            raise failure(instances.program, f"{part}: {why}; add that wait before it, or use another number", part.instruction)
     if stuck:
         first = stuck[0]
         why = "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1)"

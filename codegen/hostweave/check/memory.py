@@ -1,7 +1,5 @@
 """The last accesses to the bytes of one buffer, to find accesses that are not ordered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.text import print_instruction
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import RankSizes
 from hostweave.types.tensor import DType
 
 Stream = tuple[str, int]  # ("ring", 2)
@@ -115,7 +114,7 @@ class Operation:
 
 def instruction_text(instruction: tree.Instruction) -> str:
     """An instruction on one line; of one with a body only the head."""
-    return print_instruction(instruction)[0].removesuffix(" {") or "the caller before the next call"
+    return instruction.lines()[0].removesuffix(" {") or "the caller before the next call"
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,16 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from hostweave.check.bindings import Environment, compiled, size_of
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, layout
-from hostweave.check.run import Run, coordinates
+from hostweave.check.run import Environment, Run, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.host_ir.strides import strides_of
 from hostweave.types.blocks import boxes, elements
-from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes, Sizes, shares
+from hostweave.types.mesh import Mesh, RankSizes, Sizes, shares
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, strides_of
 
 MAX_STEPS = 2**16  # of the loops of one rank
 

@@ -1,17 +1,15 @@
 """Small sizes at which a program is checked, such that every size is an integer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import count
 from math import gcd, lcm
 
-from hostweave.check.bindings import compiled
+from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts, types_in
-from hostweave.types.rank_sizes import RankSizes
+from hostweave.types.mesh import RankSizes
 from hostweave.types.size import Size, Sum
 
 POWERS = tuple(2**power for power in range(24))

@@ -1,7 +1,5 @@
 """`hostweave calibrate`: measures the figures of the cost model on the GPUs of this machine, by programs of its own."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace

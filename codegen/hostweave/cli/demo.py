@@ -1,7 +1,5 @@
 """`hostweave demo`: compiles an example, prints its stages, runs it on all ranks and compares the result with NumPy."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time
@@ -19,7 +17,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.targets.target import NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 MEASURED_SECONDS = 2.0
 MAX_REPETITIONS = 20

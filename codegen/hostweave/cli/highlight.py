@@ -1,7 +1,5 @@
 """Terminal colours for C++ and the text of both IRs."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 

@@ -1,13 +1,14 @@
 """The command line: `hostweave demo | compile | inspect | export | bench | calibrate | doctor | cache`."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib
 import itertools
+import os
+import platform
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import hostweave as hw
-from hostweave.base.errors import HostweaveError
+from hostweave.base.errors import BuildError, HostweaveError
+from hostweave.base.paths import BENCHMARKS
 from hostweave.build import cache
-from hostweave.build.toolchain import openblas_root
-from hostweave.cli.bench import bench
+from hostweave.build.cuda import gpus
+from hostweave.build.toolchain import find_compiler, openblas_root
 from hostweave.cli.calibrate import calibrate
-from hostweave.cli.doctor import report
 from hostweave.cli.highlight import show
 from hostweave.cli.memory_plan import memory_report
 from hostweave.cli.notes import costly_choices
@@ -29,7 +30,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import PASSES, lower
-from hostweave.targets.target import NAMES
+from hostweave.targets.target import NAMES, find_target
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
 
@@ -217,3 +218,65 @@ def _cache(options: argparse.Namespace) -> None:
         for entry in cache.entries() if options.action == "list" else ():
             print(entry)
         print(cache.summary())
+
+
+# --- bench ------------------------------------------------------------------------------------------------------------
+# The scripts of benchmarks/, each in a process of its own.
+
+
+NEEDED_GPUS = {
+    **dict.fromkeys(("attention", "decode", "few_rows", "kernels", "layer", "model", "tune"), 1),
+    **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
+}
+
+
+def bench(names: Sequence[str]) -> int:
+    """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
+
+    Raises HostweaveError for a name that there is not, or that needs more GPUs than there are.
+    """
+    known = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    status = 0
+    for name in names or known:
+        if name not in known:
+            raise HostweaveError(f"bench: no benchmark {name!r}; one of {', '.join(known)}")
+        if len(gpus()) < NEEDED_GPUS.get(name, 0):
+            needed = NEEDED_GPUS[name]
+            needs = f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
+            if names:
+                raise HostweaveError(f"bench: {name} {needs}")
+            print(f"== {name}: {needs}")
+            continue
+        print(f"== {name}", flush=True)
+        status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
+    return status
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+# What is installed on this machine, and how to install what is missing.
+
+
+def report() -> str:
+    """One line for each thing that a target needs. Lines of what is missing end in what to install."""
+    return "\n".join(f"{name:<10} {text}" for name, text in _lines())
+
+
+def _lines() -> Iterator[tuple[str, str]]:
+    yield "python", f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    yield "compiler", _or_why_not(_compiler, "missing")
+    for target in NAMES:
+        yield from find_target(target).report()
+    yield "cache", _or_why_not(cache.summary, "cannot be used")
+
+
+def _or_why_not(text: Callable[[], str], otherwise: str) -> str:
+    try:
+        return text()
+    except BuildError as error:
+        return f"{otherwise}: {error}"
+
+
+def _compiler() -> str:
+    compiler = find_compiler()
+    version = subprocess.run([str(compiler), "--version"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return f"{version[0] if version else 'unknown version'}, {compiler}"

@@ -12,12 +12,11 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Steps, begins, live_ranges
 from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import NATIVE
-from hostweave.check.bindings import size_of
+from hostweave.check.run import size_of
 from hostweave.check.sizes import usual_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
-from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import RankSizes, Sizes
+from hostweave.types.mesh import Mesh, RankSizes, Sizes
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,15 @@
 """Costs that the author of a program did not state: gathers, copies around communications, and into memory that was donated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from math import prod
 
 from hostweave.base.errors import Location
 from hostweave.check.sizes import usual_sizes
-from hostweave.fusion_ir.calls import inlined as without_calls
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.rewriting import inlined as without_calls
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
-from hostweave.types.rank_sizes import RankSizes, Sizes
+from hostweave.types.mesh import RankSizes, Sizes
 from hostweave.types.tensor import BufferType
 
 MUCH = 0.1  # of the bytes of a rank's inputs and outputs

@@ -1,7 +1,5 @@
 """Loads fusions from files, `examples/seeds.py:ag_matmul`, with constants replaced on request."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

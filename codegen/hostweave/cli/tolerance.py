@@ -1,15 +1,13 @@
 """The tolerance for a correct result."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod, sqrt
 
-from hostweave.fusion_ir.calls import inlined
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.rewriting import inlined
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions

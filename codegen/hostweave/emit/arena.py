@@ -1,14 +1,12 @@
 """The live ranges that `prepare` passes to the arena."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import groupby
 
 from hostweave.analysis.live_ranges import Begin, Called, End, Joined, OnRanks, Step, Steps
 from hostweave.emit.context import ProgramContext, Temporary
 from hostweave.emit.layers import Words, rolled
-from hostweave.emit.templates import lay_out
+from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:

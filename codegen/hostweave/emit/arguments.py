@@ -1,7 +1,5 @@
 """The arguments of a program, and the sizes that they bind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -132,7 +130,7 @@ def argument(
         dtype=CUDA_TYPES[type.dtype.name],
         cpp=type.dtype.cpp,
         shape=integers.shape(type.shape),
-        pattern="{" + ", ".join("hw::kAny" if open else integers.alone(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
+        pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
         sizes=tuple(_size(program, binding, "".join(map(str, place)), integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
         buffer=emitter.buffers[parameter.name],
@@ -167,9 +165,9 @@ def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppEx
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
     """Calls that check sizes: differences, those of which a reduction needs an element, and sums that ranks share."""
     for dim_size in not_negative(program):
-        yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.alone(dim_size)})'
+        yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for kind, dim_size in not_empty(program):
-        yield f'hw::expect_elements("{kind}", "{str(dim_size).strip("()")}", {integers.alone(dim_size)})'
+        yield f'hw::expect_elements("{kind}", "{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for size, multiple in integers.multiples.items():
         if isinstance(size, Sum) and multiple > 1:
-            yield f'hw::expect_divisible("{str(size).strip("()")}", {integers.sum(size).strip("()")}, {multiple})'
+            yield f'hw::expect_divisible("{str(size).strip("()")}", {integers.sum(size)}, {multiple})'

@@ -1,7 +1,5 @@
 """What the bodies of a program share: names, and members such as channels, streams, plans, kernels and temporaries."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from hostweave.analysis.live_ranges import Begin

@@ -1,7 +1,5 @@
 """Sizes, integers, numbers and dtypes as C++ text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,14 +70,16 @@ class CppExprPrinter:
     # --- sizes ---
 
     def size(self, dim_size: Size) -> str:
-        """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is."""
+        """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is. Of a sum that stands alone, without parentheses."""
+        if isinstance(dim_size.factor, Sum):
+            return self.sum(dim_size.factor)
         factors: list[str] = []
         divisor = dim_size.divisor
         order = list(self.sizes)
         for factor in sorted(dim_size.factors, key=lambda factor: order.index((factor.atoms if isinstance(factor, Sum) else (factor,))[0])):
             own = gcd(divisor, self.multiples.get(factor, 1))
             divisor //= own
-            size = self.sum(factor) if isinstance(factor, Sum) else self.sizes[factor]
+            size = f"({self.sum(factor)})" if isinstance(factor, Sum) else self.sizes[factor]
             text = f"{size} / {own}" if own > 1 else size
             factors.append(f"({text})" if own > 1 and factors else text)
         if dim_size.coefficient != 1 or not factors:
@@ -87,25 +87,24 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def sum(self, factor: Sum) -> str:
-        """`(M + N)`"""
+        """`M + N`"""
         text = ""
         for term in factor.terms:
             is_added = term.coefficient > 0
-            text += (f" {'+' if is_added else '-'} " if text else "" if is_added else "-") + self.factor(term if is_added else -1 * term)
-        return f"({text})"
+            text += (f" {'+' if is_added else '-'} " if text else "" if is_added else "-") + self.size(term if is_added else -1 * term)
+        return text
 
     def factor(self, size: Size) -> str:
         """A size that something is multiplied with."""
         text = self.size(size)
-        return text if " " not in text or isinstance(size.factor, Sum) else f"({text})"
+        return f"({text})" if " " in text else text
+
+    def first_factor(self, size: Size) -> str:
+        """The same before what it is multiplied with, or divided by: a product goes without parentheses."""
+        return self.factor(size) if isinstance(size.factor, Sum) else self.size(size)
 
     def shape(self, sizes: Iterable[Size]) -> str:
-        return "{" + ", ".join(map(self.alone, sizes)) + "}"
-
-    def alone(self, size: Size) -> str:
-        """A size that stands between commas: a sum goes without parentheses."""
-        text = self.size(size)
-        return text[1:-1] if isinstance(size.factor, Sum) else text
+        return "{" + ", ".join(map(self.size, sizes)) + "}"
 
     # --- integers ---
 
@@ -169,7 +168,7 @@ class CppExprPrinter:
         if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):
-            return self.size(size * expr.value)
+            return self.first_factor(size * expr.value)
         index = self.expr(expr)
         if size == Size():
             return index

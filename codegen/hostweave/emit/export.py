@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
+from hostweave.emit.layout import rendered
 from hostweave.emit.main import main_view, reference_view
 from hostweave.emit.program import Program
-from hostweave.emit.templates import rendered
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
 

@@ -12,15 +12,14 @@ from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
-from hostweave.emit.copies import copied, copy_kernel, fill_kernel
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, rolled
+from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.templates import COMMON, lay_out
+from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Coordinate, Expr
-from hostweave.host_ir.text import print_instruction
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
@@ -146,7 +145,7 @@ class Emitter:
         """Of all its elements, or of so many."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
-        return size if elements == Size() else f"{self.integers.size(elements)} * {size}"
+        return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
 
     def expr(self, expr: Expr) -> str:
         return self.integers.expr(expr)
@@ -257,7 +256,7 @@ class Emitter:
         plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
             member = self.members.of(f"plan_{self.buffers[dst].root}", f"plan {len(plans)}")
-            plans[key] = Plan(member, *key, print_instruction(i)[0])
+            plans[key] = Plan(member, *key, i.lines()[0])
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 
@@ -414,9 +413,9 @@ class Emitter:
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
-        words = [self.integers.alone(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
+        words = [self.integers.size(cut.size)] + ([str(cut.blocks)] if cut.blocks > 1 else [])
         if cut.blocks > 1 and cut.local:
-            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.alone(cut.global_size)
+            mesh, end = cut.local.mesh_in(self.program.mesh), self.integers.size(cut.global_size)
             words += [end, f"hw::local_begin({end}, {mesh.size_of(cut.local.axes)}, {rank_in_group(mesh, cut.local.axes)})"]
         return f"{{{', '.join(words)}}}"
 

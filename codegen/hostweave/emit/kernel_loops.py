@@ -1,7 +1,5 @@
 """The loops of a kernel: which thread iterates over which elements, how many consecutive ones at once, and their offsets."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +12,8 @@ from hostweave.emit.names import Names
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
-from hostweave.host_ir.strides import row_major, strides_of
 from hostweave.types.size import Factor, Size, product
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, row_major, strides_of
 
 ZERO, ONE = Size(0), Size()
 SMALL = 32  # terms that one thread adds up alone although they lie side by side
@@ -76,7 +73,7 @@ BY_COLUMNS = ThreadSchedule(
 
 BY_LANES = ThreadSchedule("for (int64_t {element} : hw::Lanes::of({count}))", "hw::grid_of_elements({count})")
 BY_LANE_PARTS = ThreadSchedule(
-    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({count} * hw::kLaneParts)"
+    "for (const hw::LanePart {element} : hw::LaneParts{{{count}}})", "hw::grid_of_elements({lanes} * hw::kLaneParts)"
 )
 BY_BLOCK_LANES = ThreadSchedule("for (int64_t {element} : hw::BlockLanes::of({count}))", "hw::grid_of_rows({count}, {length})")
 BY_CLUSTER_LANES = replace(BY_BLOCK_LANES, grid="hw::grid_of_orders({count}, {length}, {ordered})")
@@ -293,7 +290,7 @@ class Loops:
     def is_wide(self, pointers: Iterable[str]) -> str:
         """The condition under which a thread takes neighbours together."""
         unsure = [size for size in self.divided() if size.divisor > 1 or size.coefficient % self.width]
-        texts = [f"{self.integers.size(size)} % {self.width} == 0" for size in unsure]
+        texts = [f"{self.integers.first_factor(size)} % {self.width} == 0" for size in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
 
     @property
@@ -320,6 +317,7 @@ class Loops:
         return pattern.format(
             element=self.element,
             count=size(*(dim.size for dim in self.kept)),
+            lanes=self.integers.first_factor(product(tuple(dim.size for dim in self.kept)).replaced(named)),
             number=number,
             walk=walk and f"<{walk}>",
             together=size(*(dim.size for dim in self.kept), Size(self.row_threads)),

@@ -1,7 +1,5 @@
 """Kernels: which thread computes which elements, and the C++ of one element."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,7 +14,6 @@ from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES
-from hostweave.fusion_ir.text import print_op
 from hostweave.host_ir import ir
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, bool_
@@ -184,7 +181,7 @@ class KernelEmitter:
         kernel = Kernel(
             name=self.name,
             by=self.by,
-            comments=tuple(print_op(op) for op in self.ops),
+            comments=tuple(map(str, self.ops)),
             params=tuple(params),
             arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
             sizes=tuple(self.sizes.values()),

@@ -1,14 +1,12 @@
 """A function that is called many times with weights of its own: an array of structs, and a loop over the calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from hostweave.emit.layout import braced, lay_out
 from hostweave.emit.names import Names
-from hostweave.emit.templates import braced, lay_out
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.expr import Const

@@ -1,10 +1,14 @@
 """Lines of C++ as clang-format lays them out, so that templates need not care: indented by their braces, broken at commas
-where they are too long, trailing comments aligned."""
-
-from __future__ import annotations
+where they are too long, trailing comments aligned. And the templates, a file of C++ each, with a macro for each instruction."""
 
 import re
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import accumulate
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hostweave.base.paths import TEMPLATES
 
 COLUMNS = 130
 INDENT = "  "
@@ -121,3 +125,48 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
             runs.append([(code, slashes + comment)])
     widths = [max(len(code) for code, _ in run) for run in runs]
     return [code.ljust(width) + comment if comment else code for run, width in zip(runs, widths, strict=True) for code, comment in run]
+
+
+# --- templates --------------------------------------------------------------------------------------------------------
+# They lay out what Python decided: a file of C++ each, and a macro for each instruction.
+
+
+COMMON = "common"  # the file of macros that belong to no transport
+
+
+def rendered(path: str, **values: object) -> str:
+    """The text of one file: its template, laid out as clang-format would where it is C++."""
+    text = _environment().get_template(f"{path}.j2").render(values)
+    return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
+
+
+def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
+    """The C++ lines of an instruction, by the macro of its name."""
+    return _macros(file)[macro](**values)
+
+
+@cache
+def _macros(file: str) -> dict[str, Callable[..., str]]:
+    return vars(_environment().get_template(f"instructions/{file}.j2").module)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        auto_reload=False,
+    )
+    environment.filters |= {"braced": braced, "lines": _lines}
+    return environment
+
+
+def braced(items: Iterable[str]) -> str:
+    return "{" + ", ".join(items) + "}"
+
+
+def _lines(lines: Iterable[str], before: str = "") -> str:
+    return "".join(f"{before}{line}\n" for line in lines)

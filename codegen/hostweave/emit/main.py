@@ -1,16 +1,14 @@
 """main.cpp of an exported project."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
+from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
 from hostweave.emit.program import Program
-from hostweave.emit.templates import braced
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.ir import Parameter
@@ -124,7 +122,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-        dims = braced(braced((integers.alone(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
+        dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
         return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
     parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)

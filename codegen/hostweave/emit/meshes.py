@@ -1,7 +1,5 @@
 """Meshes in C++: whether this rank is in one, its coordinates, and local sizes. Ranks are row-major."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -1,7 +1,5 @@
 """Names of generated C++: the user's own, unless C++ or the generated program uses them for something else."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Container, Iterable

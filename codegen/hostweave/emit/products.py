@@ -1,21 +1,19 @@
-"""Kernels that multiply few rows: what the products of one operand come to, element by element, inside of hw::few_rows."""
-
-from __future__ import annotations
+"""Kernels beside those of pointwise ops and reductions: products of few rows, as hw::few_rows computes them, copies and fills."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hostweave.analysis.kernel_indices import iteration
 from hostweave.emit.cpp import CppExprPrinter, compute_type
-from hostweave.emit.kernel_loops import Loops
+from hostweave.emit.kernel_loops import ONE, Dim, Loops, merged
 from hostweave.emit.kernels import Kernel, KernelEmitter
 from hostweave.emit.names import Names
 from hostweave.emit.sections import Section
-from hostweave.fusion_ir.text import print_op
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
-from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, strides_of
 
 
 def multiplies(kernel: ir.Kernel) -> bool:
@@ -97,5 +95,41 @@ class _Emitter(KernelEmitter):
         self.loops.launched_with = f"hw::grid_of_products({size(columns)}, {size(depth)})"
         emitted = self.kernel(section.taken())
         element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
-        emitted = replace(emitted, comments=tuple(map(print_op, kernel.ops)), indices=(element, *emitted.indices))
+        emitted = replace(emitted, comments=tuple(map(str, kernel.ops)), indices=(element, *emitted.indices))
         return replace(emitted, form=self.form(emitted))
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+# Those and fills that do not stem from an op of the fusion: row by row, or by a kernel for other strides.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A copy of rows of contiguous elements, whose beginnings lie `pitch` elements apart."""
+
+    rows: Size
+    elements: Size
+    src_pitch: Size
+    dst_pitch: Size
+
+
+def copied(src: BufferType, dst: BufferType) -> Rows | None:
+    """How a copy goes row by row, or None where its elements are scattered more than that."""
+    strides = zip(strides_of(src), strides_of(dst), strict=True)
+    dims = merged([Dim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
+    if not dims or dims[-1].strides != (ONE, ONE):
+        dims.append(Dim(ONE, (ONE, ONE)))
+    if len(dims) == 1:
+        dims.insert(0, Dim(ONE, (dims[0].size, dims[0].size)))
+    return Rows(dims[0].size, dims[1].size, *dims[0].strides) if len(dims) == 2 else None
+
+
+def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
+    """A kernel that copies between strided views of this shape."""
+    type = unsharded(buffer)
+    return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
+
+
+def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
+    """A kernel that sets every element of a view."""
+    return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

@@ -1,7 +1,5 @@
 """A host program as the templates see it: what its class has, and what its functions do."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +13,9 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
 from hostweave.emit.layers import Layers, Words, rolled
+from hostweave.emit.layout import lay_out
 from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
 from hostweave.emit.names import Names, is_reserved
-from hostweave.emit.templates import lay_out
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions

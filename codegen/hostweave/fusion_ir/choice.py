@@ -3,8 +3,6 @@
 choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hostweave.types.text import Reader
@@ -60,15 +58,8 @@ def parse_choice(reader: Reader) -> Choice:
 
     def way() -> Way:
         algorithm = reader.word("an algorithm")
-        chunks = 0
-        if reader.accept("("):
-            chunks = reader.integer()
-            reader.expect(")")
-        start = reader.at
-        try:
-            micros = float(reader.take())
-        except ValueError:
-            reader.fail("expected a time", start)
+        chunks = reader.within(reader.integer) if reader.peek() == "(" else 0
+        micros = float(reader.number("a time"))
         reader.expect("us")
         return Way(algorithm, chunks, micros)
 

@@ -1,7 +1,5 @@
 """Index maps: which iteration index each dim of an op has, as in einsum. Propagation, loops and lowering use nothing else of an op."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hostweave.types.size import Size

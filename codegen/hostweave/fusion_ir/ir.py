@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from hostweave.base.errors import Location
 from hostweave.fusion_ir.choice import Choice
-from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
@@ -81,6 +81,13 @@ class Stream:
     algorithm: str | None = None
     rotation: str | None = None
 
+    def of(self, type: TensorType) -> str:
+        """The text of that of a tensor: `stream(M, 8)`."""
+        name = str(type.shape[self.dim])
+        is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
+        parts = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm, self.rotation]
+        return f"stream({', '.join(str(part) for part in parts if part is not None)})"
+
     def too_many(self, size: Size) -> str:
         """Why it has too many steps over a dim of this size, where that is known, or ""."""
         steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
@@ -101,6 +108,11 @@ class Value:
     pinned: bool = False
     is_async: bool = False
     transport: str = ""
+
+    def __str__(self) -> str:
+        """`%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`"""
+        words = [f"%{self.name}: {self.type}", "pinned" * self.pinned, "async" * self.is_async, self.transport]
+        return " ".join(filter(None, [*words, self.stream.of(self.type) if self.stream else ""]))
 
 
 @dataclass(frozen=True)
@@ -139,6 +151,14 @@ class Op:
     def tensors(self) -> tuple[str, ...]:
         """The operands that are values, without the numbers."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
+
+    def __str__(self) -> str:
+        """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
+        operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in self.operands]
+        named = [f"{name}={_number(value) if isinstance(value, int | float) else value}" for name, value in self.attributes]
+        named_of = self.callee or self.user_kernel
+        kind = f"{self.kind} @{named_of.name}" if named_of else self.kind
+        return f"{self.result} = {kind}({', '.join(operands + named)})"
 
 
 @dataclass(frozen=True)
@@ -186,9 +206,17 @@ class Fusion:
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
-        from hostweave.fusion_ir.text import print_fusion
+        """The program as text, one op a line, after the functions that it calls."""
+        user_kernels = "".join(f"{line}\n" for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel))
+        functions = "".join(function._text("function") for function in self.functions)
+        return user_kernels + functions + self._text("fusion", f" {self.mesh}" if self.mesh.axes else "")
 
-        return print_fusion(self)
+    def _text(self, word: str, mesh: str = "") -> str:
+        inputs = ", ".join(f"%{value.name}: {value.type}" for value in self.inputs)
+        lines = [f"  {line}\n" for line in (*self.ops, *self.choices)]
+        donated = self.donated or ("",) * len(self.outputs)
+        returned = ", ".join(f"%{name} in %{into}" if into else f"%{name}" for name, into in zip(self.outputs, donated, strict=True))
+        return f"{word} @{self.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
 
     @staticmethod
     def parse(text: str) -> Fusion:
@@ -196,3 +224,7 @@ class Fusion:
         from hostweave.fusion_ir.text import parse_fusion
 
         return parse_fusion(text)
+
+
+def _number(value: Scalar) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

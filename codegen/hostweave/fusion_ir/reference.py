@@ -1,7 +1,5 @@
 """Computes a fusion with NumPy on global arrays: the reference result for every rank of every target."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -15,8 +13,7 @@ from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
-from hostweave.types.shards import bind_sizes
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import DType, bind_sizes
 
 Array = NDArray[Any]
 

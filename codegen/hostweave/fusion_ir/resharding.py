@@ -1,7 +1,5 @@
 """From one sharding to another: what one collective can change, and the sequence of them that moves the fewest bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction

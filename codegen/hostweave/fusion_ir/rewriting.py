@@ -1,11 +1,13 @@
-"""Helpers of passes over fusions: unique names, consumers, and what is needed."""
+"""Helpers of passes over fusions: unique names, consumers, what is needed, and functions: mapped, inlined, or on one device."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hostweave.base.names import claim_unique
-from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import Dim
 
 
 class Names:
@@ -37,3 +39,76 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
     for name in fusion.outputs:
         result[name].append(None)
     return result
+
+
+# --- with the functions that are called -------------------------------------------------------------------------------
+
+
+def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
+    """`apply` to every function as to a fusion of its own, then to the fusion: whoever calls a function sees what became of it."""
+    done: dict[str, Fusion] = {}
+
+    def linked(op: Op) -> Op:
+        return replace(op, callee=done[op.callee.name]) if op.callee else op
+
+    for body in (*fusion.functions, fusion):
+        done[body.name] = result = apply(replace(body, ops=tuple(map(linked, body.ops))))
+    return result
+
+
+def inlined(fusion: Fusion) -> Fusion:
+    """The program with the ops of a function in place of each call, as it is before the first pass.
+
+    A value of the function `@layer` is named `layer_h`, with a number where that is taken. An argument is resharded to the
+    parameter's type, which the function states.
+    """
+    fresh = Names(fusion).new
+
+    others: dict[tuple[str, int], str] = {}  # the results of calls but for the first -> their names here
+
+    def expanded(op: Op) -> list[Op]:
+        if op.callee is None:
+            return [op]
+        if op.kind == "output":
+            return [Op("copy", (others[op.tensors[0], op[INDEX]],), op.result, location=op.location)]
+        function = op.callee
+        names: dict[str, str] = {}
+        ops = []
+        for parameter, argument in zip(function.inputs, op.tensors, strict=True):
+            names[parameter.name] = fresh(f"{function.name}_{parameter.name}")
+            ops.append(Op("reshard", (argument,), replace(parameter, name=names[parameter.name]), location=op.location))
+        for inner in function.ops:
+            name = inner.result.name
+            names[name] = op.result.name if name == function.outputs[0] else fresh(f"{function.name}_{name}")
+            operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in inner.operands)
+            ops.extend(expanded(replace(inner, operands=operands, result=replace(inner.result, name=names[name]))))
+        others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
+        return ops
+
+    return replace(fusion, ops=tuple(inner for op in fusion.ops for inner in expanded(op)))
+
+
+# --- on one device, as an exported project compares with -------------------------------------------------------------
+
+
+def needs_ranks(fusion: Fusion) -> str:
+    """What of the fusion is stated for one rank, so that a device that has all of each tensor cannot compute it; "" where nothing is."""
+    if fusion.user_kernels:
+        return f"@{fusion.user_kernels[0].name}, a kernel of the user, is written for the blocks of one rank"
+    return next((f"every rank has a term of its own of {value.name}" for value in fusion.inputs if value.type.partial), "")
+
+
+def on_one_device(fusion: Fusion) -> Fusion:
+    """The same math on global tensors: no dim is sharded, a reshard is a copy, no loop is over chunks."""
+
+    def unsharded(value: Value) -> Value:
+        dims = tuple(Dim(dim.size) for dim in value.type.dims)
+        return Value(value.name, replace(value.type, dims=dims, partial=None, mesh=None))
+
+    def alone(op: Op) -> Op:
+        return replace(op, kind="copy" if op.kind == "reshard" else op.kind, result=unsharded(op.result))
+
+    def body(given: Fusion) -> Fusion:
+        return replace(given, mesh=Mesh(), inputs=tuple(map(unsharded, given.inputs)), ops=tuple(map(alone, given.ops)))
+
+    return map_functions(replace(fusion, name=f"{fusion.name}_reference"), body)

@@ -1,7 +1,5 @@
 """How shardings propagate through an op, from index maps alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile

@@ -1,19 +1,16 @@
-"""The text of fusions: `parse_fusion(print_fusion(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
+"""Parses the text of fusions: `parse_fusion(str(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
-from hostweave.fusion_ir.calls import map_functions
 from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel, print_user_kernel
+from hostweave.fusion_ir.rewriting import map_functions
+from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.transports.transport import NAMES
 from hostweave.types.mesh import Mesh
@@ -23,60 +20,6 @@ from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
 T = TypeVar("T")
-
-# --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def print_fusion(fusion: Fusion) -> str:
-    """The program as text, one op a line, after the functions that it calls."""
-    user_kernels = "".join(f"{line}\n" for user_kernel in fusion.user_kernels for line in print_user_kernel(user_kernel))
-    functions = "".join(_print_body("function", function) for function in fusion.functions)
-    return user_kernels + functions + _print_body("fusion", fusion, f" {fusion.mesh}" if fusion.mesh.axes else "")
-
-
-def _print_body(word: str, fusion: Fusion, mesh: str = "") -> str:
-    inputs = ", ".join(f"%{value.name}: {value.type}" for value in fusion.inputs)
-    lines = [f"  {line}\n" for line in (*map(print_op, fusion.ops), *fusion.choices)]
-    donated = fusion.donated or ("",) * len(fusion.outputs)
-    returned = ", ".join(f"%{name} in %{into}" if into else f"%{name}" for name, into in zip(fusion.outputs, donated, strict=True))
-    return f"{word} @{fusion.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
-
-
-def print_op(op: Op) -> str:
-    """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
-    operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in op.operands]
-    named = [f"{name}={_number(value) if isinstance(value, int | float) else value}" for name, value in op.attributes]
-    named_of = op.callee or op.user_kernel
-    kind = f"{op.kind} @{named_of.name}" if named_of else op.kind
-    return f"{print_value(op.result)} = {kind}({', '.join(operands + named)})"
-
-
-def print_value(value: Value) -> str:
-    """`%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`"""
-    words = [f"%{value.name}: {value.type}"]
-    if value.pinned:
-        words.append("pinned")
-    if value.is_async:
-        words.append("async")
-    if value.transport:
-        words.append(value.transport)
-    if value.stream:
-        words.append(_stream(value.stream, value.type))
-    return " ".join(words)
-
-
-def _stream(stream: Stream, type: TensorType) -> str:
-    name = str(type.shape[stream.dim])
-    is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
-    parts = [name if is_name else str(stream.dim), stream.chunks, stream.chunking, stream.algorithm, stream.rotation]
-    return f"stream({', '.join(str(part) for part in parts if part is not None)})"
-
-
-def _number(value: Scalar) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-# --- parsing ----------------------------------------------------------------------------------------------------------
 
 
 def parse_fusion(text: str) -> Fusion:
@@ -244,15 +187,4 @@ def _parse_ints(reader: Reader) -> tuple[int, ...]:
 
 
 def _parse_number(reader: Reader) -> Scalar:
-    at = reader.at
-    if reader.peek() in ("true", "false"):
-        return reader.take() == "true"
-    negative = reader.accept("-")
-    text = reader.take()
-    try:
-        value = int(text) if text.isdigit() and len(text) <= 20 else float(text)
-    except ValueError:
-        reader.fail("expected a %value or a number", at)
-    if isinstance(value, float) and math.isnan(value):
-        return math.nan
-    return -value if negative else value
+    return reader.take() == "true" if reader.peek() in ("true", "false") else reader.number("a %value or a number")

@@ -9,8 +9,6 @@
 `cpu { ... }` after it holds the function for the CPU target. A kernel works on what each rank holds.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -123,13 +121,9 @@ def parse_user_kernel(reader: Reader) -> UserKernel:
     function = reader.word("the name of a C++ function")
     arguments = reader.enclosed(lambda: _parse_argument(reader))
     reader.expect("grid")
-    reader.expect("(")
-    grid, per = reader.separated(reader.dim), reader.integer() if reader.accept("by") else 1
-    reader.expect(")")
+    grid, per = reader.within(lambda: (reader.separated(reader.dim), reader.integer() if reader.accept("by") else 1))
     reader.expect("block")
-    reader.expect("(")
-    block = reader.integer()
-    reader.expect(")")
+    block = reader.within(reader.integer)
     lines = _parse_lines(reader)
     cpu = _parse_lines(reader) if reader.accept("cpu") else ()
     return UserKernel(name, function, arguments, grid, per, block, lines, cpu)
@@ -140,12 +134,7 @@ def _parse_argument(reader: Reader) -> Argument:
         return Argument(reader.take(), type=reader.tensor_type())
     if reader.accept("size"):
         return Argument("size", dim=reader.dim())
-    at, sign = reader.at, -1 if reader.accept("-") else 1
-    text = reader.take()
-    try:
-        return Argument("number", number=sign * (int(text) if text.isdigit() else float(text)))
-    except ValueError:
-        reader.fail("expected in, out, size or a number", at)
+    return Argument("number", number=reader.number("in, out, size or a number"))
 
 
 def _parse_lines(reader: Reader) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """The verifier of fusions: infers every type again and compares. Runs before the first pass and after each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol

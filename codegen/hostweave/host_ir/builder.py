@@ -13,8 +13,8 @@ from functools import partial
 from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.transports.transport import DEFAULT, Transport, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size

@@ -1,13 +1,10 @@
 """Host programs with functions: each body as a program, all of them joined again, and the program with all calls inlined."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import launched
 from hostweave.host_ir.expr import Binary, Expr, Var
 
 
@@ -31,6 +28,12 @@ def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
         events=tuple(pool for pool in part.events if pool.name in events),
         uneven=tuple(name for name in part.uneven if name in part.symbols()),
     )
+
+
+def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, ...]:
+    """The kernels that something in a body launches."""
+    names = {name for i in tree.walk(body) for name in tree.names(i, "launch")}
+    return tuple(kernel for kernel in kernels if kernel.name in names)
 
 
 def events_of(body: tree.Body) -> set[str]:

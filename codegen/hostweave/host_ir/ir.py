@@ -7,7 +7,7 @@ An instruction outside every `stream` block runs on the caller's stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Concatenate, ParamSpec
@@ -15,7 +15,8 @@ from typing import Concatenate, ParamSpec
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
+from hostweave.host_ir import tree
 from hostweave.host_ir.instructions.communication import *  # noqa: F403
 from hostweave.host_ir.instructions.computing import *  # noqa: F403
 from hostweave.host_ir.instructions.control import *  # noqa: F403
@@ -41,6 +42,9 @@ class Parameter:
     type: TensorType
     memory: str = ""  # the name of that input
     in_window: bool = False
+
+    def __str__(self) -> str:
+        return f"%{self.name}: {self.type}" + (f" in %{self.memory}" if self.memory else " in window" * self.in_window)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,12 @@ class Kernel:
             words.pop()
         return "_".join([*words, *results, *([] if words else ["kernel"])])
 
+    def lines(self) -> list[str]:
+        """Its text."""
+        end = f"}}  # ends here: {self.ends}" if self.ends else "}"
+        returned = [f"return {tree.field_text(self.returned, True)}"] if self.returned else []
+        return [f"kernel @{self.name}({_listed(self.inputs)}) {{", *(f"{tree.INDENT}{line}" for line in (*self.ops, *returned)), end]
+
 
 @dataclass(frozen=True)
 class Function:
@@ -108,6 +118,11 @@ class Channel:
         """Whether what is posted on it and on another such channel must not run at the same time on a device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
+    def text(self, program: Mesh) -> str:
+        """`tp: tp two_sided`, or `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`"""
+        on = "" if self.mesh == program else f" on {self.mesh}"
+        return f"{self.name}: {', '.join(self.axes)}{on} {self.transport.name}"
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -116,11 +131,16 @@ class Streams:
     name: str
     count: int
 
+    def __str__(self) -> str:
+        return f"{self.name}[{self.count}]"
+
 
 @dataclass(frozen=True)
 class Events:
     name: str
     count: int
+
+    __str__ = Streams.__str__
 
 
 @dataclass(frozen=True)
@@ -140,9 +160,20 @@ class HostProgram:
     choices: tuple[Choice, ...] = ()  # of ways to communicate, that the compiler has made
 
     def __str__(self) -> str:
-        from hostweave.host_ir.text import print_host
-
-        return print_host(self)
+        """The program as text, kernels first, then functions. One instruction a line."""
+        lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
+        lines += [line for kernel in self.kernels for line in kernel.lines()]
+        for f in self.functions:
+            lines += [f"function @{f.name}({_listed(f.inputs)}) -> ({_listed(f.outputs)}) {{", *tree.body_lines(f.body), "}"]
+        declared = {
+            "channels": [channel.text(self.mesh) for channel in self.channels],
+            "streams": self.streams,
+            "events": self.events,
+            "uneven": self.uneven,
+        }
+        header = "".join(f" {word}({_listed(items)})" for word, items in declared.items() if items)
+        head = f"host @{self.name}({_listed(self.inputs)}) -> ({_listed(self.outputs)}) {self.mesh}{header} {{"
+        return "\n".join([*lines, *map(str, self.choices), head, *tree.body_lines(self.body), "}"]) + "\n"
 
     @cached_property
     def code(self) -> str:
@@ -179,6 +210,10 @@ class HostProgram:
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
         return _symbols(self)
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items))
 
 
 P = ParamSpec("P")

@@ -1,17 +1,14 @@
-"""The text of host programs: `parse_host(print_host(p)) == p`. The `syntax` line of each instruction drives both directions."""
-
-from __future__ import annotations
+"""Parses the text of host programs: `parse_host(str(p)) == p`. The `syntax` line of each instruction drives both."""
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from collections.abc import Callable
 from typing import Any, NoReturn, get_type_hints
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.choice import parse_choice
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.text import parse_op, print_op
-from hostweave.fusion_ir.user_kernel import parse_user_kernel, print_user_kernel
+from hostweave.fusion_ir.text import parse_op
+from hostweave.fusion_ir.user_kernel import parse_user_kernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.transports.transport import NAMES, find_transport
@@ -20,103 +17,6 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 from hostweave.types.text import Reader
-
-INDENT = "  "
-
-# --- printing ---------------------------------------------------------------------------------------------------------
-
-
-def print_host(program: ir.HostProgram) -> str:
-    """The program as text, kernels first, then functions. One instruction a line."""
-    lines = [line for user_kernel in program.user_kernels for line in print_user_kernel(user_kernel)]
-    lines += [line for kernel in program.kernels for line in _kernel_lines(kernel)]
-    for function in program.functions:
-        head = f"function @{function.name}({_parameters(function.inputs)}) -> ({_parameters(function.outputs)}) {{"
-        lines += [head, *_body_lines(function.body, INDENT), "}"]
-    lines += map(str, program.choices)
-    lines.append(
-        f"host @{program.name}({_parameters(program.inputs)}) -> ({_parameters(program.outputs)}) {program.mesh}"
-        + _channels(program)
-        + _pools("streams", program.streams)
-        + _pools("events", program.events)
-        + (f" uneven({', '.join(program.uneven)})" if program.uneven else "")
-        + " {"
-    )
-    lines.extend(_body_lines(program.body, INDENT))
-    lines.append("}")
-    return "\n".join(lines) + "\n"
-
-
-def _kernel_lines(kernel: ir.Kernel) -> list[str]:
-    end = f"}}  # ends here: {kernel.ends}" if kernel.ends else "}"
-    lines = [*map(print_op, kernel.ops), *([f"return {_field_text(kernel.returned, True)}"] if kernel.returned else [])]
-    return [f"kernel @{kernel.name}({_parameters(kernel.inputs)}) {{", *(INDENT + line for line in lines), end]
-
-
-def _parameters(parameters: tuple[ir.Parameter, ...]) -> str:
-    return ", ".join(f"%{p.name}: {p.type}" + (f" in %{p.memory}" if p.memory else " in window" * p.in_window) for p in parameters)
-
-
-def _channels(program: ir.HostProgram) -> str:
-    """` channels(tp: tp two_sided, x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided)`"""
-    texts = []
-    for channel in program.channels:
-        on = "" if channel.mesh == program.mesh else f" on {channel.mesh}"
-        texts.append(f"{channel.name}: {', '.join(channel.axes)}{on} {channel.transport.name}")
-    return f" channels({', '.join(texts)})" if texts else ""
-
-
-def _pools(word: str, pools: tuple[ir.Streams, ...] | tuple[ir.Events, ...]) -> str:
-    return f" {word}({', '.join(f'{pool.name}[{pool.count}]' for pool in pools)})" if pools else ""
-
-
-def _body_lines(body: tree.Body, indent: str) -> Iterator[str]:
-    for instruction in body:
-        yield from print_instruction(instruction, indent)
-
-
-def print_instruction(instruction: tree.Instruction, indent: str = "") -> list[str]:
-    """The lines of one instruction: more than one where it has a body."""
-    text = indent
-    for literal, name in _syntax(type(instruction)):
-        if name in _defaults(type(instruction)) and getattr(instruction, name) == _defaults(type(instruction))[name]:
-            continue
-        text += literal
-        if name in ("body", "orelse"):
-            body = getattr(instruction, name)
-            if body or name == "body":
-                lines = "".join(line + "\n" for line in _body_lines(body, indent + INDENT))
-                text += f"{' else ' if name == 'orelse' else ''}{{\n{lines}{indent}}}"
-        elif name:
-            value = getattr(instruction, name)
-            is_buffers = isinstance(value, tuple) and name in tree.roles(type(instruction))
-            text = text + _field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
-    return text.split("\n")
-
-
-def _field_text(value: Any, is_buffers: bool) -> str:
-    if is_buffers:
-        return ", ".join(f"%{name}" for name in value)
-    if isinstance(value, tuple):
-        words = ("none" if item is None else str(item) for item in value)
-        return ", ".join(value) if value and isinstance(value[0], str) else f"[{', '.join(words)}]"
-    return repr(value) if isinstance(value, float) else str(value)
-
-
-@tree.per_kind
-def _syntax(kind: type[tree.Instruction]) -> tuple[tuple[str, str], ...]:
-    """(literal text, field that follows it or "") pairs."""
-    pieces = re.split(r"\{(\w+)\}", kind.syntax)
-    return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
-
-
-@tree.per_kind
-def _defaults(kind: type[tree.Instruction]) -> dict[str, Any]:
-    """The value of each optional field, which is left out with the words before it."""
-    return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
-
-
-# --- parsing ----------------------------------------------------------------------------------------------------------
 
 
 def parse_host(text: str) -> ir.HostProgram:
@@ -174,11 +74,7 @@ def _parse_channels(reader: Reader, program: Mesh) -> tuple[ir.Channel, ...]:
 
 def _parse_pools(reader: Reader, word: str) -> tuple[tuple[str, int], ...]:
     def pool() -> tuple[str, int]:
-        name = reader.word(f"the name of {word}")
-        reader.expect("[")
-        count = reader.integer()
-        reader.expect("]")
-        return name, count
+        return reader.word(f"the name of {word}"), reader.within(reader.integer, "[]")
 
     return reader.enclosed(pool) if reader.accept(word) else ()
 
@@ -211,9 +107,9 @@ def _parse_instruction(reader: Reader) -> tree.Instruction:
     if kind is None:
         _fail_unknown(reader, word)
     values: dict[str, Any] = {"location": Location("text", reader.line())}
-    for literal, name in _syntax(kind):
+    for literal, name in tree.syntax_of(kind):
         tokens = _TOKENS.findall(literal.replace("%", "") if name in tree.roles(kind) else literal)
-        if name in _defaults(kind) and reader.peek() != tokens[0]:
+        if name in tree.defaults_of(kind) and reader.peek() != tokens[0]:
             continue
         for token in tokens:
             reader.expect(token)
@@ -246,14 +142,6 @@ def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: 
 
 def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
     return lambda reader: reader.enclosed(lambda: item(reader), "[]")
-
-
-def _parse_number(reader: Reader) -> float:
-    start = reader.at
-    try:
-        return float(("-" if reader.accept("-") else "") + reader.take())
-    except ValueError:
-        reader.fail("expected a number", start)
 
 
 def _parse_cut(reader: Reader) -> Cut:
@@ -301,7 +189,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     Cuts: _parse_cuts,
     int | Cuts: lambda reader: _parse_cuts(reader) if reader.peek() == "[" else reader.integer(),
     str: lambda reader: reader.word("a name"),
-    float: _parse_number,
+    float: lambda reader: float(reader.number("a number")),
     Expr: _parse_expr,
     Expr | None: _parse_expr,
     Size: Reader.size,

@@ -5,19 +5,21 @@ The roles of its fields say what it does to what they name; traits are class var
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
-from hostweave.host_ir.expr import Expr
+from hostweave.host_ir.expr import Expr, Var, leaves
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 T = TypeVar("T")
+INDENT = "  "
 
 # The roles of fields: what the instruction does to what they name. `names` finds it.
 Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
@@ -118,6 +120,26 @@ class Instruction:
         """Whether its first body runs or the second one; None: each."""
         return None
 
+    def lines(self, indent: str = "") -> list[str]:
+        """Its text: more than one line where it has a body."""
+        text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
+        for literal, name in syntax_of(type(self)):
+            value = getattr(self, name) if name else None
+            if name in defaults and value == defaults[name]:
+                continue
+            text += literal
+            if name in ("body", "orelse"):
+                if value or name == "body":
+                    lines = "".join(f"{line}\n" for line in body_lines(value or (), indent + INDENT))
+                    text += f"{' else ' if name == 'orelse' else ''}{{\n{lines}{indent}}}"
+            elif name:
+                is_buffers = isinstance(value, tuple) and name in buffers
+                text = text + field_text(value, is_buffers) if value != () or not is_buffers else text.rstrip()
+        return text.split("\n")
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
 
 Body = tuple[Instruction, ...]
 
@@ -125,6 +147,33 @@ Body = tuple[Instruction, ...]
 def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
     """`function`, worked out once for each kind of instruction."""
     return cache(function)  # type: ignore[return-value]
+
+
+def body_lines(body: Body, indent: str = INDENT) -> Iterator[str]:
+    """The text of a body."""
+    return (line for instruction in body for line in instruction.lines(indent))
+
+
+def field_text(value: Any, is_buffers: bool) -> str:
+    if is_buffers:
+        return ", ".join(f"%{name}" for name in value)
+    if isinstance(value, tuple):
+        words = ("none" if item is None else str(item) for item in value)
+        return ", ".join(value) if value and isinstance(value[0], str) else f"[{', '.join(words)}]"
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@per_kind
+def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
+    """(literal text, field that follows it or "") pairs."""
+    pieces = re.split(r"\{(\w+)\}", kind.syntax)
+    return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
+
+
+@per_kind
+def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
+    """The value of each optional field, which is left out with the words before it."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
 @per_kind
@@ -269,3 +318,60 @@ def unless_same(body: Body, result: list[Instruction]) -> Body:
     """What has become of a body; the body itself where that is the same."""
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
+
+
+def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
+    """A body without what only gives names, in fields of these roles, that nothing uses, nor what they alone used."""
+    while True:
+        used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
+        if "index" in roles:
+            used.update(name for i in walk(body) for name in indices_in(i))
+        defined = ((number, names(i, *roles)) for number, i in enumerate(walk(body)) if not i.calls)
+        unused = [number for number, names in defined if names and used.isdisjoint(names)]
+        if not unused:
+            return body
+        body = edited(body, dict.fromkeys(unused, ()))
+
+
+def indices_in(i: Instruction) -> Iterator[str]:
+    """The indices that the expressions of an instruction name."""
+    return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
+
+
+# --- alias roots ------------------------------------------------------------------------------------------------------
+# The parameters or allocations behind a view, through any number of views: more than one where a view chooses.
+
+
+class AliasRoots:
+    """The names that a walk over a program has come to. Bodies side by side may use one name for two buffers: the last one counts."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, str] = {}  # of each view, the first of two
+        self._roots: dict[str, tuple[str, ...]] = {}  # of each view
+
+    def define(self, instruction: Instruction) -> None:
+        """Notes what an instruction defines, if anything."""
+        for name in names(instruction, "define"):
+            self._sources.pop(name, None)
+            self._roots.pop(name, None)
+            if sources := names(instruction, "alias"):
+                self._sources[name] = sources[0]
+                self._roots[name] = tuple(dict.fromkeys(root for source in sources for root in self.all_of(source)))
+
+    def put(self, name: str, source: str) -> None:
+        """Makes a name a view of another one."""
+        self._sources[name], self._roots[name] = source, self.all_of(source)
+
+    def source(self, name: str) -> str | None:
+        """What a view was made of, the first of two; None for a parameter or an allocation."""
+        return self._sources.get(name)
+
+    def of(self, name: str) -> str:
+        """The parameter or allocation that a name is, or is a view of; the first of several."""
+        while name in self._sources:
+            name = self._sources[name]
+        return name
+
+    def all_of(self, name: str) -> tuple[str, ...]:
+        """All parameters and allocations that a name may be a view of."""
+        return self._roots.get(name, (name,))

@@ -1,7 +1,5 @@
 """The verifier of host programs. Each instruction has one rule, which raises a ProgramError that names the instruction."""
 
-from __future__ import annotations
-
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.rules import communication, computing, control

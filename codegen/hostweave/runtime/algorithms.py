@@ -1,7 +1,5 @@
 """The algorithms of `Options(tune=True)`: what the native library has measured is kept in the cache, and is the same on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

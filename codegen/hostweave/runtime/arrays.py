@@ -3,8 +3,6 @@
 Each library is one object with the same few methods. Arrays are sliced and assigned to the way all of them share.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

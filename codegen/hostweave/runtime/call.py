@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.base.errors import ArgumentError
-from hostweave.host_ir.chosen_loops import expect_divided
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import accept, expect_writable, in_order
+from hostweave.host_ir.size_requirements import expect_divided
+from hostweave.runtime.arguments import Bound, accept, block, expect_writable, in_order
 from hostweave.runtime.arrays import Array, Library, View, view
-from hostweave.runtime.bound import Bound, block
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
-from hostweave.types.shards import bind_sizes, block_of, block_shape, global_shape, holds
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import TensorType, bind_sizes, block_of, block_shape, global_shape, holds
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Schedules of the CPU target: in parallel, or, inside `seeded`, one operation at a time in an order by a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.util import Finalize
@@ -20,9 +21,7 @@ from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
-from hostweave.runtime.stores import Store, StoreClosed
-from hostweave.runtime.tcp import TcpStore
-from hostweave.runtime.watchdog import watch
+from hostweave.runtime.stores import Store, StoreClosed, TcpStore
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
@@ -425,3 +424,52 @@ def _ended_by() -> str | None:
 
 
 Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run what is registered with atexit
+
+
+# --- the watchdog -----------------------------------------------------------------------------------------------------
+# It watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
+# A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
+# rank into one report and aborts the channels, which ends whatever waits for them.
+
+
+_PERIOD = 0.5  # seconds between looks
+_ANSWER = 5.0  # seconds for the other ranks to say how far they came
+
+
+def watch(group: Group) -> None:
+    """Begins to watch, until the group is closed, fails or is gone."""
+    threading.Thread(target=_watch, args=(weakref.ref(group),), name=f"hostweave watchdog of {group.name}", daemon=True).start()
+
+
+def _watch(watched: weakref.ref[Group]) -> None:
+    looking = True  # for failures of others; not after the store was closed
+    while (group := watched()) and not group.failure:
+        reason = None
+        try:
+            reason = group.meeting.failure() if looking else None
+        except StoreClosed:
+            looking = False
+        except ExecutionError as error:
+            reason = str(error)
+        if reason := reason or group.overdue():
+            report = _report(group, reason)
+            print(f"hostweave: {report}", file=sys.stderr, flush=True)
+            group.give_up(report)
+            return
+        del group
+        time.sleep(_PERIOD)
+
+
+def _report(group: Group, reason: str) -> str:
+    """What is known of every rank."""
+    lines = [f"group {group.name!r}: {reason}"]
+    try:
+        group.meeting.note(group.progress())
+        group.meeting.fail(reason)
+        deadline = time.monotonic() + _ANSWER
+        while None in (notes := group.meeting.notes()) and time.monotonic() < deadline:
+            time.sleep(_PERIOD / 2)
+        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(notes)]
+    except ExecutionError as error:
+        lines.append(f"  {error}")
+    return "\n".join(lines)

@@ -1,7 +1,5 @@
 """Programs as custom calls of XLA, for jax.jit: what `Program.as_jax_ffi` gives."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections.abc import Callable
@@ -20,8 +18,7 @@ from hostweave.runtime.arrays import Buffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
-from hostweave.types.shards import local_outputs
-from hostweave.types.tensor import DType
+from hostweave.types.tensor import DType, local_outputs
 
 Program = Any  # of hostweave.api
 Array = Any

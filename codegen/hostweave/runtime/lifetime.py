@@ -4,8 +4,6 @@ A thread that is inside the runtime when the interpreter is taken apart could ne
 for the GIL, in the midst of C++. So what runs is stopped before, and nothing begins any more.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

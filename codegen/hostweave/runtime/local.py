@@ -13,20 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.chosen_loops import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
-from hostweave.host_ir.text import print_instruction
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
+from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.bound import Bound
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.shards import block_shape, holds
+from hostweave.types.tensor import block_shape, holds
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
@@ -47,7 +46,8 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
-        self._graphs = options.graph == "auto"
+        gives_signals = any(channel.transport.has_windows for channel in host.channels)  # which launches and calls count apart
+        self._graphs = options.graph == "auto" and not gives_signals
         if self._meets and not group.can_meet:
             where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
             raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
@@ -347,6 +347,6 @@ def _first_communication(host: HostProgram) -> str:
     if instruction is None:
         return ""
     channel = host.channel(instruction.channel)
-    text = " ".join(line.strip() for line in print_instruction(instruction))
+    text = " ".join(line.strip() for line in instruction.lines())
     place = f" ({instruction.location})" if instruction.location else ""
     return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"

@@ -4,8 +4,6 @@ Each rank leaves an entry with a fresh token. Rank 0 takes the entries away, so 
 its token: who is there, and the epoch, which is part of every key that the group uses from then on.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -3,8 +3,6 @@
 What was found is kept by program, options and machine, in JSON files of the cache folder, so that later compiles run nothing.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence

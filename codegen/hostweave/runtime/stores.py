@@ -1,8 +1,23 @@
-"""Key-value stores of a group: ids of channels, signatures of calls, and progress."""
+"""Key-value stores of a group: ids of channels, signatures of calls, and progress.
 
-from __future__ import annotations
+The store over TCP is a small server in the process of rank 0, which ends with it, and a client in every process. Before anything else
+each end proves to the other that it knows the job's name and token, and tells neither: ranks of another job that try the same port are
+turned away, and so is who only listens there.
+"""
 
+import asyncio
+import contextlib
+import errno
+import hashlib
+import hmac
+import ipaddress
+import os
+import select
+import socket
+import struct
 import threading
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from hostweave.base.errors import ExecutionError
@@ -48,3 +63,286 @@ class MemoryStore:
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
+
+
+# --- over TCP ---------------------------------------------------------------------------------------------------------
+
+
+_GREETING = b"hostweave store 2 "  # and a nonce follow; then the server's nonce and proof, then the client's proof
+_NONCE, _PROOF = 16, 32  # bytes
+_WELCOME = b"+"
+_GOODBYE = b"-"
+_REQUEST = struct.Struct("!cIId")  # what is asked, bytes of the key, bytes of the value, seconds to wait
+_SET, _GET, _WILL = b"s", b"g", b"w"
+_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the value that follows, or -1 where there is none
+_RETRY = 0.05  # seconds between attempts to reach a server that is not there yet
+_GRACE = 10.0  # seconds for an answer to travel, and for a client to say who it is
+_BACKLOG = 256
+_STRANGERS = 2 * _BACKLOG  # that may be about to say who they are; the first of more are turned away
+_MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
+
+Address = tuple[str, int]
+
+
+class TcpServer:
+    """Keeps the values. Its thread ends with the process, or with `close`."""
+
+    def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
+        """Listens at the first of the addresses that is free. Raises ExecutionError where none is."""
+        self._secret = _secret(job, token)
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # who have not said who they are, as they came
+        self._socket = _listen(addresses)
+        self.port: int = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._linger = 0.0
+        self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
+        self._thread.start()
+        os.register_at_fork(after_in_child=self._socket.close)  # a child that outlives this process must not keep the port
+
+    def close(self, linger: float = 0) -> None:
+        """Says goodbye to the clients, those who are still there after `linger` seconds, and frees the port."""
+        self._linger = linger
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # another thread closes it, too
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._serve_client, sock=self._socket, backlog=_BACKLOG)
+        await self._closing.wait()
+        deadline = self._loop.time() + self._linger
+        while (clients := asyncio.all_tasks() - {asyncio.current_task()}) and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        server.close()
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        will: tuple[str, bytes] | None = None
+        try:
+            if not await self._knows_secret(reader, writer):
+                return
+            writer.write(_WELCOME)
+            while True:
+                request = await reader.readexactly(_REQUEST.size)
+                if request[:1] == _GOODBYE:
+                    will = None
+                    return
+                what, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
+                if key_bytes > _MAX_KEY or value_bytes > _MAX_VALUE:
+                    return
+                key = (await reader.readexactly(key_bytes)).decode()
+                value = await reader.readexactly(value_bytes)
+                if what == _WILL:
+                    will = key, value
+                elif what == _SET:
+                    self._set(key, value)
+                answer = await self._get(key, timeout) if what == _GET else b""
+                writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
+            pass  # the client has gone, or is none
+        except asyncio.CancelledError:
+            writer.write(_REPLY.pack(_GOODBYE, -1))
+            will = None
+        finally:
+            if will:
+                self._set(*will)
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _knows_secret(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        self._strangers[writer] = None
+        if len(self._strangers) > _STRANGERS:
+            first = next(iter(self._strangers))
+            del self._strangers[first]
+            first.transport.abort()
+        try:
+            async with asyncio.timeout(_GRACE):
+                if await reader.readexactly(len(_GREETING)) != _GREETING:
+                    return False
+                nonces = await reader.readexactly(_NONCE) + (own := os.urandom(_NONCE))
+                writer.write(own + _proof(self._secret, b"server", nonces))
+                return hmac.compare_digest(await reader.readexactly(_PROOF), _proof(self._secret, b"client", nonces))
+        finally:
+            self._strangers.pop(writer, None)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, ()):
+            if not waiter.done():
+                waiter.set_result(value)
+
+    async def _get(self, key: str, timeout: float) -> bytes | None:
+        if key not in self._values and timeout > 0:
+            waiter = self._loop.create_future()
+            waiters = self._waiting.setdefault(key, set())
+            waiters.add(waiter)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, timeout)
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(key) is waiters:
+                del self._waiting[key]
+        return self._values.get(key)
+
+
+class TcpStore:
+    """The server's values, seen from any process. Each thread that waits has a connection of its own."""
+
+    def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
+        """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
+        self._secret = _secret(job, token)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._will: socket.socket | None = None
+        self._address, connection = self._find(addresses, time.monotonic() + timeout)
+        self._idle.append(connection)
+
+    def set(self, key: str, value: bytes) -> None:
+        if len(key.encode()) > _MAX_KEY or len(value) > _MAX_VALUE:
+            raise ExecutionError(f"the store of rank 0 takes {_MAX_VALUE} bytes, and {key[:80]} has {len(value)}; send less")
+        self._ask(_SET, key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        answer = self._ask(_GET, key, timeout=timeout)
+        if answer is None:
+            raise TimeoutError(key)
+        return answer
+
+    def on_disconnect(self, key: str, value: bytes) -> None:
+        """Has the server put this value when this process ends without `close`, however it ends."""
+        if self._will is None:
+            self._will = self._connect(self._address, _GRACE)
+        _converse(self._will, _WILL, key, value, 0)
+
+    def close(self) -> None:
+        with self._lock:
+            connections = [*self._idle, *([self._will] if self._will else [])]
+            self._idle, self._will = [], None
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
+            connection.close()
+
+    def _ask(self, what: bytes, key: str, value: bytes = b"", timeout: float = 0) -> bytes | None:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        try:
+            connection = connection or self._connect(self._address, _GRACE)
+        except OSError as error:
+            raise _no_answer(error) from error
+        try:
+            answer = _converse(connection, what, key, value, timeout)
+        except BaseException:  # the connection is in the middle of an answer
+            connection.close()
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        return answer
+
+    def _find(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
+        while True:
+            for address in addresses:
+                try:
+                    return address, self._connect(address, max(_RETRY, min(_GRACE, deadline - time.monotonic())))
+                except OSError as error:
+                    reason = error
+            if time.monotonic() > deadline:
+                host, port = addresses[0]
+                ports = f"port {port}" if len(addresses) == 1 else f"ports {port} to {addresses[-1][1]}"
+                raise ExecutionError(f"the store of rank 0 cannot be reached on {host}, {ports} ({reason}); is rank 0 running there?")
+            time.sleep(_RETRY)
+
+    def _connect(self, address: Address, timeout: float) -> socket.socket:
+        connection = socket.create_connection(address, timeout)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.sendall(_GREETING + (own := os.urandom(_NONCE)))
+            answer = _receive(connection, _NONCE + _PROOF)
+            nonces = own + answer[:_NONCE]
+            if not hmac.compare_digest(answer[_NONCE:], _proof(self._secret, b"server", nonces)):
+                raise ConnectionError("what listens there is of another job, or has another HOSTWEAVE_TOKEN")
+            connection.sendall(_proof(self._secret, b"client", nonces))
+            if _receive(connection, 1) != _WELCOME:
+                raise ConnectionError("something else listens there")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _secret(job: str, token: str) -> bytes:
+    return hashlib.sha256(f"{job}\0{token}".encode()).digest()
+
+
+def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret, who + nonces, "sha256")
+
+
+def _listen(addresses: Sequence[Address]) -> socket.socket:
+    """At the first address that is free, and nowhere else; on all interfaces where the host is "" or a name of this machine alone."""
+    for host, port in addresses:
+        try:
+            family, address = _interface(host)
+            both = family == socket.AF_INET6 and not address
+            return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
+        except OSError as error:
+            reason = error
+    if reason.errno == errno.EADDRNOTAVAIL or isinstance(reason, socket.gaierror):
+        host = addresses[0][0]
+        raise ExecutionError(f"the store of rank 0 cannot listen at {host} ({reason}); set HOSTWEAVE_BIND to one of its host, or 0.0.0.0")
+    ports = f"{addresses[0][1]} to {addresses[-1][1]}"
+    raise ExecutionError(f"no port from {ports} is free for the store of rank 0 ({reason}); set HOSTWEAVE_PORT to another on all ranks")
+
+
+def _interface(host: str) -> tuple[socket.AddressFamily, str]:
+    if host:
+        family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        is_number = ":" in host or host.replace(".", "").isdigit()
+        # A name of this host that leads to its loopback, as many an /etc/hosts has it, leads others to one of its interfaces.
+        if is_number or host == "localhost" or not ipaddress.ip_address(address).is_loopback:
+            return family, str(address)
+    return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""
+
+
+def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, timeout: float) -> bytes | None:
+    name = key.encode()
+    connection.settimeout(timeout + _GRACE)
+    try:
+        if not _has_input(connection):  # else the server had something to say: goodbye, or nothing any more
+            connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
+        status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
+        if status == _GOODBYE:
+            raise StoreClosed("the store is closed: the process of rank 0 has ended")
+        return None if count < 0 else _receive(connection, count)
+    except OSError as error:
+        raise _no_answer(error) from error
+
+
+def _has_input(connection: socket.socket) -> bool:
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _no_answer(error: OSError) -> ExecutionError:
+    return ExecutionError(f"the store in the process of rank 0 does not answer ({error}); has that process ended?")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("closed")
+        data += part
+    return data

@@ -12,13 +12,12 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import accept, expect_writable, local_part
+from hostweave.runtime.arguments import Bound, accept, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
-from hostweave.runtime.bound import Bound
 from hostweave.runtime.meeting import Shape, Span
 from hostweave.runtime.windows import Place, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
-from hostweave.types.shards import block_shape, global_shape, holds, shape_of_global
+from hostweave.types.tensor import block_shape, global_shape, holds, shape_of_global
 
 Output = tuple[Library, Array] | None  # None where this rank has none of it
 

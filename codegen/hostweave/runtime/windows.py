@@ -19,8 +19,8 @@ from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
 from hostweave.host_ir.ir import HostProgram, Parameter
+from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
-from hostweave.runtime.bound import Bound
 from hostweave.runtime.meeting import CallSignature, Span
 from hostweave.targets.target import CPU_DEVICE, NAMES, find_target
 from hostweave.types.numpy_dtypes import numpy_dtype

@@ -17,7 +17,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.graph import Graph
-from hostweave.types.shards import shard
+from hostweave.types.tensor import shard
 
 
 class Copied(NamedTuple):

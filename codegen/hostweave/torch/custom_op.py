@@ -1,7 +1,5 @@
 """A compiled program as a custom op of torch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -11,7 +9,7 @@ from hostweave.api import Program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import current
 from hostweave.torch.aten import DTYPES
-from hostweave.types.shards import bind_sizes, global_shape, local_outputs
+from hostweave.types.tensor import bind_sizes, global_shape, local_outputs
 
 
 def as_torch_op(program: Program, name: str) -> Any:

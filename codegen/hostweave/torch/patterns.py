@@ -1,7 +1,5 @@
 """What several nodes of a graph compute together that is one op here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

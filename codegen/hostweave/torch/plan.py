@@ -1,7 +1,5 @@
 """The sharding plan of a module: which mesh axes shard each parameter, input and module output, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches

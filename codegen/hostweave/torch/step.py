@@ -1,7 +1,5 @@
 """A whole step of training as one program: forward and backward pass, and AdamW in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple

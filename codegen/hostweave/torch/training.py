@@ -1,7 +1,5 @@
 """A compiled module that trains: its outputs have a grad_fn, which calls the compiled backward program."""
 
-from __future__ import annotations
-
 import threading
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """What `Program.explain` says: of each communication how it is done, out of what and why, and of each attention."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Set
 

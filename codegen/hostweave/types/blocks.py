@@ -1,13 +1,11 @@
 """Tensors cut into blocks, as they are sent to ranks that share their dims: the last blocks of a dim may be short, or empty."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from hostweave.types.rank_sizes import Sizes, local_range
+from hostweave.types.mesh import Sizes, local_range
 from hostweave.types.size import LocalSize, Size
 
 

@@ -1,8 +1,8 @@
-"""Meshes: the ranks of a program, with named axes."""
+"""Meshes: the ranks of a program, with named axes; and what each of so many ranks has of a size that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -156,3 +156,31 @@ def _named_sizes(sizes: Any) -> str:
     """`2, y=4` of (2, 4), for a remedy."""
     given = [size for size in (sizes if isinstance(sizes, Sequence) else (sizes,)) if isinstance(size, int)]
     return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"
+
+
+# --- local sizes of ranks ---------------------------------------------------------------------------------------------
+
+
+Sizes = Mapping[str, int]
+
+
+class RankSizes(dict[str, int]):
+    """Sizes by symbol for one rank of a mesh, which local sizes are bound for."""
+
+    def __init__(self, sizes: Sizes, mesh: Mesh, rank: int = 0):
+        super().__init__(sizes)
+        self.mesh, self.rank = mesh, rank
+
+
+def local_range(size: int, ranks: int, rank_in_group: int) -> range:
+    """The indices of a dim that one rank has: a block of ceil(size / ranks), of which the last ranks have less or nothing."""
+    block = -(-size // ranks)
+    return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
+
+
+def shares(shape: Sequence[int], dim: int | None, ranks: Sequence[int]) -> list[range]:
+    """Which elements of a buffer that holds a block for each rank belong to each: of one dim what a rank holds, or as many each."""
+    size = prod(shape) if dim is None else shape[dim]
+    each = prod(shape) // size if size else 0
+    own = (local_range(size, len(ranks), rank_in_group) for rank_in_group in range(len(ranks)))
+    return [range(part.start * each, part.stop * each) for part in own]

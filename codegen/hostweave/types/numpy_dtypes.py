@@ -1,7 +1,5 @@
 """The dtypes of NumPy, PyTorch and CuPy, by name, and casts that round as the targets do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

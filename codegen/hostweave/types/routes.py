@@ -1,7 +1,5 @@
 """Moves between meshes: which rank sends which block of a tensor to which rank."""
 
-from __future__ import annotations
-
 from collections.abc import Container
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,19 +1,21 @@
-"""Tensor types: dtype, dims, the mesh axes that shard each dim, and the axes of a partial result."""
+"""Tensor types: dtype, dims, the mesh axes that shard each dim, the axes of a partial result; and global arrays, split as a type says."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ArgumentError, Location, ProgramError
+from hostweave.base.lexer import MAX_INT
+from hostweave.types.mesh import Mesh, local_range
 from hostweave.types.size import LocalSize, Size
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-from hostweave.types.mesh import Mesh, _listed
+from hostweave.types.mesh import _listed
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,6 @@ u16 = DType("u16", 2, "uint", "uint16_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
-MAX_SIZE = 2**63 - 1  # of a dim and of the elements of a tensor: they are int64_t
 MAX_DIMS = 8  # of an array, as hw::Shape has them
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
@@ -200,7 +201,7 @@ class TensorType:
         """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
-        if prod([dim.size.coefficient for dim in self.dims]) > MAX_SIZE:
+        if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
         twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if twice is not None:
@@ -218,8 +219,6 @@ class TensorType:
 
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
         """What `rank` of the mesh holds of a global array: a view of its block. Raises ArgumentError where the shape does not fit."""
-        from hostweave.types.shards import shard
-
         return shard(self, array, rank, mesh)
 
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[slice, ...]:
@@ -227,14 +226,10 @@ class TensorType:
 
         Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
         """
-        from hostweave.types.shards import checked_block
-
         return checked_block(self, tuple(shape), rank, mesh, "block")
 
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
         """The global array of what the ranks of the mesh hold, in rank order. Raises ArgumentError where a shape does not fit."""
-        from hostweave.types.shards import unshard
-
         return unshard(self, arrays, mesh)
 
     def __str__(self) -> str:
@@ -252,3 +247,198 @@ class BufferType:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+# --- global arrays, split into the blocks of ranks --------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+Shape = tuple[int, ...]
+
+
+def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
+    """The block of a global array that `rank` holds, a view. Raises ArgumentError where the shape does not fit, or the rank has none."""
+    return array[checked_block(type_, array.shape, rank, mesh, "shard")]
+
+
+def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[slice, ...]:
+    """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
+    if not holds(type_, mesh, rank):
+        raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
+    _check_rank(type_, shape)
+    bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
+    return block_of(type_, mesh, rank, shape)
+
+
+def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
+    """The global array of the blocks of all ranks, in rank order; where ranks hold copies the last one's is taken.
+
+    Raises ArgumentError where there is not one array a rank, or where a shape does not fit.
+    """
+    import numpy as np
+
+    mesh = type_.mesh_in(mesh)
+    if len(arrays) != mesh.size:
+        raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
+    for array in arrays:
+        _check_rank(type_, array.shape)
+    shape = shape_of_global(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
+    result = np.empty(shape, arrays[0].dtype)
+    for rank, array in zip(mesh.all_ranks, arrays, strict=True):
+        if array.shape != (wanted := block_shape(type_, mesh, rank, shape)):
+            raise ArgumentError(
+                f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass what it holds"
+            )
+        result[block_of(type_, mesh, rank, shape)] = array
+    return result
+
+
+def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
+    """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
+    mesh = type_.mesh_in(mesh)
+    return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
+
+
+def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank has anything of it: none has that is not in its mesh."""
+    return rank in type_.mesh_in(mesh).all_ranks
+
+
+def _check_rank(type_: TensorType, shape: Shape) -> None:
+    if len(shape) != len(type_.dims):
+        raise ArgumentError(f"an array of {len(shape)} dims is not a {type_}; pass one of {len(type_.dims)} dims")
+
+
+def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
+    return tuple(size.bind(sizes) for size in type_.shape)
+
+
+def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
+    """The shape of what a rank holds of a global array of `shape`."""
+    return tuple(part.stop - part.start for part in block_of(type_, mesh, rank, shape))
+
+
+def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The block of a global array of `shape` that `rank`, one of its mesh, holds. The first axis of a dim splits it outermost."""
+    mesh = type_.mesh_in(mesh)
+    ranges = [
+        local_range(size, mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)
+    ]
+    return tuple(slice(part.start, part.stop) for part in ranges)
+
+
+def local_outputs(
+    program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
+) -> list[Shape]:
+    """The shapes of a rank's outputs, for its inputs of these shapes, where each rank has an even share of every sharded dim.
+
+    Raises ArgumentError where a shape does not fit its type, or a name has two sizes.
+    """
+    even = {
+        name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
+        for name, type_ in inputs.items()
+    }
+    sizes = bind_sizes(program, mesh, inputs, even, None)
+    return [block_shape(type_, mesh, rank, global_shape(type_, sizes)) for type_ in outputs]
+
+
+def bind_sizes(
+    program: str,
+    mesh: Mesh,
+    inputs: Mapping[str, TensorType],
+    shapes: Mapping[str, Shape],
+    uneven: Container[str] | None = (),
+) -> dict[str, int]:
+    """The size of every name in the types of the inputs; those in `uneven` need not divide, with None no size need.
+
+    Raises ArgumentError where a shape does not fit its type, a name has two sizes, or ranks cannot share a dim evenly.
+    """
+    sizes: dict[str, int] = {}
+    bound_by: dict[str, str] = {}
+    for name, type_ in inputs.items():
+        for dim_size, size in zip(type_.shape, shapes[name], strict=True):
+            if symbol := dim_size.name:
+                if sizes.setdefault(symbol, size) != size:
+                    other, known = bound_by[symbol], sizes[symbol]
+                    raise ArgumentError(f"{program}: {name}: {dim_size} is {size} here and {known} in {other}; pass arrays that agree")
+                bound_by.setdefault(symbol, name)
+    for name, type_ in inputs.items():
+        for index, (dim, size) in enumerate(zip(type_.dims, shapes[name], strict=True)):
+            place = f"{program}: {name}: dim {index}"
+            try:
+                wanted = dim.size.bind(sizes) if all(symbol in sizes for symbol in dim.size.symbols) else size
+            except ValueError as error:
+                raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
+            if wanted != size:
+                raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if dim.size.is_int else f' for {dim.size}'}")
+            parts = type_.mesh_in(mesh).size_of(dim.axes)
+            if size % parts and uneven is not None and not dim.size.is_uneven(parts, uneven):
+                raise ArgumentError(
+                    f"{place} ({dim.size} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
+                    f"pad it to {-(-size // parts) * parts}"
+                )
+    return sizes
+
+
+# --- strides ----------------------------------------------------------------------------------------------------------
+# Of buffers and of views, in elements, and their types.
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The strides of a contiguous buffer, in elements."""
+    strides: list[Size] = []
+    step = Size()
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * size
+    return tuple(reversed(strides))
+
+
+def strides_of(buffer: BufferType) -> tuple[Size, ...]:
+    return row_major(buffer.shape) if buffer.strides is None else buffer.strides
+
+
+def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
+    """A view's type, without strides where it is contiguous. The stride of a dim of size 1 has no effect."""
+    contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
+    return BufferType(buffer.dtype, shape, None if contiguous else strides)
+
+
+def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
+    """The same with another one for a dim."""
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
+    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
+    result: list[Size] = []
+    source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Size()]
+    target = list(wanted)
+    i = j = 0
+    while j < len(target):
+        if target[j] == Size():
+            result.append(Size())
+            j += 1
+            continue
+        if i == len(source):
+            raise ValueError("a reshape keeps the number of elements")
+        have, want = source[i][0], target[j]
+        i_end, j_end = i + 1, j + 1
+        while have != want:  # grow the smaller side; where names hide which that is, the target first
+            quotient = want.divided_by(have)
+            grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
+            if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:
+                have, i_end = have * source[i_end][0], i_end + 1
+            elif not grow_source:
+                want, j_end = want * target[j_end], j_end + 1
+            else:
+                raise ValueError("these dims are not contiguous in memory, or the number of elements differs")
+        result += (source[i_end - 1][1] * step for step in row_major(tuple(target[j:j_end])))
+        i, j = i_end, j_end
+    if i != len(source):
+        raise ValueError("a reshape keeps the number of elements")
+    return tuple(result)

@@ -28,11 +28,11 @@ class Picker {
   void demote(std::uint64_t& priority) { priority = --lowest_; }
   // A bit of the seed, for the knobs that it decides.
   bool coin(int which) const { return (mixed_ >> which) & 1; }
+  std::size_t draw(std::size_t n) { return static_cast<std::size_t>(random_() % n); }
   std::uint64_t steps() const { return steps_; }
   std::uint64_t hash() const { return hash_; }
 
  private:
-  std::size_t draw(std::size_t n) { return static_cast<std::size_t>(random_() % n); }
   std::size_t highest(const std::vector<Candidate>& candidates, bool streams_only);
 
   std::mt19937_64 random_;

@@ -67,6 +67,7 @@ struct Traffic {
 class SharedGroup {
  public:
   static constexpr int kRanks = 64, kSignals = 64;  // at most
+  static constexpr int kCounts = 3 * kSignals;      // of each rank for each other one
 
   // The file for a new communicator, or -1.
   static int make(std::uint64_t token);

@@ -49,6 +49,8 @@ class CallOrder {
   // the next. Then nothing depends on what lies outside of the capture. Inside of OfKernels there are no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
+  // Whether the call that has begun is being captured.
+  bool capturing() const { return capturing_; }
 
   // While it lives, this thread captures calls whose launches are each made between `begin_call` and `end_call`: a graph that is
   // all kernels, one after another, is launched in the same time however many they are.

@@ -2,24 +2,23 @@
 //   %h: bf16[M/4, K] = relu(%x)
 // }  # ends here: %h is written in parts
 // host @ag_matmul_pull(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
-// puts[1], arrivals[1]) events(arrived[8], fetched[1]) {
+// puts[1]) events(arrived[8]) {
 //   %h = allocate_window bf16[M/4, K]
 //   launch @relu_h %x -> %h
+//   %h_gathered = allocate bf16[M, K]
 //   fork puts
 //   stream puts[0] {
 //     for %j in 0..3 {
 //       signal 0 at (rank.x + 1 + %j) % 4 for %h on x
 //     }
 //   }
-//   %h_gathered = allocate bf16[M, K]
-//   fork arrivals
 //   fork ring
 //   for %i in 0..8 {
 //     %p = (rank.x + %i / 2) % 4
 //     %h_gathered_i = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
 //     %h_i = chunk %h[0: %i % 2 of 2]
 //     if %i >= 2 {
-//       stream arrivals[0] {
+//       stream puts[0] {
 //         if %i % 2 == 0 {
 //           wait_signal 0 from %p for %h_gathered_i on x
 //         }
@@ -36,22 +35,15 @@
 //       matmul %h_chunk, %w -> %y_i
 //     }
 //   }
-//   stream arrivals[0] {
-//     record fetched[0]
-//   }
 //   stream puts[0] {
-//     wait fetched[0]
 //     for %k in 0..3 {
 //       signal 0 at (rank.x + 1 + %k) % 4 for %h on x
 //     }
-//   }
-//   stream arrivals[0] {
 //     for %l in 0..3 {
 //       wait_signal 0 from (rank.x + 1 + %l) % 4 for %h on x
 //     }
 //   }
 //   join ring
-//   join arrivals
 //   join puts
 // }
 #include "program.h"
@@ -66,9 +58,7 @@ Program::Program(hw::Rank& rank)
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
-      arrivals_(rank, "arrivals", 1),
       arrived_(8),
-      fetched_(1),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(relu_h));
@@ -125,14 +115,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
   }
-  HW_CHECK(arrivals_.fork(caller));
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t p = (rank_x + i / 2) % 4;
     auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
     if (i >= 2) {
-      const hw::Stream stream = arrivals_[0];
+      const hw::Stream stream = puts_[0];
       if (i % 2 == 0) {
         HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
       }
@@ -149,24 +138,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_y_.multiply(h_chunk, w, y_i, stream));
   }
   {
-    const hw::Stream stream = arrivals_[0];
-    HW_CHECK(cudaEventRecord(fetched_[0], stream));
-  }
-  {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(cudaStreamWaitEvent(stream, fetched_[0], 0));
     for (int64_t k = 0; k < 3; ++k) {
       HW_CHECK(ncclSignal((rank_x + 1 + k) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
-  }
-  {
-    const hw::Stream stream = arrivals_[0];
     for (int64_t l = 0; l < 3; ++l) {
       HW_CHECK(hw::wait_signal((rank_x + 1 + l) % 4, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(arrivals_.join(caller));
   HW_CHECK(puts_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -60,9 +60,7 @@ class Program {
   const hw::Channel& channel_x_;    // the 4 ranks along x
   hw::Streams ring_;                // ring[2]
   hw::Streams puts_;                // puts[1]
-  hw::Streams arrivals_;            // arrivals[1]
   hw::Events arrived_;              // arrived[8]
-  hw::Events fetched_;              // fetched[1]
   hw::MatmulPlan plan_y_;           // matmul %h_chunk, %w -> %y_i
   hw::WindowArena arena_;           // which peers write to and read from
   hw::bf16* h_ = nullptr;           // %h: bf16[M/4, K]

@@ -1,5 +1,5 @@
 // host @ag_matmul_put(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
-// puts[1], arrivals[1]) events(arrived[4], free[1]) {
+// puts[1]) events(arrived[4]) {
 //   %x_gathered = allocate_window bf16[M, K]
 //   fork puts
 //   stream puts[0] {
@@ -9,22 +9,15 @@
 //     for %k in 0..3 {
 //       wait_signal 0 from (rank.x + 1 + %k) % 4 for %x_gathered on x
 //     }
-//     %x_gathered_l = chunk %x_gathered[0: rank.x of 4]
-//     record free[0]
-//     for %l in 0..3 {
-//       put %x -> %x_gathered_l at (rank.x - 1 - %l) % 4 signal 0 on x
-//     }
-//   }
-//   fork arrivals
-//   stream arrivals[0] {
-//     wait free[0]
 //   }
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     %x_gathered_i = chunk %x_gathered[0: %p of 4]
 //     if %i >= 1 {
-//       stream arrivals[0] {
+//       stream puts[0] {
+//         %x_gathered_i_2 = chunk %x_gathered[0: rank.x of 4]
+//         put %x -> %x_gathered_i_2 at (rank.x - %i) % 4 signal 0 on x
 //         wait_signal 0 from %p for %x_gathered_i on x
 //         record arrived[%i]
 //       }
@@ -39,7 +32,6 @@
 //     }
 //   }
 //   join ring
-//   join arrivals
 //   join puts
 // }
 #include "program.h"
@@ -53,9 +45,7 @@ Program::Program(hw::Rank& rank)
       channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
-      arrivals_(rank, "arrivals", 1),
       arrived_(4),
-      free_(1),
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
       arena_({&channel_x_}) {}
 
@@ -107,25 +97,17 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     for (int64_t k = 0; k < 3; ++k) {
       HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
     }
-    auto* x_gathered_l = x_gathered_ + rank_x * (M / 4 * K);
-    HW_CHECK(cudaEventRecord(free_[0], stream));
-    for (int64_t l = 0; l < 3; ++l) {
-      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - 1 - l + 4) % 4, x_gathered_l), x,
-                               M / 4 * K * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(ncclSignal((rank_x - 1 - l + 4) % 4, 0, 0, 0, channel_x_.comm(), stream));
-    }
-  }
-  HW_CHECK(arrivals_.fork(caller));
-  {
-    const hw::Stream stream = arrivals_[0];
-    HW_CHECK(cudaStreamWaitEvent(stream, free_[0], 0));
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
     if (i >= 1) {
-      const hw::Stream stream = arrivals_[0];
+      const hw::Stream stream = puts_[0];
+      auto* x_gathered_i_2 = x_gathered_ + rank_x * (M / 4 * K);
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_i_2), x, M / 4 * K * sizeof(hw::bf16),
+                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(ncclSignal((rank_x - i + 4) % 4, 0, 0, 0, channel_x_.comm(), stream));
       HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
@@ -138,7 +120,6 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(arrivals_.join(caller));
   HW_CHECK(puts_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

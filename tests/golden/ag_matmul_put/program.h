@@ -60,9 +60,7 @@ class Program {
   const hw::Channel& channel_x_;    // the 4 ranks along x
   hw::Streams ring_;                // ring[2]
   hw::Streams puts_;                // puts[1]
-  hw::Streams arrivals_;            // arrivals[1]
   hw::Events arrived_;              // arrived[4]
-  hw::Events free_;                 // free[1]
   hw::MatmulPlan plan_y_;           // matmul %x_chunk, %w -> %y_i
   hw::WindowArena arena_;           // which peers write to and read from
   hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]

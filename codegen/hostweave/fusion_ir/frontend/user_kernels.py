@@ -1,7 +1,5 @@
 """`hw.kernel`: CUDA C++ of the user as an op of a fusion."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

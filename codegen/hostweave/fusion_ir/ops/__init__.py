@@ -1,7 +1,5 @@
 """The table of ops of the fusion IR, one entry each, by what the modules of this package define; and what is asked of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Calls of functions, and C++ of the user."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostweave.base.errors import ArgumentError

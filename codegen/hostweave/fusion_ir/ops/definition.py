@@ -1,15 +1,12 @@
 """What an entry of the op table says, and what entries have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
 from hostweave.fusion_ir.ir import Attribute, Op
-from hostweave.types.mesh import Mesh
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.mesh import Mesh, Sizes
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, DType, TensorType
 

@@ -4,8 +4,6 @@ Of a dim that is indexed an op has `rows`, the numbers of the indices that the r
 are its own. So the dim may be sharded: what other ranks hold counts as zeros in a `take`, and is left out by a `scatter`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered

@@ -51,8 +51,12 @@ def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
     return infer
 
 
-def _unary(kind: str, doc: str, cpp: str, numpy: Callable[..., Any], *, kinds: tuple[str, ...] = FLOATS, **facts: Any) -> Unary:
-    OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, numpy, cpp=cpp, is_public=True, **facts)
+def _unary(
+    kind: str, doc: str, cpp: str, numpy: Callable[..., Any] | None = None, *, kinds: tuple[str, ...] = FLOATS, **facts: Any
+) -> Unary:
+    """`numpy` may be left out where NumPy calls it the same."""
+    computed = numpy or (lambda np, x: getattr(np, kind)(x))
+    OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, computed, cpp=cpp, is_public=True, **facts)
 
     def function(x: Tensor) -> Tensor:
         return record(kind, x)
@@ -137,18 +141,17 @@ OPS["pow"] = OpDef(
 
 # --- of one number ----------------------------------------------------------------------------------------------------
 
-negative = _unary("negative", "The negative.", "-{0}", lambda np, x: -x, kinds=SIGNED, written="-x", linear="first")
-abs = _unary(  # of -0.0 it is 0.0
-    "abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", lambda np, x: np.abs(x), kinds=SIGNED, written="abs(x)"
-)
+negative = _unary("negative", "The negative.", "-{0}", kinds=SIGNED, written="-x", linear="first")
+# Of -0.0 it is 0.0.
+abs = _unary("abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", kinds=SIGNED, written="abs(x)")
 reciprocal = _unary("reciprocal", "1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
-exp = _unary("exp", "The exponential function.", "std::exp({0})", lambda np, x: np.exp(x), fast=_FAST_EXP, cost=16)
-log = _unary("log", "The natural logarithm.", "std::log({0})", lambda np, x: np.log(x), cost=16)
-sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", lambda np, x: np.sqrt(x), cost=12)
+exp = _unary("exp", "The exponential function.", "std::exp({0})", fast=_FAST_EXP, cost=16)
+log = _unary("log", "The natural logarithm.", "std::log({0})", cost=16)
+sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", cost=12)
 rsqrt = _unary("rsqrt", "1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
-sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", lambda np, x: np.sin(x), cost=30)
-cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", lambda np, x: np.cos(x), cost=30)
-tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", lambda np, x: np.tanh(x), cost=30)
+sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", cost=30)
+cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", cost=30)
+tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", cost=30)
 erf = _unary("erf", "The error function.", "std::erf({0})", _erf, fast=("std::erf", "hw::fast_erf"), cost=30)
 sigmoid = _unary(
     "sigmoid", "1 / (1 + exp(-x)).", "T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
@@ -165,7 +168,6 @@ sign = _unary(
     "sign",
     "-1, 0 or 1, as x is negative, zero or positive; NaN of NaN.",
     "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # of -0.0 it is 0.0
-    lambda np, x: np.sign(x),
     kinds=NUMBERS,
     cpp_of_ints="({0} > 0) - ({0} < 0)",
     cost=3,
@@ -189,7 +191,7 @@ greater_equal = _binary("greater_equal", "Whether a is at least b.", "{0} >= {1}
 logical_and = _binary("logical_and", "The logical and.", "{0} && {1}", kinds=BOOLS, written="a & b")
 logical_or = _binary("logical_or", "The logical or.", "{0} || {1}", kinds=BOOLS, written="a | b")
 logical_xor = _binary("logical_xor", "Whether one of them alone is true.", "{0} != {1}", kinds=BOOLS, written="a ^ b")
-logical_not = _unary("logical_not", "The negation.", "!{0}", lambda np, x: np.logical_not(x), kinds=BOOLS, written="~x")
+logical_not = _unary("logical_not", "The negation.", "!{0}", kinds=BOOLS, written="~x")
 bitwise_and = _binary("bitwise_and", "The bits that both have.", "{0} & {1}", kinds=INTS, written="a & b")
 bitwise_or = _binary("bitwise_or", "The bits that either has.", "{0} | {1}", kinds=INTS, written="a | b")
 bitwise_xor = _binary("bitwise_xor", "The bits that one of them alone has.", "{0} ^ {1}", kinds=INTS, written="a ^ b")
@@ -260,7 +262,6 @@ copy = _unary(
     "copy",
     "The same values in a buffer of their own; of an input it can be streamed.",
     "{0}",
-    lambda np, x: x.copy(),
     kinds=(),
     cost=0,
     makes="copied",

@@ -101,6 +101,13 @@ def _reduction(
     return named(function, kind, doc)
 
 
+def _of_bits(word: str, doc: str, combine: Combine) -> Reduction:
+    def computed(np: Any, x: Any, **a: Any) -> Any:
+        return getattr(np, f"bitwise_{word}").reduce(x, **a)
+
+    return _reduction(f"reduce_{word}", doc, combine, word, computed, kinds=_BITS)
+
+
 def _bound(np: Any, x: Any, sign: int) -> Any:
     """What a max (-1) or min (1) of no elements is: a rank may hold none."""
     if x.dtype.kind == "b":
@@ -139,20 +146,9 @@ min = _reduction(
 mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "sum", _mean, COUNT, kinds=FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
 
-reduce_and = _reduction(
-    "reduce_and", "The bits that all have, of ints or bools.", _AND, "and", lambda np, x, **a: np.bitwise_and.reduce(x, **a), kinds=_BITS
-)
-reduce_or = _reduction(
-    "reduce_or", "The bits that any has, of ints or bools.", _OR, "or", lambda np, x, **a: np.bitwise_or.reduce(x, **a), kinds=_BITS
-)
-reduce_xor = _reduction(
-    "reduce_xor",
-    "The bits that an odd number has, of ints or bools.",
-    _XOR,
-    "xor",
-    lambda np, x, **a: np.bitwise_xor.reduce(x, **a),
-    kinds=_BITS,
-)
+reduce_and = _of_bits("and", "The bits that all have, of ints or bools.", _AND)
+reduce_or = _of_bits("or", "The bits that any has, of ints or bools.", _OR)
+reduce_xor = _of_bits("xor", "The bits that an odd number has, of ints or bools.", _XOR)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Ops that say where the blocks of a tensor are, and the steps of which a reshard is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, numbered

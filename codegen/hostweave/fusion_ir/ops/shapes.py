@@ -1,7 +1,5 @@
 """Ops that give the elements of their operands another shape or place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Instructions of the host IR that communicate: of contiguous buffers of one dtype."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

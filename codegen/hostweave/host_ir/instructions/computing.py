@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ops.attention import Masks, attended, differentiated
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Writes
 from hostweave.types.blocks import Cuts, boxes
-from hostweave.types.rank_sizes import Sizes
+from hostweave.types.mesh import Sizes
 
 ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
 FEW_ROWS = 8  # at most, of products that a kernel computes: hw::kFewRows

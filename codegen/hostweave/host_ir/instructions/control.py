@@ -1,7 +1,5 @@
 """Instructions of the host IR for streams and events, and for what runs when, how often, and on which ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hostweave.host_ir.expr import Expr

@@ -1,15 +1,12 @@
 """Instructions of the host IR that name memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.host_ir.strides import _reshaped_strides, _with, strided, strides_of
 from hostweave.host_ir.tree import Alias, Allocated, Freed, Instruction, Viewed
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType
+from hostweave.types.tensor import BufferType, _reshaped_strides, _with, strided, strides_of
 
 
 @dataclass(frozen=True)

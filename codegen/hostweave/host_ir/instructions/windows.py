@@ -1,7 +1,5 @@
 """Instructions of the host IR by which a rank reads and writes the memory of others, and signals that order them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hostweave.host_ir.expr import Expr

@@ -1,7 +1,5 @@
 """What the verifier's rules share: the names of a program, their types, and the context of an instruction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -10,10 +8,9 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.fusion_ir.verify import verify_ops
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.aliases import AliasRoots
 from hostweave.host_ir.calls import channels_of, events_of
 from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, Var, leaves
-from hostweave.host_ir.text import print_instruction
+from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.blocks import Cuts
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product
@@ -135,7 +132,7 @@ class Checker:
     def fail(self, message: str) -> NoReturn:
         if self.current is None:
             raise ProgramError(f"@{self.program.name}: {message}")
-        text = print_instruction(self.current)[0].removesuffix(" {")
+        text = self.current.lines()[0].removesuffix(" {")
         raise ProgramError(f"@{self.program.name}: {text}: {message}", self.current.location)
 
     # --- structure ---

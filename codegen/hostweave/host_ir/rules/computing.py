@@ -11,9 +11,8 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
-from hostweave.host_ir.strides import strides_of
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32, strides_of
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:

@@ -1,7 +1,5 @@
 """Verifier rules of instructions with bodies, and of streams, events, calls and meshes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree

@@ -8,8 +8,6 @@ becomes
     %y: bf16[M, N@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value

@@ -8,8 +8,6 @@ becomes
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value

@@ -15,8 +15,6 @@ becomes
 with an op a line. The log-sum-exps of all ranks travel, and the sum over the ranks is reduced as any other, in f32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -11,8 +11,6 @@ becomes
     %dw: f32[E, F] = matmul(%x_permuted, %dy, contracted=2)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ Ranks that take part in a move wait for each other, and each rank does what it d
 ranks, so that no two can wait for one another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

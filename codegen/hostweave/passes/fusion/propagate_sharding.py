@@ -11,8 +11,6 @@ becomes
     %y: bf16[M@x, N] pinned = reshard(%z)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value

@@ -10,8 +10,6 @@ becomes
     %y: f32[M@x, K] = add(%a, %a)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op

@@ -14,8 +14,6 @@ becomes
     %y: f32[M, K] = reshard(%y_partial)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -12,8 +12,6 @@ becomes, with M = 8192 and all other sizes known,
 as if the user had stated it. What he has streamed himself stays as it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice

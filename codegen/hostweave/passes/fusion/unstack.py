@@ -11,8 +11,6 @@ becomes
     %y: f32[M] = exp(%b)
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op

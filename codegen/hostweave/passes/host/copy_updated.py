@@ -8,8 +8,6 @@ writes some elements of %y, where %x lies already. Where that is memory of its o
     launch @dynamic_update_slice_x %y, %row, %start -> %y
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use

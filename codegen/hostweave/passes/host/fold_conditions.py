@@ -10,14 +10,12 @@ A loop of one iteration is none. On a mesh of one rank all chunks are its own: c
 memory for those, go.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
-from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size

@@ -15,8 +15,6 @@ a value that it had to write anyway. A kernel that would read and write as much 
 one adds to the one before.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import frexp
 
@@ -25,8 +23,9 @@ from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import eliminate_dead_code, launched
+from hostweave.host_ir.calls import launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds

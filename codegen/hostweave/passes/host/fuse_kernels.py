@@ -12,8 +12,6 @@ In the host IR a kernel is fused as it is launched: on the chunk of a loop, next
 why it ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +22,7 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import eliminate_dead_code
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 

@@ -15,8 +15,6 @@ becomes
 On one stream what is computed between them costs as much before them. What is posted stays as it is.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import def_use

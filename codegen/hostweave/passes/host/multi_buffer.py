@@ -17,8 +17,6 @@
 An iteration is on one stream, and the next iteration that uses its slot is later on the same stream.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use

@@ -23,11 +23,11 @@ from hostweave.base.names import claim_unique, unique_name
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import launched
+from hostweave.host_ir.calls import launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, binary
-from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.types.size import Size, Sum, product
+from hostweave.types.tensor import strides_of
 
 DTYPES = ("f16", "bf16", "f32")
 

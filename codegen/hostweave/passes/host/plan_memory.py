@@ -13,8 +13,6 @@ if something is allocated after that. The order of these lines is the plan: a bu
 Offsets are found when sizes are known.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +20,8 @@ from dataclasses import replace
 from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Const
+from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 

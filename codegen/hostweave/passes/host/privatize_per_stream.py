@@ -8,12 +8,10 @@ becomes
     for %i in 0..8 { stream ring[%i] { %h = allocate bf16[M/8, N]; matmul %x_i, %w -> %h; ... } }
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
-from hostweave.check.bindings import compiled
+from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
 from hostweave.host_ir.expr import Expr, Var, binary, leaves

@@ -31,8 +31,8 @@ from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.base.names import claim_unique
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.dead_code import indices_in
 from hostweave.host_ir.expr import Expr, opposite
+from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 
 Edits = dict[int, tree.Body]

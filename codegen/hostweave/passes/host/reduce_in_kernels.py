@@ -20,9 +20,9 @@ from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import MeshAxes, Op, Value
 from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import bodies, joined
-from hostweave.host_ir.dead_code import eliminate_dead_code, launched
+from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
 from hostweave.transports.transport import DEFAULT

@@ -13,8 +13,6 @@ kernels say that of each input, and a matmul adds so. What is returned in the me
 that reads the input has done so by then; else it is copied there in the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -22,8 +20,7 @@ from itertools import chain
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite, updated
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.aliases import AliasRoots
-from hostweave.host_ir.dead_code import eliminate_dead_code, indices_in
+from hostweave.host_ir.tree import AliasRoots, eliminate_dead_code, indices_in
 from hostweave.options import Options
 from hostweave.types.size import product
 

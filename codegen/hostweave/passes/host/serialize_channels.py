@@ -44,8 +44,14 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    first = next(k for k, instruction in enumerate(body) if instruction is not program.body[k])
-    body = (*body[:first], ir.Record(turns.event, Const(0)), *body[first:])  # for the first wait
+    unchanged = set(program.body)  # the others name the new event
+    changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
+    first, last = changed[0], changed[-1]
+    begin = turns.without(ir.Wait, body[first])  # nothing comes before the first turn, if that is one
+    if begin == (body[first],):
+        begin = (ir.Record(turns.event, Const(0)), *begin)
+    end = turns.without(ir.Record, body[last]) if last > first else ()
+    body = (*body[:first], *begin, *body[first + 1 : last], *end, *body[last + 1 :])
     return replace(program, events=(*program.events, ir.Events(turns.event, 1)), body=body)
 
 
@@ -60,27 +66,26 @@ class _Turns:
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """A body outside of every stream block: each block in it takes a turn, and so do communications on the caller's stream, those
-        that follow one another together."""
+        """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
         result: list[tree.Instruction] = []
-        ended: tree.Instruction | None = None  # the record of the last turn, where the caller's stream had that
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
                 result.append(instruction)
-                continue
-            before, ended = ended, None
-            if tree.names(instruction, "stream"):
+            elif tree.names(instruction, "stream"):
                 result.append(tree.with_bodies(instruction, self.on_one_stream))
             elif any(tree.names(inner, "stream") or inner.work == "compute" for inner in tree.walk((instruction,))):
                 result.append(tree.with_bodies(instruction, self.across_streams))
             else:
-                turn = self.on_one_stream((instruction,))
-                if isinstance(turn[-1], ir.Record):
-                    ended = turn[-1]
-                    if before:
-                        result, turn = [each for each in result if each is not before], turn[1:]
-                result.extend(turn)
+                result.extend(self.on_one_stream((instruction,)))
         return tuple(result)
+
+    def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
+        """An instruction, or the stream block that it is, without a wait for the event, or a record of it."""
+        if isinstance(instruction, kind) and instruction.event == self.event:
+            return ()
+        if tree.names(instruction, "stream"):
+            return (tree.with_bodies(instruction, lambda body: tuple(kept for i in body for kept in self.without(kind, i))),)
+        return (instruction,)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
         """One turn for all that a body communicates: from the first communication to the last one."""

@@ -13,8 +13,6 @@
 What shares memory in place is looked for in one body.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree

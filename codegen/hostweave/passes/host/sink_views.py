@@ -8,14 +8,12 @@ What is the same in every step of a loop comes before the loop, and before the f
 of a body, such as two stream blocks, are one view before them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.dead_code import indices_in
+from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 
 

@@ -15,8 +15,6 @@ becomes
 The waits of a stream for an event stand before their first use from the start: a ring's, and those that order channels.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import DefUse, def_use

@@ -17,8 +17,6 @@ Where channels take turns in the order in which they are issued, the all_gather 
 Each stream does what it did, in the same order, and what is sent on a channel meets what it met: only what is issued between is another.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise
@@ -32,8 +30,8 @@ from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import names_in, renamed
-from hostweave.host_ir.dead_code import eliminate_dead_code
 from hostweave.host_ir.expr import Var, binary
+from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 
 NAMES = ("view", "index")  # the roles of what a body can say again

@@ -9,8 +9,6 @@ where that is `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N], becomes
     launch @sum_y %y_rows -> %y
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique
@@ -18,8 +16,7 @@ from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES, COUNT, KEEPDIMS
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.calls import names_in
-from hostweave.host_ir.dead_code import launched
+from hostweave.host_ir.calls import launched, names_in
 from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32

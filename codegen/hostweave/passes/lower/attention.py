@@ -18,13 +18,12 @@ from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.host_ir.strides import strides_of
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import expr_of, rank_in_group
 from hostweave.types.size import Size
-from hostweave.types.tensor import BufferType, Dim
+from hostweave.types.tensor import BufferType, Dim, strides_of
 
 RESULT, LSE = "attention", "attention_lse"
 ALIGNED = 8  # elements of 16 bits that cuDNN reads at once

@@ -1,7 +1,5 @@
 """Facts about the values of a fusion: producer, consumers, local type, and which ops are views."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

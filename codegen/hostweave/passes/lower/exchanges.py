@@ -20,8 +20,9 @@ What lies in no window, as an input does, is not copied to one for a gather; it 
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so that no order of ranks stops another one. What is reduced is read first, from each rank the part
-that a rank reduces, and added up by a kernel in the order of ranks, so that all ranks round alike.
+Each rank signals before it waits, so that no order of ranks stops another one, and waits for all before it signals again: in a CUDA graph
+a signal is not given before its receiver has waited for the one before. What is reduced is read first, from each rank the part that a rank
+reduces, and added up by a kernel in the order of ranks, so that all ranks round alike.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
 SIGNAL = 0  # the only number that all libraries with signals have
-READ = 1  # the number of signals of those that have read, where they may come at any time
+NUMBERS = 64  # of signals, for moves between meshes
 SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
 
 Reduce = Callable[[str, str], None]  # emits the reduction of a buffer of terms, one a rank, into another one
@@ -183,26 +184,27 @@ class Exchange(Signals):
         """From each peer the part of its `src`, and to where, that `taken` names: to the peer's block of a dim `along`."""
         self.signal(src)
         copy_own()
-        self.each_peer(lambda peer: self.get(peer, *taken(peer), along))
+        self.each_peer(lambda peer: self.take(peer, *taken(peer), along))
+        self.signal(src)
         self.wait(src)
 
     def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
         """To each peer `src`, where it has this rank's `own` block of `dst`."""
-
-        def put(peer: Expr) -> None:
-            self.wait_for(peer, dst)
-            self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel))
-
         self.signal(dst)
         copy_own()
-        self.each_peer(put)
+        self.wait(dst)
+        self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
         self.wait(dst)
 
-    def get(self, peer: Expr, src: str, dst: str, along: int | None = None, number: int = SIGNAL) -> None:
-        """Once the peer says that it is there; then tells it, by a signal of this number."""
+    def take(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
+        """Once the peer says that it is there."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
-        self.signal_to(peer, src, number)
+
+    def get(self, peer: Expr, src: str, dst: str) -> None:
+        """And then tells it."""
+        self.take(peer, src, dst)
+        self.signal_to(peer, src)
 
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))

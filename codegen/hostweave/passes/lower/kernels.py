@@ -1,7 +1,5 @@
 """The kernels that a program launches: one per op, shared by ops that differ in names only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce

@@ -10,7 +10,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-Which ops share a loop (`lowering/loops.py`) and where results lie (`lowering/placement.py`) is decided before anything is written.
+Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is decided before anything is written.
 """
 
 from __future__ import annotations
@@ -19,31 +19,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
-from hostweave.host_ir.strides import strides_of
 from hostweave.options import Options
 from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
-from hostweave.passes.lower.buffers import Buffers
+from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, algorithm_of, iterations, loops_of, shards
-from hostweave.passes.lower.parts import borders, part
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.puts import ARRIVALS, PUTS
+from hostweave.passes.lower.puts import PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
-from hostweave.passes.lower.steps import Steps, dim_of_chunk
+from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, dim_of_chunk, iterations, loops_of, shards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import TensorType, f32
+from hostweave.types.tensor import TensorType, f32, strides_of
 
 RING = "ring"
 # Streams of a loop of puts. After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves
@@ -129,7 +126,7 @@ class _Lowering:
                     self.op(op, None)
         b.location = None
         self.asynchronous.join()
-        self.reshards.end_of_body()
+        self.reshards.wait_for_readers()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -138,7 +135,7 @@ class _Lowering:
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
         ring = ir.Streams(RING, streams)
-        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS, ARRIVALS))
+        alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS))
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
@@ -273,6 +270,8 @@ class _Lowering:
 
     def call(self, op: Op, function: Fusion) -> None:
         """All ranks make it: what a function does on a mesh of some of them, it does by itself."""
+        if any(inner.kind in TO_OTHER_MESHES for inner in function.all_ops):
+            self.reshards.wait_for_readers()  # its moves give signals of the same numbers
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):

@@ -12,8 +12,6 @@
 makes %h through a view of the memory of %t, so that nothing is copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.loops import Loop
+from hostweave.passes.lower.steps import Loop
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims")  # views of all elements

@@ -1,8 +1,9 @@
 """Chunk loops on one-sided channels: a rank writes to the memory of others, or reads theirs, and signals say when.
 
-All that a rank puts and signals is on one stream, in the order in which its peers wait for it, and no put waits for what a peer
-computes. A credit comes before each put: the first signal of a call says that the memory that it goes to is free. What ranks read of
-each other is signalled to be there before, and to have been read afterwards.
+All that a rank puts, signals and waits for is on one stream, in the order in which its peers do, since the branches of a CUDA graph may
+run as one queue in any order that its edges allow. A credit comes before the puts: the first signal of a call says that the memory that
+they go to is free. A rank waits for a piece of a peer before it puts the next one, as a signal is not given in a graph before its receiver
+has waited for the one before. What ranks read of each other is signalled to be there before, and to have been read afterwards.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from hostweave.passes.lower.steps import Steps, chunk_shape
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-PUTS = "puts"  # the stream of what a rank puts and signals
-ARRIVALS = "arrivals"  # and the one on which a gather waits for others, or reads from them
+PUTS = "puts"  # the stream of what a rank puts, reads, signals and waits for
 MOST_TERMS = 8  # that a kernel adds up as operands of its own
 
 
@@ -72,14 +72,7 @@ class Gather(PutLoop):
         with self.on(PUTS):
             self.signal(self.shard or self.landing)
             if not self.shard:
-                self.free = self.new_events("free", 1)
                 self.wait(self.landing)
-                b.emit(ir.Record(self.free, Const(0)))
-                self.each((self.size - 1) * self.subchunks, self.put)
-        b.emit(ir.Fork(ARRIVALS))
-        if not self.shard:
-            with self.on(ARRIVALS):
-                b.emit(ir.Wait(self.free, Const(0)))  # signals of a peer are waited for one after another
 
     def take_landing(self) -> bool:
         """Whether shards land where they are used; else in memory of their own, from where they are copied."""
@@ -102,15 +95,18 @@ class Gather(PutLoop):
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
         return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
 
-    def put(self, index: Var) -> None:
-        """Whoever needs this shard first gets it first."""
-        steps = replace(self.own, index=index)
-        source = self.source(steps)
-        self.b.emit(ir.Put(source, self.landed(steps), (self.rank - 1 - steps.distance) % self.size, SIGNAL, self.channel))
+    def put(self, steps: Steps) -> None:
+        """A piece of this rank's shard, to whoever takes it in this step."""
+        own = replace(steps, owner=self.rank)
+        self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
 
-    def source(self, steps: Steps) -> str:
-        """What this rank has of its own shard."""
-        return contiguous_source(self.b, self.buffers.operand(self.op, 0, steps), None)
+    def source(self, own: Steps) -> str:
+        """A piece of this rank's shard."""
+        return contiguous_source(self.b, self.buffers.operand(self.op, 0, own), None)
+
+    def sender(self, steps: Steps) -> Expr:
+        """From whom a piece arrives that is put."""
+        return steps.owned_by
 
     def landed(self, steps: Steps) -> str:
         if self.lands_in_place:
@@ -118,14 +114,16 @@ class Gather(PutLoop):
         return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
 
     def before_step(self, steps: Steps) -> None:
-        b, owner = self.b, steps.owned_by
+        b = self.b
 
         def arrive() -> None:
-            with self.on(ARRIVALS):
-                if not self.shard:
-                    b.emit(ir.WaitSignal(SIGNAL, owner, self.landed(steps), self.channel))
-                else:
+            with self.on(PUTS):
+                if self.shard:
                     self.read(steps)
+                else:
+                    landed = self.landed(steps)
+                    self.put(steps)
+                    self.wait_for(self.sender(steps), landed)
                 b.emit(ir.Record(self.arrived, steps.index))
 
         branch(b, opposite(steps.index.less(self.subchunks)), arrive)
@@ -154,50 +152,40 @@ class Gather(PutLoop):
         """Nothing."""
 
     def end(self) -> None:
-        b = self.b
         if self.shard:
-            fetched = self.new_events("fetched", 1)
-            with self.on(ARRIVALS):
-                b.emit(ir.Record(fetched, Const(0)))
             with self.on(PUTS):
-                b.emit(ir.Wait(fetched, Const(0)))
                 self.signal(self.shard)
-            with self.on(ARRIVALS):
                 self.wait(self.shard)
 
     def after_join(self) -> None:
-        self.b.emit(ir.Join(ARRIVALS))
         self.b.emit(ir.Join(PUTS))
 
 
 class Ring(Gather):
     """An all-gather in which each rank puts to the next one its own shard, then what has arrived from the one before."""
 
-    def begin(self) -> None:
-        b = self.b
-        self.lands_in_place, self.shard = self.take_landing(), None
-        self.arrived = self.new_events("arrived", int(self.steps.count))
-        b.emit(ir.Fork(PUTS))
-        with self.on(PUTS):
-            self.signal_to((self.rank - 1) % self.size, self.landing)
-            self.wait_for((self.rank + 1) % self.size, self.landing)
+    def shard_in_window(self) -> str | None:
+        """Nothing is read."""
+        return None
 
-    def before_step(self, steps: Steps) -> None:
-        b, landed = self.b, self.landed(steps)
+    def signal(self, buffer: str) -> None:
+        self.signal_to((self.rank - 1) % self.size, buffer)
+
+    def wait(self, buffer: str) -> None:
+        self.wait_for((self.rank + 1) % self.size, buffer)
+
+    def sender(self, steps: Steps) -> Expr:
+        return (self.rank - 1) % self.size
+
+    def put(self, steps: Steps) -> None:
+        """What this rank had as many steps before as a shard has pieces."""
+        before = replace(steps, owner=(steps.owned_by + 1) % self.size)
+        place = self.landed(before)
 
         def put(source: str) -> None:
-            b.emit(ir.Put(source, landed, (self.rank + 1) % self.size, SIGNAL, self.channel))
+            self.b.emit(ir.Put(source, place, (self.rank + 1) % self.size, SIGNAL, self.channel))
 
-        def arrive() -> None:
-            self.wait_for((self.rank - 1) % self.size, landed)
-            b.emit(ir.Record(self.arrived, steps.index))
-            branch(b, steps.index.less((self.size - 1) * self.subchunks), lambda: put(landed))
-
-        with self.on(PUTS):
-            branch(b, steps.index.less(self.subchunks), lambda: put(self.source(steps)), arrive)
-
-    def after_join(self) -> None:
-        self.b.emit(ir.Join(PUTS))
+        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(before)), lambda: put(place))
 
 
 @dataclass(eq=False)
@@ -236,6 +224,9 @@ class Scatter(PutLoop):
         def put() -> None:
             with self.on(PUTS):
                 b.emit(ir.Wait(self.made, steps.index))
+                if self.subchunks > 1:
+                    sender = (self.rank - 1 - steps.distance) % self.size
+                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing))
                 source = contiguous_source(b, self.term(steps), None)
                 place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
                 place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
@@ -245,14 +236,7 @@ class Scatter(PutLoop):
 
     def end(self) -> None:
         with self.on(PUTS):
-            self.each_peer(self.wait_for_pieces)
-
-    def wait_for_pieces(self, peer: Expr) -> None:
-        wait = ir.WaitSignal(SIGNAL, peer, self.landing, self.channel)
-        if self.subchunks == 1:
-            self.b.emit(wait)
-        else:
-            self.each(self.subchunks, lambda _: self.b.emit(wait))
+            self.wait(self.landing)
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))

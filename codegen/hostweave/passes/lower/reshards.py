@@ -17,11 +17,10 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import Exchange, Reduce, Signals
+from hostweave.passes.lower.exchanges import NUMBERS, Exchange, Reduce, Signals
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, algorithm_of
 from hostweave.passes.lower.puts import Gather, Ring, Scatter
-from hostweave.passes.lower.steps import Steps, chunk, dim_of_chunk, expr_of, rank_in_group
+from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
@@ -98,7 +97,9 @@ class Reshards:
         elif change.kind == "transfer":
             operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
             if self.b.transport.has_windows:
-                self.unread.append(by_reading(self.b, self.flow, op, operand, destination))
+                if len(self.unread) == NUMBERS - 1:
+                    self.wait_for_readers()
+                self.unread.append(by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
             else:
                 to_other_ranks(self.b, self.flow, op, operand, destination, steps)
         elif steps is None or steps.owner is None:
@@ -115,10 +116,11 @@ class Reshards:
             self.puts.after_join()
             self.puts = None
 
-    def end_of_body(self) -> None:
-        """Only then ranks wait for those that they have sent something to: these may need something else of them before."""
+    def wait_for_readers(self) -> None:
+        """Ranks wait for those that they have sent something to, as late as can be: these may need something else of them before."""
         for wait in self.unread:
             wait()
+        self.unread.clear()
 
     # --- on one mesh ---
 

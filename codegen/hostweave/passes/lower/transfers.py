@@ -5,7 +5,7 @@ Where ranks may share a dim unevenly, blocks end where a shard of either mesh do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from math import prod
 
 from hostweave.base.errors import ProgramError
@@ -16,7 +16,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Rank
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import READ, Exchange
+from hostweave.passes.lower.exchanges import Exchange
 from hostweave.passes.lower.steps import Steps
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.mesh import Mesh
@@ -50,10 +50,10 @@ def to_other_ranks(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer,
                 communication.group(b, communication.send(b, sent, blocks, to_send, distance), recv)
 
 
-def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer) -> Callable[[], None]:
+def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, number: int) -> Callable[[], None]:
     """The same on a one-sided channel: what a rank sends lies in a window, from where others read it. Gives what has ranks wait for that.
 
-    A rank tells those that read, which tell it by a signal of another number: either is counted by itself.
+    A rank tells those that read, which tell it, by a signal each of a `number` that no other move has which is not waited for.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     if any(_cuts(flow, op)):
@@ -63,13 +63,13 @@ def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer) -> 
     world = tuple(name for name, _ in flow.mesh.axes)
     with b.on(None):
         ranks = Exchange(b, world)
-    routes = [route for route in blocks.routes if route.sender != route.receiver]
+    first, last = ({(route.sender, route.receiver): route for route in order}.values() for order in (blocks.moved[::-1], blocks.moved))
 
     def block(name: str, count: int, number: int) -> str:
         size = product(b.types[name].shape) // count
         return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
 
-    def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Sequence[Route] = routes) -> None:
+    def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
         """Has each rank do its part of the routes, in their order."""
         for route in chosen:
             with b.on(mesh):
@@ -81,15 +81,19 @@ def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer) -> 
         sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
         if route.sender == route.receiver:
             ranks.copy(sent, landed)
-        else:
-            ranks.get(Const(route.sender), sent, landed, number=READ)
+            return
+        if route in first:  # of those between two ranks, which signal once
+            ranks.wait_for(Const(route.sender), sent, number)
+        b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
+        if route in last:
+            ranks.signal_to(Const(route.sender), sent, number)
 
     with b.on(source.mesh):
         packed = ranks.in_window(communication.blocks_to_send(b, src(), blocks, None, None))
-    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed), lambda route: route.sender)
+    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed, number), lambda route: route.sender, last)
     with b.on(target.mesh), communication.blocks_to_receive(b, dst, blocks, None, None) as landing:
         each(target.mesh, take, lambda route: route.receiver, blocks.routes)
-    return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, READ), lambda route: route.sender)
+    return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, number), lambda route: route.sender, last)
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:

@@ -10,7 +10,7 @@ import torch
 
 import hostweave as hw
 from hostweave.torch.aten.products import patches
-from hostweave.torch.aten.table import Number, Result, aten, cast, full, refuse, resharded
+from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded
 from hostweave.torch.plan import axes_of
 
 
@@ -27,19 +27,11 @@ def _cast(x: hw.Tensor, dtype: torch.dtype) -> hw.Tensor:
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
 
-@aten("tanh_backward.default")
-def _tanh(result: Result, dy: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
-    return dy * (1 - y * y)
-
-
-@aten("sigmoid_backward.default")
-def _sigmoid(result: Result, dy: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
-    return dy * y * (1 - y)
-
-
-@aten("threshold_backward.default")
-def _threshold(result: Result, dy: hw.Tensor, x: hw.Tensor, threshold: Number) -> hw.Tensor:
-    return hw.where(x > threshold, dy, 0)
+TABLE |= {
+    "tanh_backward.default": lambda result, dy, y: dy * (1 - y * y),
+    "sigmoid_backward.default": lambda result, dy, y: dy * y * (1 - y),
+    "threshold_backward.default": lambda result, dy, x, threshold: hw.where(x > threshold, dy, 0),
+}
 
 
 @aten("hostweave.silu_backward.default")
@@ -140,9 +132,7 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     return (hw.scatter_add if accumulate else hw.scatter)(x, dim, index, cast(values, result.dtype))
 
 
-@aten("scatter_add.default")
-def _scatter_add(result: Result, x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
-    return hw.scatter_add(x, dim % x.ndim, index, source)
+TABLE["scatter_add.default"] = lambda result, x, dim, index, source: hw.scatter_add(x, dim, index, source)
 
 
 @aten("nll_loss_forward.default")
@@ -175,9 +165,11 @@ def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@aten("hostweave.linear.default")
-def _linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None = None) -> hw.Tensor:
-    return hw.linear(x, weight, bias)
+TABLE["hostweave.linear.default"] = lambda result, x, weight, bias=None: hw.linear(x, weight, bias)
+TABLE["hostweave.matmul_of_rows.default"] = lambda result, a, b: hw.tensordot(a, b, (rows := tuple(range(a.ndim - 1)), rows))
+TABLE["hostweave.attention.default"] = lambda result, q, k, v, bias, causal, scale, gqa: hw.attention(
+    q, k, v, "top_left" if causal else None, None, scale, gqa, bias=bias
+)
 
 
 @aten("hostweave.matmul.default")
@@ -186,19 +178,6 @@ def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor, turned_a: bool, turned_b
         return hw.permute_dims(x, (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2))
 
     return hw.matmul(turned(a) if turned_a else a, turned(b) if turned_b else b)
-
-
-@aten("hostweave.matmul_of_rows.default")
-def _matmul_of_rows(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
-    rows = tuple(range(a.ndim - 1))
-    return hw.tensordot(a, b, (rows, rows))
-
-
-@aten("hostweave.attention.default")
-def _attention(
-    result: Result, q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: Any, causal: bool, scale: float | None, gqa: bool
-) -> tuple[hw.Tensor, hw.Tensor]:
-    return hw.attention(q, k, v, "top_left" if causal else None, None, scale, gqa, bias=bias)
 
 
 @aten("hostweave.attention_backward.default")
@@ -225,6 +204,9 @@ def _convolution_backward(
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
+TABLE["hostweave.reshard.default"] = lambda result, x, layout: resharded(x, axes_of(layout))
+
+
 @aten("hostweave.rotary.default")
 def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: bool = False) -> hw.Tensor:
     """x * cos + rotate_half(x) * sin, computed in f32 for narrower dtypes; with `back` what it makes of a gradient."""
@@ -239,11 +221,6 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
     is_first = hw.expand_dims(hw.iota(hw.reshape(x, *x.shape[:-1], 2, -1), x.ndim - 1) == 0, -1)
     turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
     return hw.reshape(_cast(turned, result.dtype), *x.shape)
-
-
-@aten("hostweave.reshard.default")
-def _reshard(result: Result, x: hw.Tensor, layout: str) -> hw.Tensor:
-    return resharded(x, axes_of(layout))
 
 
 @aten("slice_scatter.default")

@@ -1,7 +1,5 @@
 """Ops of one element of each operand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,19 +42,29 @@ _unary("log2", lambda x: hw.log(x) * (1 / math.log(2)))
 _unary("exp2", lambda x: hw.exp(x * math.log(2)))
 
 
-@aten("logical_not.default")
-def _logical_not(result: Result, x: Any) -> hw.Tensor:
-    return hw.logical_not(x if x.dtype == hw.bool_ else x != 0)
-
-
-@aten("isnan.default")
-def _isnan(result: Result, x: hw.Tensor) -> hw.Tensor:
-    return x != x
-
-
-@aten("gelu.default")
-def _gelu(result: Result, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
-    return hw.gelu(x, approximate)
+TABLE |= {
+    "logical_not.default": lambda result, x: hw.logical_not(x if x.dtype == hw.bool_ else x != 0),
+    "isnan.default": lambda result, x: x != x,
+    "gelu.default": lambda result, x, approximate="none": hw.gelu(x, approximate),
+    "clamp_min.default": lambda result, x, min: hw.clip(x, min=min),
+    "clamp_max.default": lambda result, x, max: hw.clip(x, max=max),
+    **dict.fromkeys(
+        ("clamp.default", "clamp.Tensor", "hardtanh.default"),
+        lambda result, x, min=None, max=None: hw.clip(x, cast(min, result.dtype), cast(max, result.dtype)),
+    ),
+    **dict.fromkeys(
+        ("masked_fill.Scalar", "masked_fill.Tensor"),
+        lambda result, x, mask, value: hw.where(mask, cast(value, result.dtype), x),
+    ),
+    **dict.fromkeys(
+        ("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default"),
+        lambda result, x, *_, **__: cast(x, result.dtype) if result.dtypes else None,
+    ),
+    **dict.fromkeys(
+        ("clone.default", "alias.default", "detach.default", "hostweave.detach.default", "contiguous.default", "lift_fresh_copy.default"),
+        lambda result, x, **_: x,
+    ),
+}
 
 
 def _binary(name: str, function: Callable[[Any, Any], hw.Tensor], overloads: str = "Tensor Scalar") -> None:
@@ -129,36 +137,6 @@ def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
     return hw.where(condition, a, b)
-
-
-@aten("masked_fill.Scalar", "masked_fill.Tensor")
-def _masked_fill(result: Result, x: hw.Tensor, mask: hw.Tensor, value: Any) -> hw.Tensor:
-    return hw.where(mask, cast(value, result.dtype), x)
-
-
-@aten("clamp.default", "clamp.Tensor", "hardtanh.default")
-def _clamp(result: Result, x: hw.Tensor, min: Any = None, max: Any = None) -> hw.Tensor:
-    return hw.clip(x, cast(min, result.dtype), cast(max, result.dtype))
-
-
-@aten("clamp_min.default")
-def _clamp_min(result: Result, x: hw.Tensor, min: Number) -> hw.Tensor:
-    return hw.clip(x, min=min)
-
-
-@aten("clamp_max.default")
-def _clamp_max(result: Result, x: hw.Tensor, max: Number) -> hw.Tensor:
-    return hw.clip(x, max=max)
-
-
-@aten("_to_copy.default", "to.dtype", "_assert_tensor_metadata.default")
-def _to(result: Result, x: hw.Tensor, *_: Any, **__: Any) -> hw.Tensor | None:
-    return cast(x, result.dtype) if result.dtypes else None
-
-
-@aten("clone.default", "alias.default", "detach.default", "hostweave.detach.default", "contiguous.default", "lift_fresh_copy.default")
-def _same(result: Result, x: hw.Tensor, **_: Any) -> hw.Tensor:
-    return x
 
 
 @aten("dropout.default")

@@ -1,7 +1,5 @@
 """Products of matrices, attention, convolutions of patches."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

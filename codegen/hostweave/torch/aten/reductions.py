@@ -1,7 +1,5 @@
 """Reductions, and what is normalized by them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,45 +52,31 @@ def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | Non
     return variance * (count / (count - less) if count > less else math.nan)
 
 
-@aten("argmax.default")
-def _argmax(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
-    return hw.argmax(x, dim, keepdim)
-
-
-@aten("max.dim")
-def _max_dim(result: Result, x: hw.Tensor, dim: int, keepdim: bool = False) -> tuple[hw.Tensor, hw.Tensor]:
-    return hw.max(x, dim, keepdim), hw.argmax(x, dim, keepdim)
-
-
-@aten("cumsum.default")
-def _cumsum(result: Result, x: hw.Tensor, dim: int, dtype: Any = None) -> hw.Tensor:
-    return hw.cumsum(cast(x, result.dtype), dim)
-
-
-@aten("softmax.int", "_softmax.default", "_safe_softmax.default")
-def _softmax(result: Result, x: hw.Tensor, dim: int, _: Any = None, dtype: Any = None) -> hw.Tensor:
-    return hw.softmax(cast(x, result.dtype), dim)
-
-
-@aten("log_softmax.int", "_log_softmax.default")
-def _log_softmax(result: Result, x: hw.Tensor, dim: int, _: Any = None, dtype: Any = None) -> hw.Tensor:
-    return hw.log_softmax(cast(x, result.dtype), dim)
+TABLE |= {
+    "argmax.default": lambda result, x, dim=None, keepdim=False: hw.argmax(x, dim, keepdim),
+    "max.dim": lambda result, x, dim, keepdim=False: (hw.max(x, dim, keepdim), hw.argmax(x, dim, keepdim)),
+    "cumsum.default": lambda result, x, dim, dtype=None: hw.cumsum(cast(x, result.dtype), dim),
+    **dict.fromkeys(
+        ("softmax.int", "_softmax.default", "_safe_softmax.default"),
+        lambda result, x, dim, _=None, dtype=None: hw.softmax(cast(x, result.dtype), dim),
+    ),
+    **dict.fromkeys(
+        ("log_softmax.int", "_log_softmax.default"),
+        lambda result, x, dim, _=None, dtype=None: hw.log_softmax(cast(x, result.dtype), dim),
+    ),
+    "layer_norm.default": lambda result, x, shape, weight=None, bias=None, eps=1e-5, *_: hw.layer_norm(
+        _normalised(x, shape), weight, bias, eps=eps
+    ),
+    "rms_norm.default": lambda result, x, shape, weight=None, eps=None: hw.rms_norm(
+        _normalised(x, shape), weight, eps=torch.finfo(result.dtype).eps if eps is None else eps
+    ),
+}
 
 
 def _normalised(x: hw.Tensor, shape: Sequence[int]) -> hw.Tensor:
     if len(shape) != 1:
         raise refuse(f"a norm over the dims {list(shape)} is not supported; normalize over the last dim")
     return x
-
-
-@aten("layer_norm.default")
-def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> hw.Tensor:
-    return hw.layer_norm(_normalised(x, shape), weight, bias, eps=eps)
-
-
-@aten("rms_norm.default")
-def _rms_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> hw.Tensor:
-    return hw.rms_norm(_normalised(x, shape), weight, eps=torch.finfo(result.dtype).eps if eps is None else eps)
 
 
 @aten("linalg_vector_norm.default")

@@ -1,29 +1,24 @@
-"""Tensors that are made of nothing, and ops that move elements."""
+"""Tensors that are made of nothing, ops that move elements, take or order them by index, and losses."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.table import Number, Result, aten, cast, full, refuse
+from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse
 from hostweave.types.tensor import Dim, TensorType
 
-
-@aten("full.default", "full_like.default", "scalar_tensor.default", "new_full.default")
-def _full_of(result: Result, *arguments: Any, **_: Any) -> hw.Tensor:
-    return full(result, arguments[-1])
-
-
-@aten("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default")
-def _zeros(result: Result, *_: Any, **__: Any) -> hw.Tensor:
-    return full(result, 0)
-
-
-@aten("ones.default", "ones_like.default", "new_ones.default")
-def _ones(result: Result, *_: Any, **__: Any) -> hw.Tensor:
-    return full(result, 1)
+TABLE |= {
+    **dict.fromkeys(
+        ("full.default", "full_like.default", "scalar_tensor.default", "new_full.default"),
+        lambda result, *arguments, **_: full(result, arguments[-1]),
+    ),
+    **dict.fromkeys(
+        ("zeros.default", "zeros_like.default", "new_zeros.default", "empty_like.default"), lambda result, *_, **__: full(result, 0)
+    ),
+    **dict.fromkeys(("ones.default", "ones_like.default", "new_ones.default"), lambda result, *_, **__: full(result, 1)),
+}
 
 
 @aten("arange.start_step", "arange.start", "arange.default")
@@ -39,19 +34,35 @@ def _arange(result: Result, *arguments: Any, **_: Any) -> Any:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-@aten("view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unflatten.int", "view_copy.default")
-def _view(result: Result, x: hw.Tensor, *_: Any) -> hw.Tensor:
-    return x if tuple(map(str, x.shape)) == tuple(map(str, result.shape)) else hw.reshape(x, *result.shape)
+def _is_same(x: hw.Tensor, result: Result) -> bool:
+    return tuple(map(str, x.shape)) == tuple(map(str, result.shape))
 
 
-@aten("expand.default", "expand_copy.default")
-def _expand(result: Result, x: hw.Tensor, *_: Any, **__: Any) -> hw.Tensor:
-    return x if tuple(map(str, x.shape)) == tuple(map(str, result.shape)) else hw.broadcast_to(x, *result.shape)
+TABLE |= {
+    **dict.fromkeys(
+        ("view.default", "_unsafe_view.default", "reshape.default", "flatten.using_ints", "unflatten.int", "view_copy.default"),
+        lambda result, x, *_: x if _is_same(x, result) else hw.reshape(x, *result.shape),
+    ),
+    **dict.fromkeys(
+        ("expand.default", "expand_copy.default"),
+        lambda result, x, *_, **__: x if _is_same(x, result) else hw.broadcast_to(x, *result.shape),
+    ),
+    "permute.default": lambda result, x, dims: hw.permute_dims(x, tuple(dims)),
+    "t.default": lambda result, x: x.T if x.ndim == 2 else x,
+    "unsqueeze.default": lambda result, x, dim: hw.expand_dims(x, dim),
+    "cat.default": lambda result, tensors, dim=0: hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim),
+    "stack.default": lambda result, tensors, dim=0: hw.stack([cast(tensor, result.dtype) for tensor in tensors], dim),
+    "constant_pad_nd.default": lambda result, x, pad, value=0: hw.pad(
+        x, list(pad), value=value if result.dtype.is_floating_point else int(value)
+    ),
+    "tril.default": lambda result, x, diagonal=0: _seen(x, hw.iota(x, -2)[:, None] + diagonal >= hw.iota(x, -1)[None, :]),
+    "triu.default": lambda result, x, diagonal=0: _seen(x, hw.iota(x, -2)[:, None] + diagonal <= hw.iota(x, -1)[None, :]),
+}
 
 
-@aten("permute.default")
-def _permute(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
-    return hw.permute_dims(x, tuple(d % x.ndim for d in dims))
+def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
+    """x where that is true, else zeros."""
+    return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
 
 
 @aten("transpose.int")
@@ -59,16 +70,6 @@ def _transpose(result: Result, x: hw.Tensor, a: int, b: int) -> hw.Tensor:
     dims = list(range(x.ndim))
     dims[a], dims[b] = dims[b], dims[a]
     return hw.permute_dims(x, tuple(dims))
-
-
-@aten("t.default")
-def _t(result: Result, x: hw.Tensor) -> hw.Tensor:
-    return x.T if x.ndim == 2 else x
-
-
-@aten("unsqueeze.default")
-def _unsqueeze(result: Result, x: hw.Tensor, dim: int) -> hw.Tensor:
-    return hw.expand_dims(x, dim)
 
 
 @aten("squeeze.default", "squeeze.dim", "squeeze.dims")
@@ -80,7 +81,7 @@ def _squeeze(result: Result, x: hw.Tensor, dim: int | Sequence[int] | None = Non
 
 @aten("slice.Tensor")
 def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> hw.Tensor:
-    if tuple(map(str, x.shape)) == tuple(map(str, result.shape)):
+    if _is_same(x, result):
         return x
     end = None if end is None or (isinstance(end, int) and end >= 2**62) else end
     return x[(*(slice(None) for _ in range(dim % x.ndim)), slice(start, end, step))]
@@ -89,16 +90,6 @@ def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None,
 @aten("select.int")
 def _select(result: Result, x: hw.Tensor, dim: int, index: int) -> hw.Tensor:
     return x[(*(slice(None) for _ in range(dim % x.ndim)), index)]
-
-
-@aten("cat.default")
-def _cat(result: Result, tensors: Sequence[hw.Tensor], dim: int = 0) -> hw.Tensor:
-    return hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim)
-
-
-@aten("stack.default")
-def _stack(result: Result, tensors: Sequence[hw.Tensor], dim: int = 0) -> hw.Tensor:
-    return hw.stack([cast(tensor, result.dtype) for tensor in tensors], dim)
 
 
 @aten("split.Tensor", "split_with_sizes.default", "chunk.default", "split.sizes")
@@ -126,18 +117,43 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
     return x
 
 
-@aten("constant_pad_nd.default")
-def _pad(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
-    return hw.pad(x, list(pad), value=value if result.dtype.is_floating_point else int(value))
+# --- elements by index, orders and losses -----------------------------------------------------------------------------
 
 
-@aten("tril.default")
-def _tril(result: Result, x: hw.Tensor, diagonal: int = 0) -> hw.Tensor:
-    seen = hw.iota(x, -2)[:, None] + diagonal >= hw.iota(x, -1)[None, :]
-    return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
+TABLE |= {
+    "embedding.default": lambda result, weight, indices, *_: hw.embedding(indices, weight),
+    "index_select.default": lambda result, x, dim, index: hw.take(x, index, dim),
+    "gather.default": lambda result, x, dim, index, **_: hw.gather(x, dim, index),
+    "topk.default": lambda result, x, k, dim=-1, largest=True, *_: hw.top_k(x, k, dim, largest),
+    "sort.default": lambda result, x, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
+    "argsort.default": lambda result, x, dim=-1, descending=False: hw.argsort(x, dim, descending),
+}
 
 
-@aten("triu.default")
-def _triu(result: Result, x: hw.Tensor, diagonal: int = 0) -> hw.Tensor:
-    seen = hw.iota(x, -2)[:, None] + diagonal <= hw.iota(x, -1)[None, :]
-    return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
+@aten("index.Tensor")
+def _index(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]) -> hw.Tensor:
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) == 1 and given[0][1].dtype != hw.bool_:
+        return hw.take(x, given[0][1], given[0][0])
+    dims, sizes = [dim for dim, _ in given], x.shape[: len(given)]
+    if dims != list(range(len(given))) or any(i.dtype == hw.bool_ for _, i in given) or not all(isinstance(size, int) for size in sizes):
+        raise refuse("aten.index by a mask, or not by the first dims, is not supported; use torch.gather, index_select or where")
+    number = given[0][1]  # of the element in the first dims, flattened
+    for size, (_, index) in zip(sizes[1:], given[1:], strict=True):
+        number = number * int(size) + index
+    return hw.take(hw.reshape(x, math.prod(map(int, sizes)), *x.shape[len(given) :]), number, 0)
+
+
+@aten("cross_entropy_loss.default")
+def _cross_entropy(
+    result: Result, logits: hw.Tensor, target: hw.Tensor, weight: Any = None, reduction: int = 1, ignore: int = -100, smoothing: float = 0.0
+) -> hw.Tensor:
+    if weight is not None or smoothing or logits.ndim != 2:
+        raise refuse("cross_entropy with weights, label smoothing or more than 2 dims is not supported; flatten the logits")
+    return hw.cross_entropy(logits, target, ignore, ("none", "mean", "sum")[reduction])
+
+
+@aten("mse_loss.default")
+def _mse_loss(result: Result, a: hw.Tensor, b: hw.Tensor, reduction: int = 1) -> hw.Tensor:
+    squares = (a - b) * (a - b)
+    return squares if reduction == 0 else hw.mean(squares) if reduction == 1 else hw.sum(squares)

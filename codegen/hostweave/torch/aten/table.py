@@ -4,8 +4,6 @@ An entry takes the op's result, `Result`, and then the op's own arguments: tenso
 Where torch promotes dtypes, operands are cast to the dtype that torch computes in.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,0 +1,115 @@
+"""A program that was compiled: the host IR, its C++, the module that is built of it, and what runs that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from numbers import Integral
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.build.toolchain import MODULE_FILE
+from hostweave.check.check import check
+from hostweave.fusion_ir.choice import IN_SEQUENCE
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.targets.target import Target, find_target
+from hostweave.transports.transport import find_transport, transport_of
+
+if TYPE_CHECKING:
+    from hostweave.running import Running
+
+MAX_CHECKED_RANKS = 16  # of programs that are checked by default
+OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
+
+
+@dataclass(eq=False)
+class Compiled:
+    """What was compiled, and what has become of it. Another way to do the same, for calls that this one cannot take, is another one."""
+
+    given: Fusion | HostProgram
+    host: HostProgram
+    target: Target
+    options: Options
+    _running: Running | None = field(default=None, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    @property
+    def running(self) -> Running:
+        """What runs it. Compiling needs neither NumPy nor what runs programs: they are imported when a program first runs."""
+        from hostweave.running import Running
+
+        with self._lock:
+            if self._running is None:
+                self._running = Running(self)
+            return self._running
+
+    def otherwise(self, **options: Any) -> Compiled:
+        """The same by other options."""
+        return compiled(self.given, self.target.name, replace(self.options, **options))
+
+    @cached_property
+    def in_sequence(self) -> Compiled:
+        """The same without chunk loops that were chosen."""
+        made, ways = self, dict[str, str]()
+        while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
+            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # which leaves matmuls to others that could be in loops
+            made = self.otherwise(ways=ways)
+        return made
+
+    @property
+    def reaches_memory(self) -> bool:
+        """Whether loops or kernels were chosen whose ranks reach each other's memory."""
+        in_loops = (find_transport(transport_of(choice.taken.algorithm)) for choice in self.host.choices if choice.taken.chunks)
+        return any(transport.has_windows for transport in in_loops) or any(kernel.exchanges for kernel in self.host.kernels)
+
+    @cached_property
+    def sources(self) -> Mapping[str, str]:
+        from hostweave.emit import render
+
+        return render(self.host)
+
+    @cached_property
+    def folder(self) -> Path:
+        from hostweave.build.program import build
+
+        libraries = partial(self.target.runtime_libraries, wanted=self.host.libraries)
+        return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources)
+
+    @cached_property
+    def module(self) -> ModuleType:
+        from hostweave.build.program import load
+
+        return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
+
+    def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
+        """Raises ArgumentError for sizes that the program does not have, or that are none."""
+        if unknown := sizes.keys() - set(self.host.symbols()):
+            known = ", ".join(self.host.symbols()) or "none"
+            raise ArgumentError(f"{self.host.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+        if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
+            raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
+
+
+def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Compiled:
+    """Lowers a program, verifies it after every pass, and proves it free of races as `options` say. Raises ProgramError."""
+    host = lower(given, options)
+    known = [choice.name for choice in host.choices]
+    if unknown := [name for name in options.ways if name not in known]:
+        why = f"there is nothing to choose for {unknown[0]}"
+        raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
+    if unknown := [name for name in options.windows if name not in {p.name for p in (*host.inputs, *host.outputs)}]:
+        raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
+    find_target(target).expect_kernels(host.user_kernels)
+    for parameter in host.inputs:
+        if parameter.name in OPTIONS_OF_RUN:
+            raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
+    if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
+        check(host)
+    return Compiled(given, host, find_target(target), options)

@@ -1,0 +1,196 @@
+"""What runs a compiled program: on all ranks of this process, and on this rank of each group. Variants run in its place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.compiled import Compiled
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
+from hostweave.runtime.arguments import Bound, in_order
+from hostweave.runtime.call import Call, make_call
+from hostweave.runtime.group import Group, current
+from hostweave.runtime.local import LocalProgram, stream_of_call
+from hostweave.runtime.session import Session, Timing
+from hostweave.types.machine import Machine
+
+T = TypeVar("T")
+Arrays = Sequence[Any]
+Named = Mapping[str, Any]
+Sizes = Mapping[str, int]
+Given = tuple[Arrays, Named]  # by position, and by name
+
+
+class Running:
+    """What a program holds on devices, once for it and all programs that have inputs of it bound, and its variants.
+
+    A variant computes the same for calls that the program itself cannot take, and is compiled when the first of these comes. All ranks know
+    by what they decide for one, so that all make it.
+    """
+
+    def __init__(self, compiled: Compiled):
+        self.compiled, self.name = compiled, compiled.host.name
+        self._nothing_bound = Bound(compiled.host, compiled.target, {})
+        self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
+        self.without_puts: Running | None = None  # for ranks that cannot reach each other's memory
+        self._without_loops: Running | None = None  # for sizes that chosen loops do not divide
+        self._session: Session | None = None
+        self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def bind(self, held: Bound | None, arrays: Named) -> Bound:
+        """These inputs, beside those that are `held`."""
+        return Bound(self.compiled.host, self.compiled.target, arrays, held)
+
+    def close(self) -> None:
+        """Frees what it holds. It cannot run again."""
+        with self._lock:
+            self._closed = True
+            if self._session:
+                self._session.close()
+                self._session = None
+            for local in self._locals:
+                local.close()
+        for other in filter(None, (self.without_puts, self._without_loops, *self.in_windows.values())):
+            if other is not self:
+                other.close()
+
+    def _expect_open(self) -> None:
+        if self._closed:
+            raise ExecutionError(f"{self.name}: the program is closed; compile it again")
+
+    # --- variants ---
+
+    @property
+    def in_sequence(self) -> Running:
+        """The same without chunk loops that were chosen."""
+        with self._lock:
+            if self._without_loops is None:
+                made = self.compiled.in_sequence
+                self._without_loops = self if made is self.compiled else made.running
+            return self._without_loops
+
+    def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
+        """What a call gives, of the program without chosen loops where these do not divide its sizes."""
+        try:
+            return call(self)
+        except LoopsDoNotDivide:
+            return call(self.in_sequence)
+
+    def _by_sends(self, figures: Machine) -> Running:
+        """The same by figures that say what ranks cannot reach."""
+        with self._lock:
+            if self.without_puts is None:
+                self.without_puts = self.compiled.otherwise(ways={}, machine=figures).running
+            return self.without_puts
+
+    def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
+        """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
+        host = self.compiled.host
+        may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
+        if not may_lie or not any(channel.transport.has_windows for channel in host.channels):
+            return self
+        outs = () if out is None else (out,) if len(host.outputs) == 1 else out
+        names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
+        with self._lock:
+            if names and names not in self.in_windows:
+                made = self.compiled.otherwise(windows=names)
+                known = (self, *self.in_windows.values())  # of which one may be for the same
+                same = (one for one in known if one.compiled.host.windows == made.host.windows)
+                self.in_windows[names] = next(same, None) or made.running
+            return self.in_windows[names] if names else self
+
+    # --- on this rank of a group ---
+
+    def call(
+        self,
+        held: Bound | None,
+        given: Given,
+        out: Any,
+        stream: Any,
+        group: Group | None,
+        sizes: Sizes | None,
+        captures: bool,
+    ) -> Any:
+        """As `Program.__call__` and `Program.capture` say."""
+        bound, (arrays, named) = held or self._nothing_bound, given
+        arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
+
+        def call(one: Running) -> Any:
+            local = one._local(group, bound, arrays, stream, out)
+            return (local.capture if captures else local)(bound, arrays, out, stream, sizes)
+
+        return self._or_in_sequence(call)
+
+    def prepare(self, held: Bound | None, sizes: Sequence[Sizes], group: Group | None) -> None:
+        """As `Program.prepare` says."""
+        bound = held or self._nothing_bound
+        for one in sizes:
+            self.compiled.expect_sizes("prepare", one)
+        divided = [one for one in sizes if are_divided(self.compiled.host, one)]
+        rest = [one for one in sizes if one not in divided]
+        if divided:
+            self._or_in_sequence(lambda one: one._local(group, bound, (), None).prepare(bound, divided))
+        if rest:
+            self.in_sequence._local(group, bound, (), None).prepare(bound, rest)
+
+    def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
+        """The program on this process's or thread's rank of a group, for a call with these arrays."""
+        self._expect_open()
+        group, options = group or current(), self.compiled.options
+        if group is None:
+            raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
+        if group.hosts > 1 and self.compiled.reaches_memory:
+            figures = options.figures.without_peers("the ranks are on several hosts")
+            return self._by_sends(figures)._local(group, bound, arrays, stream)
+        if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
+            return other._local(group, bound, arrays, stream)
+        local = group.programs.get(self)
+        if local is None:
+            compiled = self.compiled
+            on = stream_of_call(compiled.target, stream, arrays)
+            local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, options, group, on)
+            group.programs[self] = local
+            self._locals.add(local)
+        if local.out_of_reach and self.compiled.reaches_memory:
+            return self._by_sends(options.figures.without_puts(local.out_of_reach))._local(group, bound, arrays, stream)
+        return local
+
+    # --- on all ranks of this process ---
+
+    def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[Call]:
+        """Makes calls on all ranks in this process, of arrays of the same shapes."""
+
+        def run(one: Running) -> list[Call]:
+            made = [one._call_of(held, *arrays) for arrays in calls]
+            one._ready().run(made, poison)
+            return made
+
+        return self._or_in_sequence(run)
+
+    def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
+        """As `Program.measure` says."""
+        if warmups < 0 or repetitions < 1:
+            raise ArgumentError(f"{self.name}: measure: warmups={warmups}, repetitions={repetitions}: at least 0 and 1 are wanted")
+        return self._or_in_sequence(lambda one: one._ready().measure(one._call_of(held, *given), warmups, repetitions))
+
+    def _call_of(self, held: Bound | None, arrays: Arrays, named: Named) -> Call:
+        return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
+
+    def _ready(self) -> Session:
+        """The program on every rank of a world that works."""
+        compiled = self.compiled
+        if compiled.host.windows:
+            why = f"{', '.join(compiled.host.windows)}: is compiled for a window of the rank's"
+            raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
+        with self._lock:
+            self._expect_open()
+            if self._session is None or self._session.broken:
+                self._session = None
+                self._session = Session(compiled.module, compiled.target, compiled.host.mesh.size, compiled.options.tune)
+            return self._session

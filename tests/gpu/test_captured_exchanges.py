@@ -1,0 +1,132 @@
+"""Programs with puts, gets and signals as CUDA graphs, on ranks that are threads and on processes: replayed, also beside calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda_here import nccl
+from processes import environment
+from whole_programs import compiled, fusion_of, integer_arrays, lowered, sizes_of
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.options import Options
+from hostweave.types.shards import block_of
+
+torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
+
+LOOPS = ("ag_matmul_put", "ag_pieces_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put", "residual_put")
+NAMES = (*LOOPS, "exchanges", "permutes")  # gathers, scatters, all-to-alls, sums and permutations, by puts and by gets
+RANKS = [ranks for ranks in (2, 4, 8) if ranks <= len(gpus())]
+REPLAYS = 4
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(len(gpus()) < 2, reason=f"needs 2 GPUs, and there are {len(gpus())}"),
+    pytest.mark.skipif(len(gpus()) >= 2 and nccl() < 23007, reason="needs NCCL 2.30.7: NCCL_HOME names a folder with a later one"),
+]
+
+
+@cache
+def of_name(name: str, ranks: int) -> tuple[Fusion, hw.Program]:
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    return fusion, compiled(fusion, "cuda", Options(transport="auto" if name in LOOPS else "one_sided"))
+
+
+class Arrays:
+    """Those of one rank for a program, of which the values change."""
+
+    def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
+        self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
+        self.given = [torch.from_dlpack(empty(block.shape, v.type.dtype, "cuda")) for v, block in self._blocks(seed=0)]
+
+    def _blocks(self, seed: int) -> list[tuple[Any, Any]]:
+        self.values = integer_arrays(self.fusion, self.sizes, seed)
+        return [(v, self._block(v, self.values[v.name])) for v in self.fusion.inputs]
+
+    def _block(self, value: Any, array: Any) -> Any:
+        return array[block_of(value.type, self.fusion.mesh, self.rank, array.shape)]
+
+    def fill(self, seed: int) -> None:
+        for array, (_, block) in zip(self.given, self._blocks(seed), strict=True):
+            array.copy_(torch.from_numpy(block.astype("f8")))
+
+    def expect(self, results: Any) -> None:
+        results = results if isinstance(results, tuple) else (results,)
+        for output, got, want in zip(lowered(self.fusion).outputs, results, run_reference(self.fusion, self.values), strict=True):
+            assert (got.double().cpu().numpy() == self._block(output, want).astype("f8")).all(), output.name
+
+
+def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
+    return torch.empty(shape, dtype={"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32}[str(dtype)], device=target)
+
+
+def replay(name: str, group: hw.Group, empty: Callable[..., Any]) -> None:
+    """With new values each time; between replays calls, also with more memory than the graph has."""
+    fusion, program = of_name(name, group.count)
+    arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
+    step = program.capture(*arrays.given, group=group)
+    for seed in range(REPLAYS):
+        arrays.fill(seed)
+        arrays.expect(step())
+        step()  # in a row
+        arrays.expect(step())
+        if seed % 2:
+            other = larger if seed == 1 else arrays
+            other.fill(seed)
+            other.expect(program(*other.given, group=group))
+    group.check()
+
+
+def on_rank(group: hw.Group, names: tuple[str, ...]) -> None:
+    torch.cuda.set_device(group.local_rank)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for name in names:
+            replay(name, group, in_no_window)
+            if name in LOOPS:
+                replay(name, group, group.empty)
+            torch.cuda.synchronize()
+            sys.stdout.write(f"rank {group.rank}: {name} is right\n")
+            sys.stdout.flush()
+
+
+def build(ranks: int, names: tuple[str, ...] = NAMES) -> None:
+    programs = [of_name(name, ranks)[1] for name in names]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(hw.Program.build, programs))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_of_threads(name: str, ranks: int) -> None:
+    build(ranks, (name,))
+    threads = hw.Threads(ranks)
+    threads.run(lambda rank: on_rank(hw.init(threads, call_timeout=20), (name,)))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replays_of_processes(ranks: int) -> None:
+    build(ranks)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("is right") == ranks * len(NAMES), done.stdout
+
+
+def main() -> None:
+    on_rank(hw.init(timeout=120, call_timeout=20), NAMES)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    main()

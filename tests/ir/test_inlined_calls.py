@@ -1,0 +1,104 @@
+"""Host programs with functions: all calls inlined, and the bodies apart and together again."""
+
+from __future__ import annotations
+
+from hostweave.host_ir.calls import bodies, inlined, joined
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+
+CPU_DEVICE = """\
+kernel @negative_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = negative(%x)
+}
+function @layer(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+  %h = allocate f32[M/2, E]
+  if M % 4 == 0 {
+    launch @negative_h %x -> %h
+  } else {
+    %h_2 = allocate f32[M/2, E]
+    launch @negative_h %x -> %h_2
+    copy %h_2 -> %h
+  }
+  fork ring
+  for %i in 0..2 {
+    %p = (rank.x + %i) % 2
+    stream ring[%p] {
+      %y_i = chunk %y[1: %p of 2]
+      %w_i = chunk %w[1: %p of 2]
+      matmul %h, %w_i -> %y_i
+    }
+  }
+  join ring
+}
+function @twice(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) {
+  %h = allocate f32[M/2, E]
+  call @layer %x, %w -> %h
+  call @layer %h, %w -> %y
+}
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+  call @twice %x, %w -> %y
+}
+"""
+
+INLINED = """\
+kernel @negative_h(%x: f32[M/2, E]) {
+  %h: f32[M/2, E] = negative(%x)
+}
+host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(ring[2]) {
+  %twice_h = allocate f32[M/2, E]
+  %layer_h = allocate f32[M/2, E]
+  if M % 4 == 0 {
+    launch @negative_h %x -> %layer_h
+  } else {
+    %layer_h_2 = allocate f32[M/2, E]
+    launch @negative_h %x -> %layer_h_2
+    copy %layer_h_2 -> %layer_h
+  }
+  fork ring
+  for %layer_i in 0..2 {
+    %layer_p = (rank.x + %layer_i) % 2
+    stream ring[%layer_p] {
+      %layer_y_i = chunk %twice_h[1: %layer_p of 2]
+      %layer_w_i = chunk %w[1: %layer_p of 2]
+      matmul %layer_h, %layer_w_i -> %layer_y_i
+    }
+  }
+  join ring
+  deallocate %layer_h
+  %layer_h_3 = allocate f32[M/2, E]
+  if M % 4 == 0 {
+    launch @negative_h %twice_h -> %layer_h_3
+  } else {
+    %layer_h_2_2 = allocate f32[M/2, E]
+    launch @negative_h %twice_h -> %layer_h_2_2
+    copy %layer_h_2_2 -> %layer_h_3
+  }
+  fork ring
+  for %layer_i_2 in 0..2 {
+    %layer_p_2 = (rank.x + %layer_i_2) % 2
+    stream ring[%layer_p_2] {
+      %layer_y_i_2 = chunk %y[1: %layer_p_2 of 2]
+      %layer_w_i_2 = chunk %w[1: %layer_p_2 of 2]
+      matmul %layer_h_3, %layer_w_i_2 -> %layer_y_i_2
+    }
+  }
+  join ring
+  deallocate %layer_h_3
+  deallocate %twice_h
+}
+"""
+
+
+def test_inlined() -> None:
+    """Memory is of each call: what a block needs to its end is deallocated there, and the next call may have the same."""
+    host = HostProgram.parse(CPU_DEVICE)
+    verify_host(host)
+    flat = inlined(host)
+    assert str(flat) == INLINED
+    verify_host(flat)
+
+
+def test_bodies_join_again() -> None:
+    host = HostProgram.parse(CPU_DEVICE)
+    assert [part.name for part in bodies(host)] == ["layer", "twice", "f"]
+    assert joined(bodies(host)) == host
