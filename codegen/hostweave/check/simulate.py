@@ -214,8 +214,8 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
             continue
         named = getattr(i, field_name)
         # A peer may hold more or less of what is named: as much is moved as there is room for here.
-        other_side = i.dst if isinstance(i, ir.Get) and role == "remote_read" else None
-        touched = [(name, b.layouts[other_side or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
+        touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None
@@ -232,7 +232,7 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
             operation.peer = operation.process_group[value]
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
                 run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
-        if isinstance(i, ir.Get) and i.along is not None:
+        if isinstance(i, ir.OneSided) and i.received_along is not None:
             operation.accesses = _get_of_block(b, i, run, operation)
             return operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
@@ -247,14 +247,15 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
     return build
 
 
-def _get_of_block(b: _Binder, i: ir.Get, run: Run, operation: Operation) -> tuple[Access, ...]:
+def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
     """All that the peer has, which is its block of what is shared here."""
     assert operation.peer is not None
-    whole, group = b.layouts[i.dst], operation.process_group
-    block = shares(whole.shape, i.along, group)[group.index(operation.peer)]
+    (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
+    whole, group = b.layouts[dst], operation.process_group
+    block = shares(whole.shape, i.received_along, group)[group.index(operation.peer)]
     taken = layout(whole.dtype, (len(block),), (1,))
-    there, here = run.region(i.src, taken, i), run.region(i.dst, taken, i, block.start * whole.dtype.itemsize)
-    return Access(i.src, there, reads=True, writes=False, at=operation.peer), Access(i.dst, here, reads=False, writes=True)
+    there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * whole.dtype.itemsize)
+    return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:

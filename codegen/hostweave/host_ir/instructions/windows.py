@@ -15,6 +15,7 @@ class OneSided(Communication):
     """
 
     peer: Expr
+    received_along: int | None = None  # the dim of dst of which the peer's block is written
 
 
 class Signalled(OneSided):
@@ -44,8 +45,8 @@ class Get(OneSided):
     peer: Expr
     dst: Write
     channel: str
-    along: int | None = None
-    syntax = "get %{src} at {peer} -> %{dst} along {along} on {channel}"
+    received_along: int | None = None
+    syntax = "get %{src} at {peer} -> %{dst} along {received_along} on {channel}"
     posts = "get"
 
 

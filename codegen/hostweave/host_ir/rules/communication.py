@@ -136,8 +136,8 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
             c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
-        if isinstance(i, ir.Get) and i.along is not None:
-            _has_block(c, i, i.src, i.dst, i.along)
+        if i.received_along is not None:
+            _has_block(c, i, i.src, i.dst, i.received_along)
         else:
             _as_much(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
