@@ -131,7 +131,7 @@ def run_all(rank: Rank, which: str) -> None:
             rank.check(fusion, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
             rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0])))
-            assert any(other.compiled.host.windows for other in program._compiled.running.in_windows.values())
+            assert any(other.compiled.host.windows for other in program._running.in_windows.values())
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
 

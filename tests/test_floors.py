@@ -107,8 +107,8 @@ def test_targets_are_asked_and_not_compared() -> None:
 def test_transports_are_asked_and_not_compared() -> None:
     """The library of a transport is named by it, by its templates, and by what finds it on a machine."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
-    # What generated code may not be called; a public class that takes communicators; what `doctor` reports.
-    known = {"emit/names.py", "runtime/providers.py", "cli/main.py"}
+    # What generated code may not be called; a public class that takes communicators; what `doctor` reports; what graphs take.
+    known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
 

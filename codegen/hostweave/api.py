@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +25,8 @@ from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.tune.explain import explained
 from hostweave.types.mesh import Mesh
 
-if TYPE_CHECKING:  # see Compiled.running
+if TYPE_CHECKING:  # see Program._running
+    from hostweave.running import Running
     from hostweave.runtime.arguments import Bound
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import Captured
@@ -72,8 +74,9 @@ class Program:
     Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
     """
 
-    def __init__(self, compiled: Compiled, bound: Bound | None = None):
-        self._compiled, self._bound = compiled, bound
+    def __init__(self, compiled: Compiled, running: Running | None = None, bound: Bound | None = None):
+        self._compiled, self._made, self._bound = compiled, running, bound
+        self._making = threading.Lock()
 
     def __repr__(self) -> str:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""
@@ -177,7 +180,7 @@ class Program:
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
-        return Program(self._compiled, self._compiled.running.bind(self._bound, arrays))
+        return Program(self._compiled, self._running, self._running.bind(self._bound, arrays))
 
     def __call__(
         self,
@@ -205,7 +208,7 @@ class Program:
 
         Example: `y = program(x, w)`.
         """
-        return self._compiled.running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=False)
+        return self._running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=False)
 
     def capture(
         self,
@@ -221,8 +224,8 @@ class Program:
         Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
         are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
         the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
-        does the same. All ranks launch it together, too: with one-sided communication, which takes NCCL 2.30.7 then, a launch of one
-        rank does not meet a call of another.
+        does the same. All ranks launch it together, too: with one-sided communication, which takes version 2.30.7 of the library
+        then, a launch of one rank does not meet a call of another.
 
         A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
         shapes: then it is part of that graph.
@@ -231,7 +234,7 @@ class Program:
 
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
-        captured: Captured = self._compiled.running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=True)
+        captured: Captured = self._running.call(self._bound, (arrays, named), out, stream, group, sizes, captures=True)
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
@@ -245,7 +248,7 @@ class Program:
 
         Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
         """
-        self._compiled.running.prepare(self._bound, sizes, group)
+        self._running.prepare(self._bound, sizes, group)
 
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
@@ -257,7 +260,7 @@ class Program:
 
         Example: `y = program.run(x, w=w)`.
         """
-        (call,) = self._compiled.running.run(self._bound, [(arrays, named)])
+        (call,) = self._running.run(self._bound, [(arrays, named)])
         if ranks:
             call.hand_back()
         return call.local_results() if ranks else call.global_results()
@@ -268,7 +271,7 @@ class Program:
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
-        made = self._compiled.running.run(self._bound, [((), arrays) for arrays in calls], poison)
+        made = self._running.run(self._bound, [((), arrays) for arrays in calls], poison)
         for call in made:
             call.hand_back()
         return [call.local_results() for call in made]
@@ -278,7 +281,7 @@ class Program:
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
-        return self._compiled.running.measure(self._bound, (arrays, named), warmups, repetitions)
+        return self._running.measure(self._bound, (arrays, named), warmups, repetitions)
 
     def as_jax_ffi(self) -> Callable[..., Any]:
         """The program as a function of JAX, for use inside jax.jit: a custom call of XLA on this process's one device.
@@ -318,7 +321,17 @@ class Program:
 
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""
-        self._compiled.running.close()
+        self._running.close()
+
+    @property
+    def _running(self) -> Running:
+        """What runs it, and those that have inputs of it bound: with NumPy and the rendezvous, which compiling does not import."""
+        from hostweave.running import Running
+
+        with self._making:
+            if self._made is None:
+                self._made = Running(self._compiled)
+            return self._made
 
     @property
     def _host(self) -> HostProgram:

@@ -1,15 +1,14 @@
-"""A program that was compiled: the host IR, its C++, the module that is built of it, and what runs that."""
+"""A program that was compiled: the host IR, its C++, and the module that is built of it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.toolchain import MODULE_FILE
@@ -21,9 +20,6 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import Target, find_target
 from hostweave.transports.transport import find_transport, transport_of
-
-if TYPE_CHECKING:
-    from hostweave.running import Running
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
@@ -37,18 +33,6 @@ class Compiled:
     host: HostProgram
     target: Target
     options: Options
-    _running: Running | None = field(default=None, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-
-    @property
-    def running(self) -> Running:
-        """What runs it. Compiling needs neither NumPy nor what runs programs: they are imported when a program first runs."""
-        from hostweave.running import Running
-
-        with self._lock:
-            if self._running is None:
-                self._running = Running(self)
-            return self._running
 
     def otherwise(self, **options: Any) -> Compiled:
         """The same by other options."""

@@ -72,7 +72,7 @@ class Running:
         with self._lock:
             if self._without_loops is None:
                 made = self.compiled.in_sequence
-                self._without_loops = self if made is self.compiled else made.running
+                self._without_loops = self if made is self.compiled else Running(made)
             return self._without_loops
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
@@ -86,7 +86,7 @@ class Running:
         """The same by figures that say what ranks cannot reach."""
         with self._lock:
             if self.without_puts is None:
-                self.without_puts = self.compiled.otherwise(ways={}, machine=figures).running
+                self.without_puts = Running(self.compiled.otherwise(ways={}, machine=figures))
             return self.without_puts
 
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
@@ -102,7 +102,7 @@ class Running:
                 made = self.compiled.otherwise(windows=names)
                 known = (self, *self.in_windows.values())  # of which one may be for the same
                 same = (one for one in known if one.compiled.host.windows == made.host.windows)
-                self.in_windows[names] = next(same, None) or made.running
+                self.in_windows[names] = next(same, None) or Running(made)
             return self.in_windows[names] if names else self
 
     # --- on this rank of a group ---

@@ -20,7 +20,7 @@ from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
-from hostweave.types.shards import block_of
+from hostweave.types.tensor import block_of
 
 torch = pytest.importorskip("torch", reason="whose tensors the tests pass: pip install torch")
 

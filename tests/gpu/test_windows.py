@@ -119,7 +119,7 @@ def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> Non
         assert torch.as_tensor(floats, device=f"cuda:{rank}").data_ptr() == torch.from_dlpack(floats).data_ptr()
 
     provider.run(rank)
-    assert any(other.compiled.host.windows for other in program._compiled.running.in_windows.values())
+    assert any(other.compiled.host.windows for other in program._running.in_windows.values())
 
 
 def test_closed_programs_leave_their_channel() -> None:

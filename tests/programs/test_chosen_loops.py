@@ -314,7 +314,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert "one_sided" in program.host_ir
-    variant = program._compiled.running.without_puts
+    variant = program._running.without_puts
     assert variant is not None
     made = Program(variant.compiled)
     assert "one_sided" not in made.host_ir

@@ -142,7 +142,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         np.testing.assert_array_equal(program(second, eye), want + 1)
 
     provider.run(rank)
-    assert [names for names, other in program._compiled.running.in_windows.items() if other.compiled is not program._compiled] == [("x",)]
+    assert [names for names, other in program._running.in_windows.items() if other.compiled is not program._compiled] == [("x",)]
 
 
 def test_how_long_memory_lives() -> None:

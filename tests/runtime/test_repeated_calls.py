@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,3 +109,19 @@ def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> Non
     assert all(one() is None for one in seen)
     (program,) = (one for one in hw.init().programs.values() if one._host is PROGRAM._host)
     assert all(len(table.taken) <= 64 for table in program._arguments.tables.values())
+
+
+def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:
+    x, kept, w = arrays()
+    program = hw.compile(added)
+    model = program.bind(w=w)
+    model(x, kept)
+    (local,) = map(weakref.ref, hw.init().programs.values())
+    gc.disable()
+    try:
+        del program
+        assert local() is not None  # what has inputs bound still calls it
+        del model
+        assert local() is None
+    finally:
+        gc.enable()

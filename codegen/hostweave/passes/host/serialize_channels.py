@@ -44,9 +44,8 @@ def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProg
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # the others name the new event
-    changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
-    first, last = changed[0], changed[-1]
+    first = next(k for k, instruction in enumerate(body) if instruction is not program.body[k])
+    last = len(body) - next(k for k in range(1, len(body) + 1) if body[-k] is not program.body[-k])
     begin = turns.without(ir.Wait, body[first])  # nothing comes before the first turn, if that is one
     if begin == (body[first],):
         begin = (ir.Record(turns.event, Const(0)), *begin)
