@@ -1,15 +1,17 @@
 """Layers of Llama 3 8B with random weights as `examples/llama.py` runs them, beside transformers: prefill, and decode with a full cache.
 
 8 of the 32 layers, and all of the vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers has its static cache,
-torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does. Prompts of 4096 tokens; a call of decode
-is a row of steps, each of which the host enqueues, so that its time counts. Milliseconds of the slowest rank, the medians of calls in turn.
+torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does; its projections are sharded as its own plan
+says, which loads checkpoints only. Prompts of 4096 tokens; a call of decode is a row of steps, each of which the host enqueues, so that
+its time counts. Milliseconds of the slowest rank, the medians of calls in turn, each row as soon as it is known.
+`model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side alone, in less than a minute each.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -33,46 +35,60 @@ LENGTH = PROMPT + 512  # of the cache, beyond what all calls need
 Calls = dict[str, Callable[[], Any]]
 
 
-def main() -> None:
-    """Of the numbers of GPUs that are arguments, or 1 and 2."""
-    for ranks in map(int, sys.argv[1:] or range(1, 1 + min(len(gpus()), 2))):
+OURS, THEIRS = SIDES = ("ours", "transformers")
+
+
+def main(arguments: Sequence[str]) -> None:
+    sides = [side for side in SIDES if side in arguments] or SIDES
+    for ranks in [int(word) for word in arguments if word.isdecimal()] or range(1, 1 + min(len(gpus()), 2)):
         names = ["decode, batch 1", "prefill, batch 1", "decode, batch 16"]
         tokens = [ROW, PROMPT, ROW * 16]
-        for name, count, times in zip(names, tokens, times_on_ranks(_calls, ranks, REPETITIONS), strict=True):
+        rows = times_on_ranks(partial(_calls, sides), ranks, REPETITIONS)
+        for name, count, times in zip(names, tokens, rows, strict=True):
             medians = {of: statistics.median(ms) for of, ms in times.items()}
             each = ", ".join(f"{of} {ms:.3f} ms ({count / ms * 1e3:.0f} tokens/s)" for of, ms in medians.items())
-            best = min((ms for of, ms in medians.items() if of != "ours"), default=0.0)
-            ratio = f"; ours is {best / medians['ours']:.2f} times as fast as the best of transformers" if best else ""
+            best = min((ms for of, ms in medians.items() if of != OURS), default=0.0)
+            ratio = f"; ours is {best / medians[OURS]:.2f} times as fast as the best of transformers" if best and OURS in medians else ""
             print(f"{name}, {LAYERS} layers, {ranks} GPUs: {each}{ratio}", flush=True)
 
 
-def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """Decode for each size of a batch, and prefill after the first; of transformers on one GPU only."""
+def _calls(sides: Sequence[str], rank: int, ranks: int) -> Iterator[Calls]:
+    """Decode for each size of a batch, and prefill after the first."""
     import torch
 
     hw.init()
     torch.manual_seed(rank)
     c = Config(num_hidden_layers=LAYERS)
-    programs = llama.compiled(c, ranks, "cuda")
-    types = {llama.short(name): type for name, type in llama.other_weights(c).items()}
-    types |= {f"{llama.short(name)}_{i}": type for i in range(LAYERS) for name, type in llama.layer_weights(c).items()}
-    weights = {name: _random(type, rank, programs[0].mesh) for name, type in types.items()}
-    theirs = _transformers(c) if ranks == 1 else None
+    programs = llama.compiled(c, ranks, "cuda") if OURS in sides else []
+    weights = _weights(c, rank, programs[0].mesh) if programs else {}
+    theirs = _transformers(c, rank, ranks) if THEIRS in sides else None
     for batch in (1, 16):
-        model = llama.Llama(c, programs, weights, frequencies(c.head_dim, 500000.0), batch, LENGTH)
         prompts = torch.randint(0, c.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
-        model.start(prompts.tolist())
-        steps: Calls = {"ours": partial(_row, model.advance)}
+        decode: Calls = {}
+        prefill: Calls = {}
+        if programs:
+            model = llama.Llama(c, programs, weights, frequencies(c.head_dim, 500000.0), batch, LENGTH)
+            model.start(prompts.tolist())
+            filled, position = prompts.T.contiguous().int().cuda(), torch.full((batch,), PROMPT, dtype=torch.int32, device="cuda")
+            out = (torch.empty_like(model.ids), model.logits, *(None for _ in model.cache))
+            decode[OURS] = partial(_row, model.advance)
+            prefill[OURS] = partial(model.prefill, filled, position, **model.cache, out=out)
         if theirs:
-            steps["transformers, torch.compile"] = partial(_row, _step(theirs, prompts.cuda()))
-        yield steps
-        del steps
+            decode[f"{THEIRS}, torch.compile"] = partial(_row, _step(theirs, prompts.cuda()))
+        yield decode
+        decode.clear()
         torch.compiler.reset()
         if batch == 1:
-            yield {"ours": partial(model.start, prompts.tolist()), **(_prefills(theirs, prompts.cuda()) if theirs else {})}
+            yield prefill | (_prefills(theirs, prompts.cuda()) if theirs else {})
             torch.compiler.reset()
     for program in programs:
         program.close()
+
+
+def _weights(c: Config, rank: int, mesh: hw.Mesh) -> dict[str, Any]:
+    types = {llama.short(name): type for name, type in llama.other_weights(c).items()}
+    types |= {f"{llama.short(name)}_{i}": type for i in range(LAYERS) for name, type in llama.layer_weights(c).items()}
+    return {name: _random(type, rank, mesh) for name, type in types.items()}
 
 
 def _random(type_: Any, rank: int, mesh: hw.Mesh) -> Any:
@@ -80,8 +96,8 @@ def _random(type_: Any, rank: int, mesh: hw.Mesh) -> Any:
 
     shape = [int(size) for size in type_.shape]
     local = [part.stop - part.start for part in type_.block(shape, rank, mesh)]
-    drawn = torch.ones(local) if len(local) == 1 else torch.randn(local, device="cuda") * shape[1] ** -0.5
-    return drawn.to("cuda", torch.bfloat16)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    return torch.ones(local, **like) if len(local) == 1 else torch.randn(local, **like).mul_(shape[1] ** -0.5)
 
 
 def _row(step: Callable[[], Any]) -> None:
@@ -89,7 +105,7 @@ def _row(step: Callable[[], Any]) -> None:
         step()
 
 
-def _transformers(c: Any) -> Any:
+def _transformers(c: Config, rank: int, ranks: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,7 +114,31 @@ def _transformers(c: Any) -> Any:
     with torch.device("cuda"):
         model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=None, max_position_embeddings=8192)).eval()
     torch.set_default_dtype(torch.float32)
+    if ranks > 1:
+        _shard(model, rank, ranks)
     return model
+
+
+def _shard(model: Any, rank: int, ranks: int) -> None:
+    """Its projections: those to heads, to the inner dim and to the vocabulary by columns of results, those back by rows, and added up."""
+    import torch
+    from torch.distributed import group
+    from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
+
+    everyone = group.WORLD.group_name
+
+    def keep(linear: Any, dim: int) -> None:
+        linear.weight = torch.nn.Parameter(linear.weight.detach().chunk(ranks, dim)[rank].clone(), requires_grad=False)
+
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            keep(linear, 0)
+        for linear in (attention.o_proj, mlp.down_proj):
+            keep(linear, 1)
+            linear.register_forward_hook(lambda _module, _inputs, term: all_reduce(term, "sum", everyone))
+    keep(model.lm_head, 0)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, part: torch.cat(all_gather_tensor(part, 0, everyone).chunk(ranks), -1))
 
 
 def _cache(model: Any) -> Any:
@@ -145,4 +185,4 @@ def _step(model: Any, prompts: Any) -> Callable[[], Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

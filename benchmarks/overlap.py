@@ -1,10 +1,9 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
 
-A row has, in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin: the matmul and the
-communication alone, torch in sequence and its fused operators, the best pipeline of puts or pulls by hand
-(`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), ours as chosen, in sequence, and by sends and recvs, and as chosen
-in a CUDA graph; then the ways that the cost model predicts, as measured and as predicted. Random bf16 data. torch and the graph run one
-process a GPU, the others one thread a GPU.
+All in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin. First, of each case, ours as
+chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), and each way
+that the cost model predicts, as measured and as predicted. Then, as they come, the matmul and the communication alone, torch in sequence
+and its fused operators, and ours in a CUDA graph: these run one process a GPU, the others one thread a GPU. Random bf16 data.
 Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
 """
 
@@ -22,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -48,6 +45,9 @@ class Case:
     K: int
     N: int
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} {self.M} x {self.K} x {self.N}"
+
 
 CASES = (
     Case("70b gate_up", "ag", 8192, 8192, 7168),
@@ -69,29 +69,31 @@ CASES = (
 
 def main() -> None:
     ranks, cases = len(gpus()), [case for case in CASES if case.name in sys.argv[1:] or not sys.argv[1:]]
-    programs = {(case.name, way): program for case in cases for way, program in _ways(case, ranks).items()}
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(_built, programs.values()))
-    by_hand = _by_hand(cases)
-    peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
+    programs = [_ways(case, ranks) for case in cases]
+    with ThreadPoolExecutor() as pool:
+        by_hand = pool.submit(_built_by_hand, cases)
+        list(pool.map(hw.Program.build, (program for ways in programs for program in ways.values())))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
-    for case, peer in zip(cases, peers, strict=True):
-        ours = {way: program for (name, way), program in programs.items() if name == case.name}
-        _row(case, _measured(case, ranks, ours), {name: statistics.median(times) for name, times in peer.items()}, by_hand, ours)
+    hand = _by_hand(by_hand.result(), cases)
+    ours = [_measured(case, ranks, ways) for case, ways in zip(cases, programs, strict=True)]  # while no peer has work on the GPUs
+    for case, ways, times in zip(cases, programs, ours, strict=True):
+        _print_ours(case, times, ways["auto"].choices[0], {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
+    for case, times, peer in zip(cases, ours, peers, strict=True):
+        medians = {name: statistics.median(ms) for name, ms in peer.items()}
+        ratio = medians["torch fused"] / times["auto"][0]
+        columns = ", ".join(f"{name} {ms:.3f}" for name, ms in medians.items())
+        print(f"{case}: {columns}; ours {ratio:.2f} of fused's speed", flush=True)
 
 
-def _row(case: Case, ours: dict[str, tuple[float, float]], peer: dict[str, float], by_hand: Any, programs: dict[str, hw.Program]) -> None:
-    choice = programs["auto"].choices[0]
-    taken = choice.taken.name
-    hand = {name: times for (of, name), times in by_hand.items() if of == case.name and name.startswith(("put", "pull"))}
-    best, best_name = min(((ms, name) for name, (ms, _) in hand.items()), default=(float("nan"), "not here"))
-    auto, none = ours["auto"][0], ours["none"][0]
-    print(f"{case.kind} {case.name} {case.M} x {case.K} x {case.N}")
-    print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in peer.items()) + f", by hand {best:.3f} ({best_name})")
-    ratios = f"{peer['torch fused'] / auto:.2f} of fused's speed, {auto / best:.2f} x by hand, {auto / none:.3f} x none"
-    print(f"  ours {auto:.3f} by {taken}: {ratios}")
+def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choice, hand: dict[str, float]) -> None:
+    pipelines = ((ms, name) for name, ms in hand.items() if name.startswith(("put", "pull")))
+    best, best_name = min(pipelines, default=(float("nan"), "not here"))
+    auto, none = times["auto"][0], times["none"][0]
+    ratios = f"{auto / none:.3f} x none, {auto / best:.2f} x by hand, {best:.3f} ({best_name})"
+    print(f"{case}: ours {auto:.3f} by {choice.taken.name}: {ratios}")
     predicted = {way.name: way.micros / 1e3 for way in choice.ways}
-    columns = [f"{way} {ms:.3f} ({predicted.get(way, auto):.3f}; host {us:.0f})" for way, (ms, us) in ours.items() if way != "auto"]
+    columns = (f"{way} {ms:.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items() if way != "auto")
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
@@ -120,10 +122,6 @@ def _compiled(case: Case, ranks: int, ways: dict[str, str]) -> hw.Program:
     return hw.compile(fusion, target="cuda", options=hw.Options(sizes=sizes, ways=ways))
 
 
-def _built(program: hw.Program) -> None:
-    program.build()
-
-
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
     """Milliseconds of a call, and microseconds of its host."""
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
@@ -143,27 +141,27 @@ def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[s
 
 
 def _arrays(case: Case, ranks: int) -> dict[str, Any]:
+    import torch
+
     inner = case.K if case.kind == "ag" else case.K * ranks
-    random = np.random.default_rng(0).standard_normal(2**20 + 7, np.float32).astype(ml_dtypes.bfloat16)
-    return {"x": np.resize(random, (case.M, inner)), "w": np.resize(random, (inner, case.N))}
+    shapes = {"x": (case.M, inner), "w": (inner, case.N)}
+    return {name: torch.randn(shape, device="cuda:0", dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Of a case and a variant milliseconds and microseconds of the host; nothing where it cannot be built here, or has no such rows."""
+def _built_by_hand(cases: list[Case]) -> tuple[Path, dict[str, str]] | None:
+    """The program, and the environment that it runs in; None where it cannot be built here, or has no such rows."""
     if all(case.M <= SMALL for case in cases):
-        return {}
+        return None
     found = find_cuda()
     nccl = next(part.path for part in found.libraries if part.name.startswith("libnccl"))
     includes = [f"-I{part.path.parent}" for part in found.headers if part.path and part.name in ("nccl.h", "cublasLt.h")]
     blas = next(part.path for part in found.libraries if part.name.startswith("libcublasLt"))
     libraries = [str(nccl), str(blas).replace("cublasLt", "cublas")]
     linked = [word for library in libraries for word in ("-Xlinker", library)]
-    places = {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
     command = ["nvcc", "-O2", "-std=c++20", "-arch=sm_90", str(BY_HAND), *includes, *linked, "-o"]
-    sections = sorted({case.kind for case in cases if case.M > SMALL})
 
     def make(folder: Path) -> None:
         subprocess.run([*command, str(folder / BY_HAND.stem)], check=True, capture_output=True)
@@ -171,8 +169,21 @@ def _by_hand(cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
     try:
         texts = [BY_HAND.with_suffix(end).read_text() for end in (".h", ".cu")]
         program = get_or_make(name_of(BY_HAND.stem, *texts, *command), make) / BY_HAND.stem
-        ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
     except (OSError, subprocess.SubprocessError) as why:
+        print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
+        return None
+    return program, {"LD_LIBRARY_PATH": ":".join([str(Path(library).parent) for library in libraries])}
+
+
+def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of a case and a variant milliseconds and microseconds of the host."""
+    if not built:
+        return {}
+    program, places = built
+    sections = sorted({case.kind for case in cases if case.M > SMALL})
+    try:
+        ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
+    except subprocess.SubprocessError as why:
         print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
         return {}
     rows = (json.loads(line) for line in ran.stdout.splitlines())

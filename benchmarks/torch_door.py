@@ -4,8 +4,8 @@
 tokens, and forward and backward pass with the gradients of parameters and input, in milliseconds of the slowest rank, the median over
 calls that all ranks begin together; random bf16 data. A process a GPU runs all ways in turn. torch.compile is per layer, as training
 frameworks use it, without and with async tensor parallelism. The host's time of a captured forward pass, and the time to compile 32
-layers, cold. `python benchmarks/torch_door.py forward` measures forward passes and the host's time, `... backward` the second, `...
-compile` the last one alone.
+layers, cold. `python benchmarks/torch_door.py forward` measures forward passes alone, `... backward` forward and backward passes,
+`... host` the host's time, without peers, `... compile` the time to compile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hostweave.build.cuda import gpus
 
 TOKENS, HIDDEN, HEAD = 4096, 8192, 128
 INNER, HEADS, KEYS = 28672 // 8, 64 // 8, 8 // 8  # of a rank
-REPETITIONS, WAIT, CALLS = 10, 4_000_000, 200
+REPETITIONS, WAIT, CALLS = 10, 4_000_000, 5
 TOLERANCE = 0.03  # of the largest element: both round sums of thousands of terms to bf16
 SHARDED = Shard(1)  # [batch, sequence, features]
 
@@ -110,13 +110,13 @@ def plan(layers: int) -> dict[str, Any]:
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
 
-def main(what: str = "forward, backward and compile") -> None:
+def main(what: str = "forward, backward, host and compile") -> None:
     ranks = len(gpus())
-    ways = {"forward": (_calls, WAIT), "backward": (_training_calls, 4 * WAIT)}
+    ways = {"forward": (_calls, WAIT), "backward": (_training_calls, 4 * WAIT), "host": (_host_times, 0)}
     for name, (make, wait) in ways.items() if ranks > 1 else ():
         if name not in what:
             continue
-        passes = "forward" if name == "forward" else "forward and backward"
+        passes = {"forward": "forward", "backward": "forward and backward", "host": "host time"}[name]
         print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
         for times in times_on_ranks(make, ranks, REPETITIONS, wait):
             ours, *peers = ((name, statistics.median(ms)) for name, ms in times.items())
@@ -174,7 +174,30 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
             _expect_same(rank, "results", y, compiled(local))
             _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
             yield {"hostweave": partial(ours, local), name: partial(compiled, local)}
-        _say_host_time(rank, ours, local)
+    group.close()
+
+
+def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
+    """How long a call takes on the host, of a captured forward pass and a plain one, while the GPU is busy: few enough for its queue."""
+    group, x = hw.init(), _input()
+    local = x.chunk(ranks, 1)[rank].contiguous()
+    with torch.no_grad():
+        ours = hostweave.torch.compile(_model(ranks).eval(), hw.Mesh(tp=ranks), plan(4), (x,))
+        ours(local)
+        captured = ours._part._bound[rank][0].capture(local)
+        for name, call in (("a captured forward", captured), ("a forward", partial(ours, local))):
+            call()
+            times = []
+            for _ in range(REPETITIONS):
+                torch.cuda.synchronize()
+                torch.cuda._sleep(200_000_000)
+                started = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                times.append((time.perf_counter() - started) / CALLS * 1e6)
+            torch.cuda.synchronize()
+            _say(rank, f"host time of {name}: {statistics.median(times):.1f} us, {min(times):.1f} to {max(times):.1f}")
+        yield {"hostweave": partial(ours, local), "captured": captured}
     group.close()
 
 
@@ -231,20 +254,6 @@ def _expect_same(rank: int, what: str, ours: torch.Tensor, theirs: torch.Tensor)
     difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
     _say(rank, f"{what}: largest difference {difference:.4f}")
     assert difference <= TOLERANCE, what
-
-
-def _say_host_time(rank: int, ours: Any, x: torch.Tensor) -> None:
-    """The host's time of a call, and of a captured one, while the GPU is busy with others."""
-    captured = ours._part._bound[rank][0].capture(x)
-    for name, call in (("a captured forward", captured), ("a forward", partial(ours, x))):
-        call()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(200_000_000)
-        started = time.perf_counter()
-        for _ in range(20):
-            call()
-        _say(rank, f"host time of {name}: {(time.perf_counter() - started) / 20 * 1e6:.1f} us")
-        torch.cuda.synchronize()
 
 
 def _say(rank: int, line: str) -> None:

@@ -3,7 +3,7 @@
     python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
     python rank_process.py kinds PROVIDER [TARGET]      the same, with a program of each kind of communication
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world; with
-                                                        RAISES in the environment it ends by an exception after one call
+                                                        ENDS in the environment it ends after one call, by an exception or this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and says whether that is right, or why it failed
 
 PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not.
@@ -152,8 +152,10 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     calls = Calls(rank, name)
     calls.make()
     say("ready")
-    if os.environ.get("RAISES"):
-        raise ValueError("a mistake")
+    if end := os.environ.get("ENDS"):
+        if end == "exception":
+            raise ValueError("a mistake")
+        sys.exit(int(end))
     try:
         while True:
             calls.make()

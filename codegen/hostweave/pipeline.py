@@ -82,7 +82,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
 )
 
 # These see a program with its functions. Every other pass runs on each function as on a program of its own, then on what calls them.
-WHOLE: tuple[Callable[[Any, Options], Any], ...] = (lower_to_host, reduce_in_kernels)
+WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
 Observer = Callable[[str, Fusion | HostProgram], None]
 

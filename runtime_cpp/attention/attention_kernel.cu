@@ -363,14 +363,24 @@ __device__ void differentiate_keys(const AttentionKernel& p) {
     differentiate_keys<T, kHead / kSide>(p);                                                                        \
   }
 
+// The paragraphs below are compiled each by itself.
+
 HW_ATTENTION(float, f32, 64)
+
 HW_ATTENTION(float, f32, 128)
+
 HW_ATTENTION(float, f32, 256)
+
 HW_ATTENTION(__half, f16, 64)
+
 HW_ATTENTION(__half, f16, 128)
+
 HW_ATTENTION(__half, f16, 256)
+
 HW_ATTENTION(__nv_bfloat16, bf16, 64)
+
 HW_ATTENTION(__nv_bfloat16, bf16, 128)
+
 HW_ATTENTION(__nv_bfloat16, bf16, 256)
 
 __global__ void place_sequences_of(PackedSequences p) {

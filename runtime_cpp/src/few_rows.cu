@@ -29,10 +29,16 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
     multiply<true>(p, end);                                                                                                     \
   }
 
+// The paragraphs below are compiled each by itself.
+
 HW_PRODUCTS(bf16, bf16)
+
 HW_PRODUCTS(bf16, float)
+
 HW_PRODUCTS(f16, f16)
+
 HW_PRODUCTS(f16, float)
+
 HW_PRODUCTS(float, float)
 
 }  // namespace hw

@@ -170,3 +170,34 @@ def test_times() -> None:
     )
     times = {name: time * 1e6 for name, time in seconds(program, {}).items()}
     assert times == pytest.approx({"g": 386, "t": 0, "y": 1352, "z": 2 + 2 * 2**27 / H200.memory * 1e6}, rel=1e-2)
+
+
+def test_a_gather_with_nothing_beside_it() -> None:
+    """By copy engines where they take less time than a collective, and where they are used anyway."""
+    inputs, before, _ = next(iter(CASES.values()))
+    for ranks, size, by in ((2, 8192, "async one_sided"), (2, 1024, ""), (8, 8192, "")):
+        sizes = dict.fromkeys("MNK", size)
+        text = str(overlap_communication(fusion(inputs, before, f"x={ranks}"), Options(sizes=sizes, machine=H200)))
+        assert f"%vg: bf16[K, N] {by}".strip() + " = all_gather" in text, (ranks, size)
+    alone = fusion("%v: bf16[K@x, N]", "%vg: bf16[K, N] = all_gather(%v, dim=0, axes=(x))", "x=2")
+    assert overlap_communication(alone, Options(sizes={"K": 8192, "N": 8192}, machine=H200)) == alone
+
+
+def test_sums_that_kernels_may_add_up() -> None:
+    """They stay where nothing else is beside the rest; by the sizes that are stated, and in functions, too."""
+    inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
+    ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
+        %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
+        %z: bf16[N, N] = matmul(%u, %u)
+        %y: bf16[M, 4096] = relu(%h)"""
+    program, beside = fusion(inputs, ops), "async = all_reduce"
+    for options, is_beside in (
+        (Options(), False),
+        (Options(sizes={"M": 16}), False),
+        (Options(sizes={"M": 8192}), True),
+        (Options(transport="two_sided"), True),
+        (Options(machine=H200.without_peers("here")), True),
+    ):
+        assert (beside in str(overlap_communication(program, options))) == is_beside, options
+    gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # which no kernel stands beside it

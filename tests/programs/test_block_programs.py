@@ -203,6 +203,56 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
             expect(fusion, arrays, program.run(**arrays, ranks=True))
 
 
+@pytest.mark.parametrize("ranks", [2])
+def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
+    """As those of a backward pass: they take what the others made, and what structs of a third function have."""
+
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return hw.clip(x * w + table, -1, 1), x * 2
+
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"], saved=hw.f32["M@x", "E"])
+    def back(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor, saved: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return hw.clip(x * w - saved, -1, 1), hw.sum(x * saved, axis="M") + table
+
+    @hw.block(donate={"w": 0, "moment": 1}, w=hw.f32["E"], moment=hw.f32["E"], gradient=hw.f32["E"])
+    def update(w: hw.Tensor, moment: hw.Tensor, gradient: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        moment = moment / 2 + hw.clip(gradient, -1, 1)
+        return w - moment / 8, moment
+
+    def program_of(count: int) -> Fusion:
+        types = {f"{name}_{i}": hw.f32["E"] for i in range(count) for name in ("w", "moment")}
+        types |= {f"table_{i}": hw.f32["E"] for i in range(count)}
+        donated = {f"{name}_{i}": 1 + 2 * i + at for i in range(count) for at, name in enumerate(("w", "moment"))}
+
+        @hw.fusion(mesh=hw.Mesh(x=ranks), donate=donated, x=hw.f32["M@x", "E"], **types)
+        def step(x: hw.Tensor, **given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            saved, gradients, updated = [], {}, []
+            for i in range(count):
+                x, kept = layer(x, given[f"w_{i}"], given[f"table_{i}"])
+                saved.append(kept)
+            for i in reversed(range(count)):
+                x, gradients[i] = back(x, given[f"w_{i}"], given[f"table_{i}"], saved[i])
+            for i in range(count):
+                updated += update(given[f"w_{i}"], given[f"moment_{i}"], gradients[i])
+            return x, *updated
+
+        return step
+
+    fusion = program_of(5)
+    program = compiled(fusion)
+    code = re.sub(r"\s+", " ", program.source[program.source.index("HW_CHECK(arena_.begin_call(caller));") :])
+    assert "for (int64_t call = 1; call < 5; ++call) { layer(x_2_[call - 1], in.updates[call].w.as<float>(), in.layers[call]," in code
+    assert "back(x_7_[call - 1], in.updates[4 - call].w.as<float>(), in.layers[4 - call].table.as<float>(), kept_[4 - call]," in code
+    assert "for (int64_t call = 0; call < 5; ++call) { update(in.updates[call], x_7_add_x_[4 - call], out.updates[call], caller); }" in code
+    for rows in (7, 2):
+        arrays = random_arrays(fusion, {"M": rows, "E": 5}, seed=rows)
+        with parallel(check_dependencies=True):
+            expect(fusion, arrays, program.run(**{name: array.copy() for name, array in arrays.items()}, ranks=True))
+    of_run = [re.sub("//.*", "", hw.compile(program_of(count)).source.split("void Program::run(")[1]).count("\n") for count in (5, 32)]
+    assert of_run[1] <= of_run[0]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
     """Beside those in memory of inputs others; what comes before them and after, and one that is used once more."""

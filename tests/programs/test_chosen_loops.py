@@ -200,30 +200,36 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)
-    assert [tuple(way.name for way in choice.ways) for choice in program.choices] == [("put(1)", "none"), ("get(1)", "none")]
+    ways = [tuple(way.name for way in choice.ways) for choice in program.choices]
+    assert ways == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
     options = replace(options, ways={choice.name: choice.taken.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
     assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # what is put next does not wait for copies of own shards
-    assert [choice.value for choice in program.choices] == ["w_1_resharded", "computed_resharded"]  # the first is needed at once
+    assert program.choices[-1].value == "w_0_resharded"  # which is needed at once
+    assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same
     for way in ("put", "get"):
         assert f"beside other ops on a stream of its own by {way}, one_sided, predicted" in program.explain()
-    for rows, inner in ((48, 48), (7, 48), (48, 49)):
+    first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
+    assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
+    assert "\n  copy %w_0 -> " in first.host_ir  # at once, as the caller's stream waits for the gather
+    for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
         want = x
         for w in (*weights[:2], np.maximum(weights[2], 0)):
             want = np.maximum(want @ w, 0)
-        np.testing.assert_array_equal(program.run(x, *weights), want)
+        np.testing.assert_array_equal(run(x, *weights), want)
     for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without_puts("of an old NCCL")}, {"sizes": {}}):
         with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
     stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
-    assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)"]
+    assert [choice.taken.name for choice in hw.compile(fusion, options=stated).choices] == ["none", "get(1)", "none"]
     with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of put\(1\), none"):
         hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
     text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
     assert "%w_1_resharded: f32[K, K] pinned async one_sided = all_gather" in text
     program.close()
+    first.close()
 
 
 def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:

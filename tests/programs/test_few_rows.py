@@ -94,6 +94,22 @@ def test_the_rows_of_a_rank_decide() -> None:
         expect(sharded_rows, arrays, compiled(sharded_rows).run(**arrays, ranks=True))
 
 
+def test_more_rows_are_multiplied_at_once() -> None:
+    """On as many streams as there are products; rows of which there are always few need none."""
+    for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
+        program = lowered(fusion)
+        assert program.streams == (ir.Streams("beside", count - 1),)
+        rest = next(i.orelse for i in tree.walk(program.body) if isinstance(i, ir.If))
+        assert [type(i) for i in rest] == [ir.Fork, *[ir.OnStream] * (count - 1), ir.Matmul, ir.Join, ir.Launch]
+        assert len([i for i in tree.walk(rest) if isinstance(i, ir.Matmul)]) == count
+
+    @hw.fusion(x=hw.f32[4, 16], v=hw.f32[16, 8], w=hw.f32[16, 8])
+    def always_few(x, v, w):  # type: ignore[no-untyped-def]
+        return hw.sigmoid(hw.matmul(x, v)) * hw.matmul(x, w)
+
+    assert lowered(always_few).streams == ()
+
+
 def test_products_stay_apart() -> None:
     """Where something else reads one, they are of different operands, or what ends them reads elements of other indices."""
 

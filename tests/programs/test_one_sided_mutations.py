@@ -119,6 +119,20 @@ def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
+def test_every_one_is_needed_of_a_gather_that_is_needed_next() -> None:
+    """Its own shard is copied by the caller's stream while it is on its way, and another one follows it."""
+
+    @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
+    def weights(x: hw.Tensor, u: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        first = hw.matmul(x, hw.reshard(u, "K", "K").named("first"))
+        return hw.matmul(first, hw.reshard(v, "K", "K").named("whole"))
+
+    ways = {"@weights %whole": "put(1)", "@weights %first": "put(1)"}
+    host = lower(weights, Options(sizes={"M": 3072, "K": 3072}, ways=ways))
+    assert "\n  copy %u -> " in str(host)
+    assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
+
+
 # --- by schedules of the CPU device -----------------------------------------------------------------------------------
 
 

@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ from cuda_here import needs_cuda
 
 import hostweave as hw
 from hostweave.base.errors import BuildError
+from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, make, toolchain
-from hostweave.build.nvrtc import Nvrtc, units_of
+from hostweave.build.nvrtc import Nvrtc, parts_of, units_of
+from hostweave.build.program import build
+from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
 from hostweave.targets.target import find_target
 
@@ -46,11 +51,47 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache that has the session's library of CUDA's runtime, and nothing else: it takes 20 core-seconds to compile."""
     target, folder = find_target("cuda"), tmp_path / "cache"
-    runtime = target.runtime_libraries(target.toolchain(), frozenset())[0].parent
+    (library,) = target.runtime_libraries(target.toolchain(), frozenset())
+    library.make()
+    runtime = library.path.parent
     folder.mkdir(mode=0o700)
     shutil.copytree(runtime, folder / runtime.name)
     monkeypatch.setenv("HOSTWEAVE_CACHE", str(folder))
     return folder
+
+
+def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = find_target("cpu").toolchain()
+    at_once = threading.Barrier(3, timeout=20)
+
+    def fails(_: Path) -> None:
+        at_once.wait()
+        raise BuildError("no compiler")
+
+    def make_program(*given: Any) -> None:
+        at_once.wait()
+        given[-1]()
+
+    entries = [f"runtime-{number}" for number in range(2)]
+    libraries = tuple(Library(empty_cache / entry / "library.so", partial(cache.get_or_make, entry, fails)) for entry in entries)
+    monkeypatch.setattr("hostweave.build.make.make_program", make_program)
+    with pytest.raises(BuildError) as raised:
+        build("nothing", "", here, lambda _: libraries, lambda: {})
+    assert str(raised.value).startswith("no compiler; sources and log are in ")
+    assert str(raised.value).count("sources and log are in") == 1
+
+
+def test_kernels_of_the_runtime_are_compiled_in_parts() -> None:
+    for file in (RUNTIME / "attention" / "attention_kernel.cu", RUNTIME / "src" / "few_rows.cu"):
+        text = file.read_text()
+        parts = parts_of(file.stem, text)
+        assert len({part.name for part in parts}) == len(parts) > 4
+        for part in parts:
+            own, closing = part.text.split("\n", 1)[0], part.text.rstrip().rpartition("\n")[2]
+            assert text.splitlines()[part.line - 1] == own
+            assert closing == "}  // namespace hw"
+            assert text.startswith(part.before)
+    assert [part.name for part in parts_of("one", "void f();\n")] == ["one"]
 
 
 def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

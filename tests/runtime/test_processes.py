@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -177,23 +178,24 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 
 
 @pytest.mark.usefixtures("nothing_left_over")
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
-def test_a_rank_ends_by_an_exception(place: Place, leaver: int) -> None:
+def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
     """The others do not wait for `call_timeout`, also where it had the store."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]
-    places = [as_rank(rank, place.killed, port) | ({"RAISES": "1"} if rank == leaver else {}) for rank in range(place.killed)]
+    places = [as_rank(rank, place.killed, port) | ({"ENDS": end} if rank == leaver else {}) for rank in range(place.killed)]
+    why = "its process has ended by ValueError: a mistake" if end == "exception" else "has left before call 2, in which rank"
     with Ranks(places, ENDLESS, "environment", place.target) as ranks:
         for rank in range(place.killed):
             ranks.line(rank, 300, beginning="ready")
         started = time.monotonic()
         for rank in others:
             message = ranks.line(rank, SECONDS, beginning="failed: ")
-            assert f"rank {leaver}: its process has ended by ValueError: a mistake" in message, message
+            assert re.search(rf"rank {leaver}:? {why}", message), message
         assert time.monotonic() - started < NOTICED
-        assert ranks.ended(leaver) == 1
+        assert ranks.ended(leaver) == (1 if end == "exception" else int(end))
 
 
 @pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])

@@ -62,6 +62,10 @@ def limit() -> int:
     return int(float(number[1]) * 1000 ** " kMGT".index(number[2] or " "))
 
 
+class _FailedBuildError(BuildError):
+    """One that says where its log is, also where another entry needs what was not built."""
+
+
 def key_of(*parts: str) -> str:
     """16 hex digits that change when any part changes."""
     return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()[:16]
@@ -117,11 +121,11 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             (scratch / _SUMS).touch()
             make(scratch)
             (scratch / _SUMS).write_text(_sums(scratch))
-        except BuildError as error:
-            raise BuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+        except BaseException as error:
+            if not isinstance(error, BuildError) or isinstance(error, _FailedBuildError):
+                shutil.rmtree(scratch, ignore_errors=True)
+                raise
+            raise _FailedBuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
         try:
             scratch.rename(entry)
         except OSError:  # something is there

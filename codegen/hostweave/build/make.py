@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
-from hostweave.build.nvrtc import Unit, loader, units_of
+from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
 from hostweave.build.toolchain import ENQUEUING, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain, glue
 
 CORES = len(os.sched_getaffinity(0))
@@ -25,18 +25,19 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
     """Makes the library of a target's runtime, with what it has of kernels. Raises BuildError where that fails."""
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
-    def cubin(file: Path) -> Path:
+    def cubin(unit: Unit) -> Path:
         assert toolchain.kernel_compiler
-        made = folder / f"{file.stem}.cubin"
-        made.write_bytes(toolchain.kernel_compiler.compile(Unit(file.stem, 1, "", file.read_text()), folder))
+        made = folder / f"{unit.name}.cubin"
+        made.write_bytes(toolchain.kernel_compiler.compile(unit, folder))
         return made
 
     options = ("-fvisibility=default", "-Wno-subobject-linkage")  # an unnamed namespace is one of an included file here
     units = _merged(sources, folder)
+    parts = [part for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
-        cubins = pool.map(cubin, kernels)
+        cubins = pool.map(cubin, parts)
         run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
-        found = {file.stem: made for file, made in zip(kernels, cubins, strict=True)}
+        found = {part.name: made for part, made in zip(parts, cubins, strict=True)}
     if found:
         units.append(_JIT_FILE)
         (folder / _JIT_FILE).write_text(loader(found))
@@ -53,8 +54,10 @@ def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
     return list(units)
 
 
-def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: tuple[Path, ...]) -> None:
-    """Makes the module of the sources in `folder`, linked with the `libraries` of the runtime. Raises BuildError where that fails.
+def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Path, ...]]) -> None:
+    """Makes the module of the sources in `folder`, linked with the `libraries` of the runtime, which may be made meanwhile.
+
+    Raises BuildError where that fails.
 
     The cache keeps every object by what it is compiled from: of a program that is changed, only what the change reaches is compiled.
     """
@@ -67,7 +70,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         get_or_make(entries[file], partial(shutil.copy, folder / _object(file)))
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
-    run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, libraries)], folder)
+    run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, libraries())], folder)
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

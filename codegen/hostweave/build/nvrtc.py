@@ -36,6 +36,7 @@ def _integers() -> str:
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
 _FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together
+_INSTANCES = "// The paragraphs below are compiled each by itself.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 
@@ -65,6 +66,15 @@ def units_of(kernels: str) -> list[Unit]:
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
+
+
+def parts_of(name: str, text: str) -> list[Unit]:
+    """Of a file of the runtime: the paragraphs behind the line that says so, each with what is before it, or all as one."""
+    before, line, instances = text.partition(_INSTANCES)
+    if not line:
+        return [Unit(name, 1, "", text)]
+    *parts, end = instances.rstrip().split("\n\n")
+    return [Unit(f"{name}_{n}", text[: text.index(part)].count("\n") + 1, before, f"{part}\n{end}\n") for n, part in enumerate(parts)]
 
 
 def _kernel_in(text: str) -> str:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -22,7 +23,7 @@ from types import ModuleType
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
-from hostweave.build.toolchain import Toolchain, require_native
+from hostweave.build.toolchain import Library, Toolchain, require_native
 
 Sources = Mapping[str, str]  # path -> text
 
@@ -35,7 +36,7 @@ def build(
     name: str,
     host_ir: str,
     toolchain: Toolchain,
-    runtime_libraries: Callable[[Toolchain], tuple[Path, ...]],
+    runtime_libraries: Callable[[Toolchain], tuple[Library, ...]],
     render: Callable[[], Sources],
 ) -> Path:
     """The folder with the sources and the module of a program, linked with what the runtime of the toolchain's target has for it.
@@ -47,19 +48,28 @@ def build(
     edited = _edited_sources(name, host_ir, render)
     libraries = runtime_libraries(toolchain)
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
-    made_with = toolchain.stamp, *map(str, libraries)
+    made_with = toolchain.stamp, *(str(library.path) for library in libraries)
     entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
-    if folder := lookup(entry):
-        return folder
+    with ThreadPoolExecutor(len(libraries)) as pool:
+        made = [pool.submit(library.make) for library in libraries]
 
-    from hostweave.build.make import make_program
+        def paths() -> tuple[Path, ...]:
+            for one in made:
+                one.result()
+            return tuple(library.path for library in libraries)
 
-    def make(folder: Path) -> None:
-        sources = edited or render()
-        _write(folder, {**sources, _HOST_IR_FILE: host_ir})
-        make_program(folder, tuple(sources), toolchain, libraries)
+        if folder := lookup(entry):
+            paths()
+            return folder
 
-    folder = get_or_make(entry, make)
+        from hostweave.build.make import make_program
+
+        def make(folder: Path) -> None:
+            sources = edited or render()
+            _write(folder, {**sources, _HOST_IR_FILE: host_ir})
+            make_program(folder, tuple(sources), toolchain, paths)
+
+        folder = get_or_make(entry, make)
     evict()
     return folder
 

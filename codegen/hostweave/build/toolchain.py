@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -62,6 +63,14 @@ class Toolchain:
         files = (self.compiler, *native(), *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of the runtime: where it is once `make` has been called, which raises BuildError where that fails."""
+
+    path: Path
+    make: Callable[[], object]
 
 
 def find_compiler() -> Path:

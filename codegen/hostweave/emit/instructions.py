@@ -13,7 +13,7 @@ from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
-from hostweave.emit.layers import Element, Words, arrays_of, rolled
+from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
@@ -61,6 +61,7 @@ class Emitter:
         self.others = _other_names(program)
         self.calls: dict[str, int] = {}  # of each function, so far
         self.arrays = arrays_of(program)
+        self.in_turn = {function.name: in_turn(program, function) for function in program.functions}
         self.elements: dict[str, Element] = {}  # temporaries in arrays
         self.windows: set[str] = set()  # temporaries that peers can reach
 
@@ -101,11 +102,19 @@ class Emitter:
         words: list[str | Element] = [f"{self.context.functions[i.function]}("]
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if at not in layers:
-                element, text = self.elements.get(self.buffers[name].root), self.text(name)
-                words += [element if element and str(element) == text else text, ", "]
+                words += [*self._argument(name, at in self.in_turn[i.function]), ", "]
             elif at == min(layers[at].positions):
                 words += [layers[at].element(call), ", "]
         return (*words, f"{self.stream});\n")
+
+    def _argument(self, name: str, in_turn: bool) -> Words:
+        """What a call of a function takes: an element of an array of temporaries, or of structs where each call takes another."""
+        buffer = self.buffers[name]
+        whole = self.buffers[buffer.root].text == buffer.text
+        if in_turn and whole and not self.function and (place := self.context.places.get(buffer.root)):
+            return (*place, f".as<{buffer.type.dtype.cpp}>()")
+        element, text = self.elements.get(buffer.root), self.text(name)
+        return (element if element and str(element) == text else text,)
 
     def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
         """Its C++, by the method of its class or the nearest class above it; else the template of its class lays it out by itself."""

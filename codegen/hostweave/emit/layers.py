@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from hostweave.emit.layout import braced, lay_out
 from hostweave.emit.names import Names
@@ -76,37 +75,58 @@ class Layers:
 
 
 def layers_of(program: ir.HostProgram, names: Names) -> Iterator[Layers]:
-    """What the calls of a function take and give must stand in order, under names with the number of the call."""
+    """What the calls of a function take and give must stand in order, under names with the number of the call.
+
+    What calls of other functions do not have in turn is looked at once more without what those have.
+    """
     behind: dict[str, str] = {}  # views that begin where the buffer does
     for view in program.body:
         if isinstance(view, ir.View) and view.offset == Const(0):
             behind[view.out] = behind.get(view.src, view.src)
-    for function in program.functions:
+    placed = set[str]()
+    left: list[tuple[ir.Function, str]] = [(function, side) for function in program.functions for side in ("in", "out")]
+    for function, side in (*left, *left):
         calls = [tuple(behind.get(name, name) for name in tree.names(i, "read", "write")) for i in _calls(program.body, function)]
         everywhere = sum(1 for body in bodies(program) for _ in _calls(tree.walk(body.body), function))
-        if not 1 < len(calls) == everywhere:
-            continue
-        base = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
-        parameters = (*function.inputs, *function.outputs)
-        for side, arguments in (("in", program.inputs), ("out", program.outputs)):
-            if taken := _taken_in_turn(arguments, calls):
-                positions, patterns = taken
-                own, fields = Names(), [parameters[at].name for at in positions] if side == "in" else [each.field for each in patterns]
-                yield Layers(
-                    side,
-                    function.name,
-                    base,
-                    names.of(f"{base}{side.capitalize()}puts", "struct"),
-                    names.of(f"{function.name}s", "array of structs"),
-                    positions,
-                    tuple(own.of(field, str(at)) for at, field in zip(positions, fields, strict=True)),
-                    patterns,
-                    tuple(tuple(call[at] for at in positions) for call in calls),
-                )
+        arguments = [each for each in (program.inputs if side == "in" else program.outputs) if each.name not in placed]
+        if 1 < len(calls) == everywhere and (function, side) in left and (taken := _taken_in_turn(arguments, calls)):
+            left.remove((function, side))
+            yield (layers := _layers(function, side, calls, *taken, names))
+            placed.update(layers.places)
+
+
+def _layers(
+    function: ir.Function,
+    side: str,
+    calls: Sequence[tuple[str, ...]],
+    positions: tuple[int, ...],
+    patterns: tuple[Numbered, ...],
+    names: Names,
+) -> Layers:
+    base = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
+    parameters = (*function.inputs, *function.outputs)
+    own, fields = Names(), [parameters[at].name for at in positions] if side == "in" else [each.field for each in patterns]
+    return Layers(
+        side,
+        function.name,
+        base,
+        names.of(f"{base}{side.capitalize()}puts", "struct"),
+        names.of(f"{function.name}s", "array of structs"),
+        positions,
+        tuple(own.of(field, str(at)) for at, field in zip(positions, fields, strict=True)),
+        patterns,
+        tuple(tuple(call[at] for at in positions) for call in calls),
+    )
 
 
 def _calls(body: Iterable[tree.Instruction], function: ir.Function) -> Iterator[tree.Instruction]:
     return (i for i in body if tree.names(i, "call") == (function.name,))
+
+
+def in_turn(program: ir.HostProgram, function: ir.Function) -> set[int]:
+    """The positions of parameters of a function of which each call takes another argument."""
+    calls = [tree.names(i, "read", "write") for i in _calls(program.body, function)]
+    return {at for at, column in enumerate(zip(*calls, strict=True)) if len({*column}) == len(calls) > 1}
 
 
 def _taken_in_turn(
@@ -134,28 +154,44 @@ def _pattern(name: str, following: str) -> Numbered | None:
 
 
 def rolled(units: Sequence[Words], index: str) -> str:
-    """Lines that differ by the numbers of their elements alone are a loop over the greatest of these."""
+    """Lines are a loop where they differ by the numbers of elements alone, which count up or down."""
+    text, run = "", list[Words]()
+    for unit in units:
+        steps = _steps(run[-1], unit) if run else ()
+        if not steps or (len(run) > 1 and steps != _steps(run[-2], run[-1])):
+            text, run = text + _lines(run, index), []
+        run.append(unit)
+    return text + _lines(run, index)
 
-    def relative(number_and_unit: tuple[int, Words]) -> object:
-        number, unit = number_and_unit
-        at = _greatest(unit)
-        if at is None:
-            return number
-        return at - number, [(word.array, word.index - at) if isinstance(word, Element) else word for word in unit]
 
-    return "".join(_lines([unit for _, unit in run], index) for _, run in groupby(enumerate(units), relative))
+def _steps(one: Words, other: Words) -> tuple[int, ...]:
+    """By how much the number of each element is greater in the other line; none where these differ in anything else, or not at all."""
+    if [_apart(word) for word in one] != [_apart(word) for word in other]:
+        return ()
+    pairs = [(a.index, b.index) for a, b in zip(one, other, strict=True) if isinstance(a, Element) and isinstance(b, Element)]
+    steps = tuple(b - a for a, b in pairs)
+    return steps if any(steps) and all(abs(step) < 2 for step in steps) else ()
+
+
+def _apart(word: str | Element) -> object:
+    return (word.array,) if isinstance(word, Element) else word
 
 
 def _lines(run: Sequence[Words], index: str) -> str:
-    begin = _greatest(run[0])
-    if len(run) < LOOP or begin is None:
+    """The loop counts as the greatest of the numbers does that count up."""
+    if len(run) < LOOP:
         return "".join(str(word) for unit in run for word in unit)
-    body = "".join(word if isinstance(word, str) else f"{word.array}[{plus(index, word.index - begin)}]" for word in run[0])
+    steps = iter(_steps(*run[:2]))
+    words = [(word, next(steps) if isinstance(word, Element) else 0) for word in run[0]]
+    begin = max((word.index for word, step in words if isinstance(word, Element) and step > 0), default=0)
+
+    def number(element: Element, step: int) -> str:
+        if step < 0:
+            return f"{element.index + begin} - {index}"
+        return plus(index, element.index - begin) if step else str(element.index)
+
+    body = "".join(word if isinstance(word, str) else f"{word.array}[{number(word, step)}]" for word, step in words)
     return lay_out("loop", index=index, begin=begin, count=begin + len(run), body=body)
-
-
-def _greatest(unit: Words) -> int | None:
-    return max((word.index for word in unit if isinstance(word, Element)), default=None)
 
 
 def plus(index: str, offset: int) -> str:

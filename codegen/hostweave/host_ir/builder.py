@@ -68,6 +68,10 @@ class Builder:
         placed = replace(instruction, location=self.location)
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
+    def issued(self) -> Iterator[tree.Instruction]:
+        """What the present body has the streams do by now, the last first."""
+        return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
+
     def copy_aside(self, src: str, dst: str) -> None:
         """A copy that nothing waits for which the present body emits; where that is of a communication, it goes beside it."""
         if self.aside is None:

@@ -119,6 +119,7 @@ class Group:
         self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
+        self._calls = 0  # that this rank has made, as all of them do
         self.closed = False
         self._lock = threading.RLock()
         self._store: Store | None = None
@@ -216,13 +217,15 @@ class Group:
             if self.closed:
                 return
             self.closed = True
+            with contextlib.suppress(ExecutionError):
+                self.meeting.note(self.progress())
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
                 program.close()
             self._members.clear()
             with contextlib.suppress(ExecutionError):
-                self.meeting.leave()
+                self.meeting.leave(self._calls)
             self._close_store()
 
     def leave_to_parent(self) -> None:
@@ -301,6 +304,7 @@ class Group:
 
     def run(self, program: str, member: Any, call: Callable[[], T]) -> T:
         """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
+        self._calls += 1
         try:
             with native_calls:
                 return call()
@@ -347,6 +351,15 @@ class Group:
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
                 return f"rank {self.rank}: call {done + 1} of {name} is not done after {self.call_timeout:g} seconds"
+        return None
+
+    def deserted(self) -> str | None:
+        """The call that is never done, since a rank has left that has not made it, as a message, or None."""
+        if all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
+            return None
+        for rank, calls in self.meeting.left().items():
+            if calls < self._calls:
+                return f"rank {rank} has left before call {self._calls}, in which rank {self.rank} waits for it"
         return None
 
     def progress(self) -> str:
@@ -428,8 +441,8 @@ Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do n
 
 # --- the watchdog -----------------------------------------------------------------------------------------------------
 # It watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
-# A thread for each group. When a call exceeds its time limit, or another rank reports a failure, it writes the progress of every
-# rank into one report and aborts the channels, which ends whatever waits for them.
+# A thread for each group. When a call exceeds its time limit, another rank reports a failure, or has left, it writes the progress of
+# every rank into one report and aborts the channels, which ends whatever waits for them.
 
 
 _PERIOD = 0.5  # seconds between looks
@@ -446,7 +459,7 @@ def _watch(watched: weakref.ref[Group]) -> None:
     while (group := watched()) and not group.failure:
         reason = None
         try:
-            reason = group.meeting.failure() if looking else None
+            reason = (group.meeting.failure() or group.deserted()) if looking else None
         except StoreClosed:
             looking = False
         except ExecutionError as error:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hostweave.runtime.stores import Store
 
 _LOOK = 0.25  # seconds between looks at whether another rank has failed
-_LEFT = "-1 left"  # in place of a record
+_LEFT = "-1 left"  # in place of a record; how many calls the rank has made comes after
 
 
 class PeerLost(Exception):
@@ -46,8 +46,12 @@ class Meeting:
     def fail(self, reason: str) -> None:
         """Tells the others that the group has failed. The first reason counts."""
 
-    def leave(self) -> None:
-        """Tells the others not to wait for this rank any more."""
+    def leave(self, calls: int) -> None:
+        """Tells the others not to wait for this rank any more, which has made so many calls."""
+
+    def left(self) -> dict[int, int]:
+        """The ranks that have left, and how many calls each of them has made."""
+        return {}
 
     def failure(self) -> str | None:
         """Why the group has failed, as some rank told."""
@@ -94,8 +98,12 @@ class StoreMeeting(Meeting):
         if self.failure() is None:
             self._set("failed", reason)
 
-    def leave(self) -> None:
-        self._set(f"record/{self._rank}", _LEFT)
+    def leave(self, calls: int) -> None:
+        self._set(f"record/{self._rank}", f"{_LEFT} {calls}")
+
+    def left(self) -> dict[int, int]:
+        records = [(rank, self._look(f"record/{rank}") or "") for rank in range(self._count)]
+        return {rank: int(record.removeprefix(_LEFT)) for rank, record in records if record.startswith(_LEFT)}
 
     def failure(self) -> str | None:
         return self._look("failed")
@@ -117,7 +125,8 @@ class StoreMeeting(Meeting):
             if now >= look_at:
                 look_at = now + _LOOK
                 waited_for = key if key != "records" else "record/0"
-                if reason := self.failure() or (self._look(waited_for) == _LEFT and f"rank {waited_for.removeprefix('record/')} has left"):
+                has_left = (self._look(waited_for) or "").startswith(_LEFT)
+                if reason := self.failure() or (has_left and f"rank {waited_for.removeprefix('record/')} has left"):
                     raise Failed(reason)
             if now >= deadline:
                 raise TimeoutError(key)
@@ -150,7 +159,7 @@ class Table:
         self.number = 0  # of meetings that are over
         self.records: dict[int, str] = {}  # of the present one
         self.result: list[str] = []  # of the last one
-        self.left: set[int] = set()
+        self.left: dict[int, int] = {}  # how many calls each rank has made that has left
         self.absent: list[int] = []  # when the first rank gave up waiting, which the others do then too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
@@ -215,10 +224,14 @@ class ThreadMeeting(Meeting):
     def fail(self, reason: str) -> None:
         self._table.fail(reason)
 
-    def leave(self) -> None:
+    def leave(self, calls: int) -> None:
         with self._table.changed:
-            self._table.left.add(self._rank)
+            self._table.left[self._rank] = calls
             self._table.changed.notify_all()
+
+    def left(self) -> dict[int, int]:
+        with self._table.changed:
+            return dict(self._table.left)
 
     def failure(self) -> str | None:
         return self._table.failure

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
-from hostweave.build.toolchain import Toolchain, find_compiler, require_native
+from hostweave.build.toolchain import Library, Toolchain, find_compiler, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.machine import H200, Machine
@@ -30,9 +29,9 @@ class _Cpu(Target):
     def toolchain(self) -> Toolchain:
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """One, which comes with the installation."""
-        return (NATIVE / "libhostweave_cpu.so",)
+        return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
     def has_devices(self, ranks: int) -> bool:
         return True

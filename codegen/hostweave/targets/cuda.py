@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build import cuda, figures
-from hostweave.build.cache import get_or_make, name_of, stamp_of
+from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
-from hostweave.build.toolchain import Toolchain, find_compiler
+from hostweave.build.toolchain import Library, Toolchain, find_compiler
 from hostweave.targets.target import Target, runtime_sources, sources_of
 from hostweave.types.machine import H200, Machine
 
@@ -35,15 +35,15 @@ class _Cuda(Target):
         assert found.nvrtc.path is not None
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """Compiled on first use: the one of all programs, and one for each of what is in the wish."""
-        made = [_made(self.name, runtime_sources(self.name), toolchain)]
+        libraries = [_library(self.name, runtime_sources(self.name), toolchain)]
         if "attention" in wanted:
             header, library = cuda.find_cuda().require_cudnn()
             folders = (*toolchain.include_folders, header.parent)
             with_cudnn = replace(toolchain, include_folders=folders, libraries=(*toolchain.libraries, library))
-            made.append(_made(f"attention_{self.name}", sources_of((RUNTIME / "attention",), self.name), with_cudnn))
-        return tuple(made)
+            libraries.append(_library(f"attention_{self.name}", sources_of((RUNTIME / "attention",), self.name), with_cudnn))
+        return tuple(libraries)
 
     def has_devices(self, ranks: int) -> bool:
         return len(cuda.gpus()) >= ranks
@@ -100,7 +100,7 @@ def why_no_peers(ranks: int) -> str:
     return ""
 
 
-def _made(name: str, files: list[Path], toolchain: Toolchain) -> Path:
+def _library(name: str, files: list[Path], toolchain: Toolchain) -> Library:
     """A library of the runtime."""
     file = f"libhostweave_{name}.so"
 
@@ -110,7 +110,8 @@ def _made(name: str, files: list[Path], toolchain: Toolchain) -> Path:
         make_runtime(folder, files, toolchain, file)
 
     made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
-    return get_or_make(name_of(f"runtime_{name}", *made_by, toolchain.stamp), make) / file
+    entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
+    return Library(root() / entry / file, partial(get_or_make, entry, make))
 
 
 def handle_of(stream: Any) -> int:

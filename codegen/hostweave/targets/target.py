@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hostweave.base.paths import RUNTIME_SOURCES
-from hostweave.build.toolchain import Toolchain
+from hostweave.build.toolchain import Library, Toolchain
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.machine import Machine
 
@@ -34,11 +34,8 @@ class Target(Protocol):
     def toolchain(self) -> Toolchain:
         """Raises BuildError where a part is missing, with what to install."""
 
-    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Path, ...]:
-        """What a program is linked with that wants more than all do; made where it is not there yet.
-
-        Raises BuildError where that fails, or where a part is missing, with what to install.
-        """
+    def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
+        """What a program is linked with that wants more than all do. Raises BuildError where a part is missing, with what to install."""
 
     def has_devices(self, ranks: int) -> bool: ...
 

@@ -81,12 +81,13 @@ def compile(
     training = training or optimizer is not None
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
-    graph_of = exported(module, args, kwargs, dynamic_shapes, training)
+    graph_of, how = exported(module, args, kwargs, dynamic_shapes, training)
     if not named:
         names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         leaves = pytree.tree_leaves(args)
         dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
     graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed)
+    graph.traced = how
     first = next(iter(module.parameters()), None)
     target = target or ("cuda" if first is not None and first.is_cuda else "cpu")
     options = options or Options()

@@ -122,6 +122,15 @@ class CompiledModule:
         return self._returned({node: next(results) for node in self._graph.outputs if node not in self._graph.constants})
 
     @property
+    def traced(self) -> Mapping[str, str]:
+        """Of each module of a list, by its path, whether it was traced, or computes the same as one that was: `as layers.0`.
+
+        Modules that differ, in what they read of themselves or in how they are called, are traced apart, and it says why:
+        `traced: its attention.scale is another than that of layers.0`.
+        """
+        return self._graph.traced
+
+    @property
     def _name(self) -> str:
         return type(self._module).__name__
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx import Graph
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch.ops import ops
+from hostweave.torch.repeats import Repeats
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
 KEPT = [
@@ -42,22 +44,26 @@ KEPT = [
 
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
-) -> ExportedProgram:
-    """The graph of the module for these inputs, functional and in core ATen but for `KEPT`. Raises ProgramError.
+) -> tuple[ExportedProgram, dict[str, str]]:
+    """The graph of the module for these inputs, functional and in core ATen but for `KEPT`, and which layers were traced, by path.
 
-    With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops.
+    With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops. Raises ProgramError.
     """
+    repeats = Repeats(module)
     try:
         with _on_global_tensors(module), torch.set_grad_enabled(training), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
-            program = export(module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+            call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
+            with repeats.standing_in():
+                program = call()
+            if why := repeats.why_apart(program.graph):
+                repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
+                program = call()
             if training:
                 _mark_detached(program.graph)
-            decompositions = default_decompositions()
-            for op in list(decompositions):
-                if str(op).split(".")[1] in KEPT:
-                    del decompositions[op]
-            return _without_empty_parts(program.run_decompositions(decompositions))
+            program = program.run_decompositions(dict(decompositions()))
+            repeats.write_out(program.graph)
+            return _without_empty_parts(program), repeats.how
     except ProgramError:
         raise
     except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module
@@ -66,6 +72,15 @@ def exported(
             f"{type(module).__name__}: torch.export: {why}; write what depends on data as tensor ops (torch.where), and pass "
             "example_inputs that the module takes"
         ) from error
+    finally:
+        repeats.close()
+
+
+@cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Those of torch.export, but for `KEPT`."""
+    table = default_decompositions()
+    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in KEPT}
 
 
 @contextmanager

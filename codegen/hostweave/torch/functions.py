@@ -10,14 +10,12 @@ import linecache
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import default_decompositions
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -27,7 +25,7 @@ from hostweave.base.errors import Location, ProgramError, is_of_package, stated_
 from hostweave.fusion_ir.frontend.remedies import instead_of
 from hostweave.torch.aten import TABLE, Result
 from hostweave.torch.aten.table import torch_dtype
-from hostweave.torch.exported import KEPT
+from hostweave.torch.exported import decompositions
 from hostweave.torch.graph import is_known
 from hostweave.torch.patterns import op_of
 
@@ -111,7 +109,7 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
         returned[:] = [function(*args, **kwargs)]
         return [leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, torch.Tensor)]
 
-    table, missing = dict(_decompositions()), {None: None}
+    table, missing = dict(decompositions()), {None: None}
     try:
         while missing:
             with torch.no_grad():
@@ -122,12 +120,6 @@ def _recorded(function: Any, name: str, leaves: list[Any], spec: Any, sizes: _Si
         return recorded, returned[0]
     except Exception as error:  # of many kinds
         raise _refused(name, f"{sizes.in_words(str(error).strip().rstrip('.'))}; {instead_of(name.rpartition('.')[2])}") from error
-
-
-@cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    table = default_decompositions()
-    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in KEPT}
 
 
 def _expect_table(name: str, recorded: GraphModule, sizes: _Sizes) -> None:

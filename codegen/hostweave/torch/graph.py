@@ -61,6 +61,7 @@ class Graph:
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
+    traced: dict[str, str] = field(default_factory=dict)  # of modules that repeat, how they came into the graph
 
     def __post_init__(self) -> None:
         taken = dict[str, str]()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 Gradients = tuple[torch.Tensor | None, ...]
-_LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
 ops = torch.ops.hostweave
 
 
@@ -31,9 +31,9 @@ def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradien
         tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
         return backward(ctx.needs_input_grad, given[0], *(next(tensors) if one else next(others) for one in ctx.is_tensor))
 
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, shapes, "Meta")
-    torch.library.register_autograd(name, gradients, setup_context=keep, lib=_LIBRARY)
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, shapes, "Meta")
+    torch.library.register_autograd(name, gradients, setup_context=keep, lib=LIBRARY)
 
 
 def _inputs(inputs: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
@@ -148,8 +148,8 @@ _op(
     lambda needed, dy, layout: (ops.reshard(dy, layout), None),  # the gradient of a value is sharded as the value
     lambda i, _: i[1:],
 )
-_LIBRARY.define("detach(Tensor x) -> Tensor")
-_LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
+LIBRARY.define("detach(Tensor x) -> Tensor")
+LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
 
 
 class Silu(torch.autograd.Function):

@@ -19,7 +19,8 @@ from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType
+from hostweave.types.size import product
+from hostweave.types.tensor import BufferType, DType
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
 TILES = (
@@ -152,12 +153,25 @@ def most_in_kernel(machine: Machine, ranks: int) -> int:
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 
 
+def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
+    """Up to how many elements the kernel that uses a sum over the ranks adds it up, of what each of them has as such a term; or 0."""
+    if type.dtype.name not in ir.EXCHANGED or not 1 < ranks <= ir.EXCHANGE_RANKS:
+        return 0
+    size, most = product(type.shape), most_in_kernel(machine, ranks) // type.dtype.itemsize
+    is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # for a simple condition
+    return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
+
+
 def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
     """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
     copy engines, which put or get it and want the memory alone."""
-    by_kernels = communication(machine, kind, ranks, size) * _kernels_beside(ranks)
-    by_copies = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
-    return by_kernels * (1 - 1 / BESIDE_KERNELS), by_copies * (BESIDE_COPIES - 1) + LOOP
+    by_kernels, by_copies = cost_alone(machine, kind, by, ranks, size)
+    return by_kernels * _kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS), (by_copies - LOOP) * (BESIDE_COPIES - 1) + LOOP
+
+
+def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
+    """How long it takes with nothing beside it."""
+    return communication(machine, kind, ranks, size), (ranks - 1) * machine.link(by, ranks).seconds(size / ranks) + LOOP
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -14,7 +14,7 @@ from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import Overlap, cost_beside, product_of, seconds
+from hostweave.tune.cost import Overlap, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 
@@ -156,16 +156,19 @@ def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, t
     return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
 
 
-def ways_beside(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine) -> tuple[Way, ...]:
-    """Of a gather that runs beside other ops how it can be done, and what it costs these: by kernels, which hold multiprocessors, or
-    by copy engines, put from where it lies in no window and else read. Nothing of another op, and where its size is not known."""
+Cost = Callable[[Machine, str, str, int, float], tuple[float, float]]  # cost_beside, or cost_alone
+
+
+def ways_of_gather(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
+    """Of a gather outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from where it lies in no
+    window and else read. Nothing of another op, and where its size is not known."""
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
     if op.kind != "all_gather" or ranks < 2 or not is_known:
         return ()
     bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
     by = "get" if _is_made(op.tensors[0], fusion) else "put"
-    by_kernels, by_copies = cost_beside(machine, op.kind, by, ranks, bytes_of)
+    by_kernels, by_copies = cost(machine, op.kind, by, ranks, bytes_of)
     return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way(by, 1, _micros(by_copies))), key=lambda way: way.micros))
 
 

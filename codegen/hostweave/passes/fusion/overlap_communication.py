@@ -16,43 +16,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.transports.transport import transport_of
-from hostweave.tune.cost import seconds
-from hostweave.tune.overlaps import choice_of, reaches_memory, ways_beside
+from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
+from hostweave.tune.overlaps import Cost, choice_of, reaches_memory, ways_of_gather
+from hostweave.types.size import product
 
 PRODUCTS = ("matmul", "attention", "attention_backward")
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """After it each communication stands as early as hides it, and is `async` where that pays at the typical sizes. A gather is then
-    `one_sided` where that costs the ops beside it less, if its sizes are stated; a choice says so.
+    """After it each communication of a program and of its functions stands as early as hides it, and is `async` where that pays.
 
-    It goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past another
-    communication it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
+    Where nothing but sums that kernels may add up would run beside the rest, none does: a kernel that waits for other ranks stands no
+    communication beside it (`reduce_in_kernels`), and takes less time than a collective takes to begin.
+    """
+    overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
+    ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
+    beside = [_is_small_sum(op, body, options) for op, body in ops if op.result.is_async or op.result.stream]
+    is_in_kernels = beside and all(beside) and options.transport == "auto" and not options.figures.no_peers
+    return fusion if is_in_kernels else overlapped
+
+
+def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
+    """Whether it is of few enough bytes for a kernel at the sizes that are stated, or may be where they are not."""
+    step = step_of(op)
+    if op.kind != "all_reduce" or step.reduction != "sum" or op.result.stream:
+        return False
+    term = body.values()[op.tensors[0]].type.local(body.mesh)
+    most, size = most_terms(options.figures, body.mesh.size_of(step.axes), term), product(term.shape)
+    return most > 0 and (not options.sizes.keys() >= set(size.symbols) or size.bind(options.sizes) <= most)
+
+
+def _overlapped(fusion: Fusion, options: Options) -> Fusion:
+    """One body, at the typical sizes. A gather beside other ops is `one_sided` where that costs these less, if its sizes are stated, and
+    so are then those that have nothing beside them, where it takes less time; a choice says so.
+
+    A communication goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past
+    another one it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     ops = _filled(fusion.ops, times)
-    choices, chosen = list(fusion.choices), {choice.value for choice in fusion.choices}
-    reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
+    gathers = _Gathers(fusion, options)
+    alone: list[Op] = []
     for op in candidates:
         place, name = ops.index(op), op.result.name
         earlier = _earliest(ops, place, times)
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
-            possible = ways_beside(op, fusion, options.sizes, options.figures) if reaches and name not in chosen else ()
-            if possible:
-                choices.append(choice_of(op, fusion, possible, options.ways))
-            transport = transport_of(choices[-1].taken.algorithm) if possible and choices[-1].taken.chunks else ""
-            ops.insert(earlier, replace(op, result=replace(op.result, is_async=True, transport=transport)))
-    return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+            ops.insert(earlier, gathers.taken(replace(op, result=replace(op.result, is_async=True)), cost_beside))
+        else:
+            alone.append(op)
+    if gathers.choices:  # the program has windows, or could have some
+        for op in alone:
+            ops[ops.index(op)] = gathers.taken(op, cost_alone)
+    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *gathers.choices))
+
+
+class _Gathers:
+    """How the gathers of a body are done, and the choices that say so."""
+
+    def __init__(self, fusion: Fusion, options: Options):
+        self.fusion, self.options = fusion, options
+        self.chosen = {choice.value for choice in fusion.choices}
+        self.reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
+        self.choices: list[Choice] = []
+
+    def taken(self, op: Op, cost: Cost) -> Op:
+        """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
+        options = self.options
+        possible = ways_of_gather(op, self.fusion, options.sizes, options.figures, cost)
+        if not possible or not self.reaches or op.result.name in self.chosen:
+            return op
+        self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
+        if not choice.taken.chunks:
+            return op
+        return replace(op, result=replace(op.result, is_async=True, transport=transport_of(choice.taken.algorithm)))
 
 
 def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:

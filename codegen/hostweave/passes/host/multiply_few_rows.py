@@ -3,13 +3,18 @@
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
     launch @silu_multiply_h %g, %u -> %h      } else {
-                                    becomes     matmul %x, %wg -> %g
-                                                matmul %x, %wu -> %u
+                                                fork beside
+                                                stream beside[0] {
+                                    becomes       matmul %x, %wu -> %u
+                                                }
+                                                matmul %x, %wg -> %g
+                                                join beside
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-Then all that a product costs is to read its weights, which the kernel does once, for all of them together. Memory is planned by now:
-what was deallocated between the products and their end stays until that.
+Then all that a product costs is to read its weights, which the kernel does once, for all of them together. Of more rows the products run
+at once, so that the tiles of one fill the multiprocessors that the last ones of another leave idle. Memory is planned by now: what was
+deallocated between the products and their end stays until that.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from hostweave.options import Options
 from hostweave.types.size import Size, Sum, product
 from hostweave.types.tensor import strides_of
 
+BESIDE = "beside"  # the name of the streams of products that run at once
+
 DTYPES = ("f16", "bf16", "f32")
 
 
@@ -37,6 +44,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
     names: dict[ir.Kernel, str] = {}  # of kernels that multiply
+    streams = 0
     for place in uses.places:
         i = place.instruction
         if not isinstance(i, ir.Launch) or i.kernel not in kernels or not (products := _products(uses, place, kernels[i.kernel])):
@@ -47,11 +55,26 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
         kernels[name] = replace(kernel, name=name)
         few, freed = replace(i, kernel=name, srcs=srcs), _freed(_between(uses, place, products))
         rows = product(uses.types[matmuls[0].a].shape[:-1])
-        chosen = few if rows.is_int else ir.If(_at_most(rows, ir.FEW_ROWS), (few,), (*matmuls, i), location=i.location)
+        if not rows.is_int:
+            streams = max(streams, len(matmuls) - 1)
+        chosen = few if rows.is_int else ir.If(_at_most(rows, ir.FEW_ROWS), (few,), (*_at_once(matmuls), i), location=i.location)
         edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
         edits[place.number] = (chosen, *(p.instruction for p in freed))
+    if not edits:
+        return program
     body = tree.edited(program.body, edits)
-    return replace(program, body=body, kernels=launched(kernels.values(), body)) if edits else program
+    beside = (ir.Streams(BESIDE, streams),) if streams else ()
+    return replace(program, body=body, kernels=launched(kernels.values(), body), streams=(*program.streams, *beside))
+
+
+def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
+    """The first one on the stream of the caller."""
+    first, *others = matmuls
+    yield ir.Fork(BESIDE, len(others), location=first.location)
+    for stream, matmul in enumerate(others):
+        yield ir.OnStream(BESIDE, Const(stream), (matmul,), location=matmul.location)
+    yield first
+    yield ir.Join(BESIDE, len(others), location=first.location)
 
 
 def _at_most(size: Size, most: int) -> Expr:

@@ -26,7 +26,7 @@ from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
 from hostweave.transports.transport import DEFAULT
-from hostweave.tune.cost import most_in_kernel
+from hostweave.tune.cost import most_terms
 from hostweave.types.size import product
 from hostweave.types.tensor import Dim, TensorType
 
@@ -75,13 +75,9 @@ class _Reducing:
         """The most elements that a kernel is to reduce; 0 where none is."""
         if i.op != "sum" or place.loop or place.mesh_body or place.statement != place.number:
             return 0
-        channel, type = self.given.channel(i.channel), self.uses.types[i.src]
+        channel = self.given.channel(i.channel)
         is_here = channel.transport.name == DEFAULT and channel.mesh == self.given.mesh
-        if not is_here or type.dtype.name not in ir.EXCHANGED or not 1 < channel.size <= ir.EXCHANGE_RANKS:
-            return 0
-        size, most = product(type.shape), most_in_kernel(self.options.figures, channel.size) // type.dtype.itemsize
-        is_one = not size.factors or (len(size.factors) == 1 and isinstance(size.factors[0], str))  # for a simple condition
-        return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
+        return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
 
     def alone(self, i: ir.AllReduce) -> ir.Launch:
         """The launch of a kernel that does nothing else, as if it were of this rank alone."""

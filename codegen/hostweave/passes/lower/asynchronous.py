@@ -38,15 +38,19 @@ class Asynchronous:
             communicate()
         copies, self.b.aside = self.b.aside, None
         self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
-        aside = copies if ready else []
+        aside = copies if ready and not self._is_awaited(op) else []
         arrived = self._event(f"{name}_arrived") if aside else ready
+        latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
+        if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
+            self.b.emit(ir.Fork(COMM))
         begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
-        ends = [*(() if aside else copies), *([ir.Record(arrived, Const(0))] if arrived else ())]
-        self.b.emit(ir.Fork(COMM))
-        self._on(COMM, *begins, *body, *ends)
+        self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
         if aside:
             self.copied[name] = ready
             self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
+        elif ready:
+            for copy in copies:
+                self.b.emit(copy)
         self.is_forked = True
 
     def _on(self, stream: str, *body: tree.Instruction) -> None:
@@ -59,6 +63,12 @@ class Asynchronous:
     def _is_read(self, name: str) -> bool:
         """Whether an op reads a value, or a view of it; else it is returned alone, and the end of the body waits."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
+
+    def _is_awaited(self, op: Op) -> bool:
+        """Whether the caller's stream has nothing to do until it needs the result."""
+        following = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
+        busy = next((other for other in following if not self.flow.is_view(other) and not self.takes(other)), None)
+        return busy is not None and op.result.name in map(self.flow.viewed, busy.tensors)
 
     def settle(self, ops: Iterable[Op]) -> None:
         """Waits for what these ops read, and for everything where they call what communicates itself."""

@@ -1,0 +1,367 @@
+"""Layers that repeat are traced once: of those that compute the same, torch.export sees the first, and one op in place of each other.
+
+Two modules of a list compute the same where they have the same structure, all that the first one read of itself while it was traced is
+equal in the other, and both are called with the same arguments but for the values of tensors. What the first reads is watched, so that a
+number of a layer that nothing uses does not keep it apart. Once ops are decomposed, the nodes of the first are copied for the others.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from hostweave.torch.ops import LIBRARY, ops
+
+_TORCH = str(Path(torch.__file__).parent)
+_STRUCTURE = ("_parameters", "_buffers", "_modules")  # which `_structure` compares
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ABSENT = object()
+_results: dict[int, list[Any]] = {}  # of firsts that are traced: the shape, strides and dtype of each
+_number = count()
+
+
+def _alike(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _made(number: int) -> list[torch.Tensor]:
+    return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in _results[number]]
+
+
+LIBRARY.define("layer_begins(Tensor[] taken, Tensor[] own, int number) -> Tensor[]")
+LIBRARY.define("layer_ends(Tensor[] made, int number) -> Tensor[]")
+LIBRARY.define("layer(Tensor[] taken, Tensor[] own, int number, str path) -> Tensor[]")
+LIBRARY.impl("layer_begins", lambda taken, own, number: [_alike(one) for one in taken], "Meta")
+LIBRARY.impl("layer_ends", lambda made, number: [_alike(one) for one in made], "Meta")
+LIBRARY.impl("layer", lambda taken, own, number, path: _made(number), "Meta")
+
+
+@dataclass
+class _First:
+    """A layer that is traced, and what stands for others like it."""
+
+    path: str
+    number: int
+    structure: object
+    call: object
+    reads: dict[str, dict[str, _Read]]  # by submodule: what it read of itself
+    returned: list[Any]  # with numbers of tensors in place of these
+    spec: Any
+
+
+class Repeats:
+    """Has layers of a module traced once, while `standing_in` lasts. `how` says of each by its path how it came into the graph."""
+
+    def __init__(self, module: nn.Module):
+        self.how: dict[str, str] = {}
+        self._layers = [
+            (f"{path}.{name}".lstrip("."), layer)
+            for path, part in module.named_modules()
+            for name, layer in part.named_children()
+            if name.isdigit() and len(part._modules) > 1 and not any(word.isdigit() for word in path.split("."))
+        ]
+        self._firsts: dict[str, list[_First]] = {}  # by list
+        self._is_inside = False
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path, layer in self._layers:
+                if "forward" not in vars(layer):
+                    stack.callback(vars(layer).pop, "forward")
+                    vars(layer)["forward"] = self._forward(path, layer, layer.forward, _structure(layer))
+            yield
+
+    def _forward(self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = _flat((args, kwargs))
+            call = _call_of(leaves, spec)
+            if self._is_inside or call is None:
+                self.how.setdefault(path, "traced: it takes objects that are neither tensors nor numbers")
+                return own(*args, **kwargs)
+            firsts, why = self._firsts.setdefault(path.rpartition(".")[0], []), ""
+            for first in firsts:
+                if not (differs := _difference(first, layer, structure, call)):
+                    self.how[path] = f"as {first.path}"
+                    made = ops.layer(_tensors(leaves), _own(layer), first.number, path)
+                    return _rebuilt(made, first.returned, first.spec)
+                why = why or f": {differs} than that of {first.path}"
+            self.how[path] = f"traced{why}"
+            return self._traced(path, layer, own, structure, call, leaves, spec)
+
+        return forward
+
+    def _traced(
+        self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object, call: object, leaves: list[Any], spec: Any
+    ) -> Any:
+        number = next(_number)
+        begun = iter(ops.layer_begins(_tensors(leaves), _own(layer), number))
+        args, kwargs = pytree.tree_unflatten([next(begun) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        self._is_inside = True
+        try:
+            with _watched(layer) as (reads, written):
+                made = own(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        results, made_spec = _flat(made)
+        described = _call_of(results, made_spec)
+        if written or described is None:
+            why = f"it writes its attribute {written[0]}" if written else "it returns what is neither a tensor nor a number"
+            self.how[path] = f"traced, and no other like it: {why}"
+            return made
+        tensors = _tensors(results)
+        _results[number] = [(tuple(one.shape), one.stride(), one.dtype) for one in tensors]
+        numbers = iter(range(len(tensors)))
+        returned = [_Tensor(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
+        firsts = self._firsts[path.rpartition(".")[0]]
+        firsts.append(_First(path, number, structure, call, reads, returned, made_spec))
+        return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
+
+    def why_apart(self, graph: Graph) -> str:
+        """Why the first of a graph as exported cannot stand for the others: what it computes or writes is seen from outside."""
+        region = _regions(graph)
+        for node in graph.nodes:
+            own = region.get(node)
+            for argument in node.all_input_nodes:
+                of = region.get(argument)
+                if own is not None and of != own and argument.op == "call_function" and argument.target is not ops.layer_begins.default:
+                    return f"{node.name} reads {argument.name}, which is no argument of its layer"
+                if of is not None and of != own and node.target is not ops.layer_ends.default:
+                    return f"{node.name} reads {argument.name}, which its layer does not return"
+            for written in _written_by(node):
+                root = _root(written)
+                if str(root.target).startswith("hostweave.layer") or (own is not None and region.get(root) != own):
+                    return f"{node.name} writes to {written.name} in place"
+        return ""
+
+    def write_out(self, graph: Graph) -> None:
+        """Copies the nodes of firsts for the others."""
+        of_target: dict[Any, list[Any]] = {}
+        for node in graph.nodes:
+            of_target.setdefault(node.target, []).append(node)
+        begins = {node.args[2]: node for node in of_target.get(ops.layer_begins.default, ())}
+        ends = {node.args[1]: node for node in of_target.get(ops.layer_ends.default, ())}
+        path_of = {first.number: first.path for firsts in self._firsts.values() for first in firsts}
+        for stand_in in of_target.get(ops.layer.default, ()):
+            *_, number, path = stand_in.args
+            results = _copied(graph, begins[number], ends[number], stand_in, path_of[number], path)
+            _replace(graph, stand_in, results)
+        for node in (*begins.values(), *ends.values()):
+            _replace(graph, node, node.args[0])
+        graph.lint()
+
+    def close(self) -> None:
+        for firsts in self._firsts.values():
+            for first in firsts:
+                _results.pop(first.number, None)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    number: int
+
+
+def _flat(values: Any) -> tuple[list[Any], Any]:
+    """Only what Python itself has: objects of others may have a state."""
+    return pytree.tree_flatten(values, is_leaf=lambda value: type(value) not in (tuple, list, dict))
+
+
+def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _own(layer: nn.Module) -> list[torch.Tensor]:
+    return [tensor for _, tensor in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))]
+
+
+def _rebuilt(made: list[torch.Tensor], returned: list[Any], spec: Any) -> Any:
+    return pytree.tree_unflatten([made[leaf.number] if isinstance(leaf, _Tensor) else leaf for leaf in returned], spec)
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _call_of(leaves: list[Any], spec: Any) -> object | None:
+    """What calls of layers that are alike have in common; None for those with sizes or objects of which that is not known."""
+    found: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
+            found.append(_described(leaf))
+        elif type(leaf) in _NUMBERS:
+            found.append((type(leaf), leaf))
+        else:
+            return None
+    return found
+
+
+def _structure(layer: nn.Module) -> object:
+    """The classes and tensors of a layer, and which tensors are the same."""
+    modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
+    named = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
+    places: dict[int, int] = {}
+    tensors = [(name, *_described(one), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(named)]
+    return modules, tensors
+
+
+def _difference(first: _First, layer: nn.Module, structure: object, call: object) -> str:
+    """In what a layer differs from one that is traced; nothing where they compute the same."""
+    if structure != first.structure:
+        return "its structure is another"
+    if call != first.call:
+        return "it is called with other arguments"
+    for path, reads in first.reads.items():
+        held = vars(layer.get_submodule(path))
+        for name, read in reads.items():
+            now = held.get(name, _ABSENT)
+            contents = _contents(read.found if now is _ABSENT else now)
+            if not _is_same(read.value, now) or not _is_same(read.contents, contents):
+                return f"its {f'{path}.{name}'.lstrip('.')} is another"
+    return ""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
+    return type(one) in _NUMBERS and bool(one == other or one != one)
+
+
+class _Read(NamedTuple):
+    """An attribute as it was when it was read first: of its object, and what that held."""
+
+    value: Any
+    contents: Any
+    found: Any  # also where it is one of the class
+
+    @classmethod
+    def of(cls, value: Any, found: Any) -> _Read:
+        return cls(value, _contents(found), found)
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what an object holds that others may change."""
+    if isinstance(value, dict | list | set):
+        return value.copy()
+    is_code = isinstance(value, type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType)
+    return None if is_code else dict(getattr(value, "__dict__", ()))
+
+
+@contextmanager
+def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
+    """What the submodules of a layer read of themselves meanwhile, by their path, and the names of what they write."""
+    reads: dict[str, dict[str, _Read]] = {}
+    written: list[str] = []
+    with ExitStack() as stack:
+        for path, part in layer.named_modules():
+            own = type(part)
+            stack.callback(setattr, part, "__class__", own)
+            part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written)
+        yield reads, written
+        of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
+        written += [name for name, read in of_all if not _is_same(read.contents, _contents(read.found))]
+
+
+def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str]) -> Any:
+    def get(self: Any, name: str) -> Any:
+        found = own.__getattribute__(self, name)
+        if name == "__dict__":
+            if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+                reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
+        elif name not in _STRUCTURE and name not in reads:
+            reads[name] = _Read.of(held.get(name, _ABSENT), found)
+        return found
+
+    def put(self: Any, name: str, value: Any) -> None:
+        if name not in ("__dict__", "__class__"):  # as torch does where it traces modules
+            written.append(name)
+        own.__setattr__(self, name, value)
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (own,), {"__getattribute__": get, "__setattr__": put, **names})
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def _between(begin: Node, end: Node) -> Iterator[Node]:
+    node = begin.next
+    while node is not end:
+        yield node
+        node = node.next
+
+
+def _regions(graph: Graph) -> dict[Node, int]:
+    """The number of the first in which a node is."""
+    found: dict[Node, int] = {}
+    begins = {node.args[2]: node for node in graph.nodes if node.target is ops.layer_begins.default}
+    for end in graph.nodes:
+        if end.target is ops.layer_ends.default:
+            found.update(dict.fromkeys(_between(begins[end.args[1]], end), end.args[1]))
+    return found
+
+
+def _written_by(node: Any) -> list[Node]:
+    """The arguments that an op writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    return [value for value, one in zip(node.args, written, strict=False) if one and isinstance(value, Node)]
+
+
+def _root(node: Any) -> Any:
+    """What has the memory of a node that may be a view."""
+    while node.args and isinstance(node.args[0], Node):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not any(one.alias_info for one in schema.returns):
+            break
+        node = node.args[0]
+    return node
+
+
+def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str) -> list[Node]:
+    """The results of the nodes between two, computed once more of what the node `before` takes."""
+    of: dict[Node, Node] = dict(zip(begin.args[1], before.args[1], strict=True))
+    of.update({user: before.args[0][user.args[1]] for user in begin.users})
+    with graph.inserting_before(before):
+        for node in _between(begin, end):
+            if node not in of:
+                of[node] = graph.node_copy(node, lambda argument: of.get(argument, argument))
+                of[node].meta = {**node.meta, **_moved(node.meta, path, own)}
+    return [of.get(result, result) for result in end.args[0]]
+
+
+def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
+    """Where a copy was made: in the layer that it belongs to."""
+
+    def moved(at: str) -> str:
+        return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at
+
+    stack = meta.get("nn_module_stack") or {}
+    return {"nn_module_stack": {f"{own}/{key}": (moved(at), kind) for key, (at, kind) in stack.items()}}
+
+
+def _replace(graph: Graph, node: Any, results: list[Node]) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)

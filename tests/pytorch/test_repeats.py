@@ -1,0 +1,215 @@
+"""Which layers are traced once: the graph computes what the module does, and layers that differ in anything are traced apart."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+from torch.fx import Interpreter
+
+import hostweave as hw
+import hostweave.torch
+from hostweave.torch.exported import exported
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, scale: float = 2.0, hidden: int = 5, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.number, self.scale = number, scale
+        self.up, self.down, self.dropout = nn.Linear(4, hidden), nn.Linear(hidden, 4, bias=False), nn.Dropout(0.25)
+        self.register_buffer("shift", torch.full((4,), number + 1.0).to(dtype))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        y = self.down(torch.relu(self.up(x))) * self.scale + self.shift
+        return x + self.dropout(y if mask is None else y * mask)
+
+
+class Stack(nn.Module):
+    def __init__(
+        self, layers: list[nn.Module], call: Callable[[nn.Module, int, torch.Tensor], torch.Tensor] = lambda layer, n, x: layer(x)
+    ):
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layers), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            x = self.call(layer, n, x)
+        return x
+
+
+def of(*scales: float, kind: type[nn.Module] = Layer) -> Stack:
+    torch.manual_seed(0)
+    return Stack([kind(number, scale) for number, scale in enumerate(scales)]).eval()
+
+
+def computed(module: nn.Module) -> tuple[torch.Tensor, dict[str, str]]:
+    """What the exported graph computes, and how layers came into it."""
+    with torch.no_grad():
+        program, how = exported(module, (X,), {})
+        program.graph_module.recompile()
+        held = {InputKind.USER_INPUT: lambda _: X, InputKind.CONSTANT_TENSOR: program.constants.get}
+        given = [held.get(one.kind, program.state_dict.get)(one.target) for one in program.graph_signature.input_specs]
+        return Interpreter(program.graph_module).run(*given)[-1], {path: how[path] for path in sorted(how)}
+
+
+def expect(module: nn.Module, *how: str) -> None:
+    """Each word is the number of the layer that this one is as, or a part of why it is traced."""
+    y, found = computed(module)
+    with torch.no_grad():
+        torch.testing.assert_close(y, module(X), rtol=0, atol=0)
+    for path, wanted, one in zip(found, how, found.values(), strict=True):
+        assert one == f"as layers.{wanted}" if wanted.isdigit() else one.startswith("traced") and wanted in one, (path, one)
+
+
+def test_layers_that_compute_the_same_are_traced_once() -> None:
+    """Their numbers, which nothing reads, do not keep them apart; their parameters and buffers have values of their own."""
+    expect(of(2.0, 2.0, 2.0), "", "0", "0")
+
+
+def test_what_a_layer_reads_of_itself_is_compared() -> None:
+    expect(of(2.0, 3.0, 2.0, 3.0), "", "its scale is another than that of layers.0", "0", "1")
+
+
+class Named(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down(self.up(x)) * vars(self)["number"]
+
+
+class Counting(Layer):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls = 3
+        return self.up(x)[:, :4] * self.calls
+
+
+class Shared(Layer):
+    config = types.SimpleNamespace(gain=1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.up(x)[:, :4] * self.config.gain
+
+
+class Passing(Layer):
+    """Gives what it takes as well, and a dict."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": self.down(self.up(x)), "x": [x, None, 3]}
+
+
+class InPlace(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = torch.relu(self.up(x))
+        y *= self.scale
+        return self.down(y)
+
+
+class Writing(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.up(x.add_(1.0))
+        return None
+
+
+class Told(Layer):
+    told: ClassVar[dict[str, torch.Tensor]] = {}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x * self.told.get("y", 1.0)
+        self.told["y"] = self.up(x)[:, :4]
+        return self.down(self.up(y))
+
+
+class Nested(nn.Module):
+    def __init__(self, number: int, scale: float):
+        super().__init__()
+        self.parts = nn.ModuleList(Layer(n, scale) for n in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[1](self.parts[0](x))
+
+
+def test_layers_that_could_read_anything_or_keep_a_state_are_apart() -> None:
+    expect(of(2.0, 2.0, kind=Named), "", "number is another")
+    expect(of(2.0, 2.0, kind=Counting), "no other like it: it writes its attribute calls", "no other like it")
+    shared = of(2.0, 2.0, 2.0, kind=Shared)
+    shared.call = lambda layer, n, x: (setattr(Shared.config, "gain", n // 2), layer(x))[1]
+    expect(shared, "", "0", "config is another")
+    Told.told.clear()
+    _, how = computed(of(2.0, 2.0, kind=Told))
+    assert "it writes its attribute told" in how["layers.0"]
+
+
+def test_results_of_several_kinds_and_writes_within_a_layer() -> None:
+    module = of(2.0, 2.0, 2.0, kind=Passing)
+    module.call = lambda layer, n, x: (made := layer(x))["y"] * made["x"][2] + made["x"][0]
+    expect(module, "", "0", "0")
+    expect(of(2.0, 2.0, kind=InPlace), "", "0")
+    expect(of(2.0, 2.0, kind=Nested), "", "0")
+
+
+def test_what_is_seen_outside_of_a_layer_has_all_traced() -> None:
+    def kept(layer: nn.Module, n: int, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        layer(x)
+        return x
+
+    writing = of(2.0, 2.0, kind=Writing)
+    writing.call = kept
+    expect(writing, "in place", "in place")
+    outside = of(2.0, 2.0)
+    outside.call = lambda layer, n, x: layer(x).add_(1.0)
+    expect(outside, "in place", "in place")
+
+
+def test_structure_hooks_modes_and_calls_are_compared() -> None:
+    larger, typed = of(2.0, 2.0), of(2.0, 2.0)
+    larger.layers[1], typed.layers[1] = Layer(1, hidden=6), Layer(1, dtype=torch.float64)
+    expect(larger.eval(), "", "structure")
+    typed.call = lambda layer, n, x: layer(x).float()
+    expect(typed.eval(), "", "structure")
+    tied = of(2.0, 2.0, kind=Nested)
+    tied.layers[1].parts[1].up.weight = tied.layers[1].parts[0].up.weight  # type: ignore[union-attr, index]
+    expect(tied, "", "structure")
+    hooked = of(2.0, 2.0, 2.0)
+    hooked.layers[1].up.register_forward_hook(lambda module, args, y: y * 2)  # type: ignore[union-attr, operator]
+    expect(hooked, "", "up._forward_hooks is another", "0")
+    outer = of(2.0, 2.0)
+    outer.layers[1].register_forward_hook(lambda module, args, y: y * 2)
+    expect(outer, "", "0")  # that hook is no part of what is traced once
+    replaced = of(2.0, 2.0)
+    replaced.layers[1].up.forward = types.MethodType(lambda self, x: x.new_ones(3, 5), replaced.layers[1].up)  # type: ignore[union-attr]
+    expect(replaced, "", "up.forward is another")
+    masked = of(2.0, 2.0, 2.0)
+    masked.call = lambda layer, n, x: layer(x, mask=x > 0) if n else layer(x)
+    expect(masked, "", "called with other arguments", "1")
+    random = of(2.0, 2.0)
+    random.layers[1].train()
+    _, how = computed(random)
+    assert "training is another" in how["layers.1"]
+
+
+def test_compiled_layers_that_stand_for_others_are_functions_with_their_own_parameters() -> None:
+    """And say so; sizes that vary are traced layer by layer."""
+    module = of(2.0, 2.0, 2.0, 0.5)
+    with torch.no_grad():
+        model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+        torch.testing.assert_close(model(X), module(X))
+        assert dict(model.traced)["layers.2"] == "as layers.0"
+        varied = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,), dynamic_shapes=({0: torch.export.Dim("rows")},))
+    assert all(why.startswith("traced") for why in varied.traced.values())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_it_is_the_module_again_after_compile(training: bool) -> None:
+    module = of(2.0, 2.0).train(training)
+    classes, held = [type(part) for part in module.modules()], [dict(vars(part)) for part in module.modules()]
+    exported(module, (X,), {}, training=training)
+    assert [type(part) for part in module.modules()] == classes
+    assert [list(vars(part)) for part in module.modules()] == [list(one) for one in held]
