@@ -72,10 +72,11 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
     return found
 
 
-def sizes_of(program: Fusion | HostProgram, times: int = 3) -> dict[str, int]:
-    """A size for every name, `times` the smallest ones that the program can be cut into chunks and shards for."""
+def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
+    """A size for every name, `times` the smallest ones that the program can be cut into chunks and shards for, and so much `more` of
+    those that ranks may share unevenly."""
     host = lowered(program) if isinstance(program, Fusion) else program
-    return {name: size * times for name, size in minimal_sizes(host).items()}
+    return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:

@@ -39,8 +39,8 @@ class Options:
       The CPU target computes in f32.
     - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
       other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
-      (2.32 for moves between meshes). Ranks share sizes that are names evenly, and chunk loops that communicate are by shard, of gathers
-      beside and of reduce-scatters behind matmuls. auto: two_sided but for loops that say `.stream(..., algorithm="put")`, and for those
+      (2.32 for moves between meshes); chunk loops that communicate are by put, by ring, or over slices of every rank's shard, on the
+      mesh of all ranks. auto: two_sided but for loops that say `.stream(..., algorithm="put")`, and for those
       that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
       of few bytes are done by the kernels that use them, of ranks of one host.
     - `windows`: names of inputs and outputs that lie in arrays of `group.empty`, so that one-sided communication reads and writes them

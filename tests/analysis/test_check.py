@@ -407,6 +407,8 @@ def test_a_matmul_adds_in_place() -> None:
     """What it adds may lie where the result does; what it multiplies may not."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
+    with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before anything wrote bytes 0 to 64 of %y"):
+        check(host_text.parse(head.replace("copy %x -> %y\n", "") + "matmul %x, %x accumulate %y -> %y\n}\n"))
     for body in ("matmul %y, %x accumulate %y -> %y", "%t = permute %y by [1, 0]\nmatmul %x, %t accumulate %y -> %y"):
         with pytest.raises(ProgramError, match=r"over the bytes of %[ty] that it reads: give it memory of its own"):
             check(host_text.parse(f"{head}{body}\n}}\n"))

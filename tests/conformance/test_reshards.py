@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import hostweave as hw
+from hostweave.check.check import check
 from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
@@ -115,8 +116,8 @@ def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, i
 
 
 @cache
-def lowered(of: Callable[[Mesh], Fusion], mesh: Mesh) -> HostProgram:
-    return lower(of(mesh), hw.Options())
+def lowered(of: Callable[[Mesh], Fusion], mesh: Mesh, transport: str = "auto") -> HostProgram:
+    return lower(of(mesh), hw.Options(transport=transport))
 
 
 CASES = [
@@ -134,6 +135,16 @@ def test_interpreted(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> Non
     fusion = of(mesh)
     given = arrays(fusion, sizes_of(of, mesh, seed), seed)
     compare(fusion, given, interpret(lowered(of, mesh), given))
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if 1 < mesh.size < 8], ids=str)
+def test_interpreted_one_sided(mesh: Mesh) -> None:
+    fusion, host = reshards(mesh), lowered(reshards, mesh, "one_sided")
+    assert host.uneven == lowered(reshards, mesh).uneven
+    check(host)
+    for seed in range(3):
+        given = arrays(fusion, sizes_of(reshards, mesh, seed), seed)
+        compare(fusion, given, interpret(host, given))
 
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)

@@ -20,6 +20,7 @@ from hostweave.types.tensor import block_of
 GPUS = len(gpus())
 RANKS = [ranks for ranks in (2, 4, 8) if ranks <= GPUS]
 NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put", "columns_put")
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "ag_matmul_flat_chunked")  # where the transport is stated
 
 
 pytestmark = [
@@ -31,11 +32,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int) -> None:
     """With memory that grows between calls, over memory full of NaN, and with several calls in flight."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, "cuda")
+    program = compiled(fusion, "cuda", Options(transport="one_sided" if name in WHOLLY else "auto"))
     for times in (1, 16, 128, 16):
         sizes = sizes_of(fusion, times)
         arrays = random_arrays(fusion, sizes, seed=times)
@@ -49,15 +50,15 @@ def test_matches_numpy(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int) -> None:
-    """Communication outside of loops, with memory that grows, and several calls in flight."""
+    """Communication outside of loops, with memory that grows, several calls in flight, and blocks of two sizes, of which one may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has nobody to communicate with")
     if fusion.mesh.size > GPUS:
         pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {GPUS}")
     program = compiled(fusion, "cuda", Options(transport="one_sided"))
-    for times in (1, 8, 2):
-        calls = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(4)]
+    for times, more in ((1, 0), (8, 1), (1, 1 - ranks), (2, 0)):
+        calls = [integer_arrays(fusion, sizes_of(program._host, times, more), seed) for seed in range(4)]
         for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
             expect(fusion, arrays, results, exact=True)
 

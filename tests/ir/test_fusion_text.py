@@ -86,7 +86,7 @@ ERRORS = [
     (
         "K] = neg",
         "K] stream(K, soon) = neg",
-        "line 2, column 29: expected a number of chunks, by_shard, across_shards, p2p, broadcast, ring, put, all_gather, reduce, "
+        "line 2, column 29: expected a number of chunks, by_shard, across_shards, p2p, broadcast, put, ring, all_gather, reduce, "
         "reduce_scatter, "
         "all_reduce, all_to_all, collective_permute, transfer or a rotation, once each, found 'soon'",
     ),

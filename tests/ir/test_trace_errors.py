@@ -386,7 +386,7 @@ ERRORS = {
     "stream by": (
         'return (-x).stream(0, algorithm="mail")',
         {},
-        "4: stream: there is no algorithm='mail'; one of p2p, broadcast, ring, put, all_gather, reduce, reduce_scatter, all_reduce, "
+        "4: stream: there is no algorithm='mail'; one of p2p, broadcast, put, ring, all_gather, reduce, reduce_scatter, all_reduce, "
         "all_to_all, collective_permute, transfer",
     ),
     "stream of a merged dim": (

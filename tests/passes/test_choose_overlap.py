@@ -163,7 +163,7 @@ def test_loop(case: str) -> None:
     check(choose_overlap, *LOOPS[case])
 
 
-GATHER_CAN = "p2p (by_shard), broadcast (by_shard), ring (by_shard), put (by_shard), all_gather (across_shards) for the all_gather of %g"
+GATHER_CAN = "p2p (by_shard), broadcast (by_shard), put (by_shard), ring (by_shard), all_gather (across_shards) for the all_gather of %g"
 ERRORS: list[tuple[tuple[str, str], str, str]] = [
     (GATHER, "M, 3, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; what can: all_gather (across_shards) for the all_gather of %g"),
     (
@@ -181,7 +181,7 @@ ERRORS: list[tuple[tuple[str, str], str, str]] = [
         SCATTER,
         "M, 8, broadcast",
         "text:3: stream of %y: algorithm='broadcast' cannot be; "
-        "what can: p2p (by_shard), ring (by_shard), reduce (by_shard), put (by_shard), "
+        "what can: p2p (by_shard), put (by_shard), ring (by_shard), reduce (by_shard), "
         "reduce_scatter (across_shards) for the reduce_scatter of %y",
     ),
     (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; nothing in its loop communicates, leave it out"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
 
@@ -9,7 +10,6 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
 from hostweave.check.interpret import interpret
-from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
@@ -27,9 +27,10 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     assert HostProgram.parse(str(host)) == host
     assert "two_sided" not in str(host)
     assert ("one_sided" in str(host)) == (fusion.mesh.size > 1)
-    arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
-    ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
-    expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
+    for more in (0, 1, 1 - ranks):  # blocks of one size, of two, and some that are empty
+        arrays = integer_arrays(host, sizes_of(host, 1 if more < 0 else 3, more), seed=0)
+        ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
+        expect(fusion, arrays, [results if len(results) > 1 else results[0] for results in ranks_of], exact=True)
 
 
 RUNS = [("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("two_axes", 2), ("two_layers", 3)]
@@ -40,11 +41,11 @@ RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 def test_matches_numpy(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=ONE_SIDED)
-    for times in (1, 3, 2):  # memory that grows, and is used again
-        arrays = integer_arrays(fusion, sizes_of(fusion, times), seed=times)
+    for times, more in ((1, 0), (3, 1), (2, -1)):  # memory that grows, and is used again
+        arrays = integer_arrays(fusion, sizes_of(program._host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
-    calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
     for seed in range(4 if ranks < 8 else 1):
+        calls = [integer_arrays(fusion, sizes_of(program._host, 1, (1, 0, 1 - ranks)[seed % 3]), number) for number in range(3)]
         with seeded(seed, check_dependencies=True):
             for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
                 expect(fusion, arrays, results, exact=True)
@@ -78,10 +79,23 @@ def test_a_part_is_copied_before_others_read_it() -> None:
     expect(turned, arrays, [rank["y"] for rank in interpret(host, arrays)], exact=True)
 
 
-def test_sizes_with_names_have_to_divide() -> None:
-    fusion = fusion_of("two_layers", 3, 3, hw.bf16)
+def test_blocks_that_are_cut_divide() -> None:
+    """Where one mesh has other shards than another, of which blocks are read."""
+    mesh = hw.Mesh(x=3)
+
+    def moved(size: int | str) -> hw.Fusion:
+        @hw.fusion(mesh=mesh, x=hw.f32[size].on(mesh.ranks([0])))
+        def moved(x):  # type: ignore[no-untyped-def]
+            return hw.reshard(x + 1, f"{size}@x", mesh=mesh.ranks([1, 2]))
+
+        return moved
+
     with pytest.raises(ArgumentError, match="M"):
-        compiled(fusion, options=ONE_SIDED).run(**integer_arrays(fusion, {"M": 4, "E": 3, "F": 3}, seed=0))
+        compiled(moved("M"), options=ONE_SIDED).run(np.zeros(3, "f4"))
+    with pytest.raises(ProgramError) as caught:
+        hw.compile(moved(3), options=ONE_SIDED)
+    message = "transfer: 2 ranks cannot share dim 3@x evenly, as a move between meshes by reading needs; pad it to 4"
+    assert str(caught.value).endswith(message)
 
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])

@@ -19,7 +19,11 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 from hostweave.types.tensor import block_of
 
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "matmul_ar_ag", "ag_matmul_flat_chunked")  # where the transport is stated
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
+    ("ag_matmul_ring", 4),
+    ("matmul_rs_ring", 3),
+    ("matmul_ar", 2),
     ("ag_matmul_pull", 2),
     ("ag_matmul_pull", 3),
     ("columns_put", 4),
@@ -27,10 +31,14 @@ RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
 ]
 
 
+def options_of(name: str) -> Options:
+    return Options(transport="one_sided" if name in WHOLLY else "auto")
+
+
 @pytest.mark.parametrize(("name", "ranks"), RUNS)
 def test_matches_numpy(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion)
+    program = compiled(fusion, options=options_of(name))
     for times in (1, 3, 2):  # memory that grows, and is used again
         arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True))
@@ -59,14 +67,16 @@ def test_a_closed_program_leaves_its_channel_to_others() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("name", ONE_SIDED)
+@pytest.mark.parametrize("name", [*ONE_SIDED, *WHOLLY])
 def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    host = lower(fusion, Options())
+    host = lower(fusion, options_of(name))
     check(host)
+    assert "two_sided" not in str(host) or name in ONE_SIDED
     assert HostProgram.parse(str(host)) == host
     arrays = integer_arrays(host, {size: 3 * least for size, least in minimal_sizes(host).items()}, seed=0)
-    expect(fusion, arrays, [rank["y" if "y" in rank else next(iter(rank))] for rank in interpret(host, arrays)], exact=True)
+    results = [tuple(rank.values()) for rank in interpret(host, arrays)]
+    expect(fusion, arrays, [result if len(result) > 1 else result[0] for result in results], exact=True)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 9])
@@ -112,12 +122,14 @@ def test_options() -> None:
         "stream of %y: algorithm='put' cannot be; what can: p2p (by_shard), broadcast (by_shard), ring (by_shard), "
         "all_gather (across_shards) for the all_gather of %x_gathered; transport='two_sided' has no others, so use transport=\"auto\""
     )
-    assert message_of(fusion_of("matmul_ar", 2, 3, hw.bf16), transport="one_sided").endswith(
-        "stream of %y: transport='one_sided' cannot be; what can: nothing for the all_reduce of %y; "
+    assert message_of(fusion_of("two_stages_streamed", 4, 3, hw.bf16), transport="one_sided").endswith(
+        "stream of %layer: transport='one_sided' cannot be; what can: nothing for the all_reduce of %layer; "
         "transport='one_sided' has no others, so use transport=\"auto\""
     )
-    for name in ("ag_matmul_ring", "matmul_rs_ring", "ag_matmul_flat_across"):
-        assert message_of(fusion_of(name, 4, 3, hw.bf16), transport="one_sided").endswith('so use transport="auto"')
+    assert message_of(fusion_of("ag_matmul_broadcast", 4, 3, hw.bf16), transport="one_sided").endswith(
+        "stream of %y: algorithm='broadcast' cannot be; what can: put (by_shard), ring (by_shard), "
+        "all_gather (across_shards) for the all_gather of %x_gathered; transport='one_sided' has no others, so use transport=\"auto\""
+    )
 
 
 def test_sums_alone_are_put() -> None:

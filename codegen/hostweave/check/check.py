@@ -96,7 +96,7 @@ class _Checker:
             if clock[by.stream_id] < by.number:
                 lender = f"may get bytes of %{freed.accesses[0].name}, which {freed} frees"
                 self.fail(task.operation, f" {lender}: nothing orders them; {_remedy(task.operation, freed)}")
-        for part, access in touches:
+        for part, access in sorted(touches, key=lambda touch: touch[1].writes):  # what a task writes it has not read
             memory = self.memory(part, access)
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
                 self.empty = part, access, empty

@@ -19,7 +19,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.types.blocks import boxes, elements
-from hostweave.types.mesh import Mesh, RankSizes, Sizes
+from hostweave.types.mesh import Mesh, RankSizes, Sizes, shares
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -213,7 +213,9 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         if role not in _TOUCHES:
             continue
         named = getattr(i, field_name)
-        touched = [(name, b.layouts[name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
+        # A peer may hold more or less of what is named: as much is moved as there is room for here.
+        sized_as = tree.names(i, "write")[-1] if role == "remote_read" else None
+        touched = [(name, b.layouts[sized_as or name], *_TOUCHES[role]) for name in (named if isinstance(named, tuple) else (named,))]
         at_root.extend(touched if field_name != i.not_at_root else ())
         elsewhere.extend(touched if field_name != i.at_root else ())
     channel = b.program.channel(i.channel) if isinstance(i, ir.Communication) else None
@@ -230,6 +232,9 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
             operation.peer = operation.process_group[value]
             if isinstance(i, ir.OneSided) and operation.peer == run.rank:
                 run.fail(i, f"{other} = {value} is this rank itself: stand it under a condition")
+        if isinstance(i, ir.OneSided) and i.received_along is not None:
+            operation.accesses = _get_of_block(b, i, run, operation)
+            return operation
         here = at_root if operation.peer == run.rank or not i.at_root else elsewhere
         operation.accesses = tuple(
             [
@@ -240,6 +245,17 @@ def _operation(b: _Binder, i: tree.Instruction) -> Callable[[Run], Operation]:
         return operation
 
     return build
+
+
+def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) -> tuple[Access, ...]:
+    """All that the peer has, which is its block of what is shared here."""
+    assert operation.peer is not None
+    (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
+    whole, group = b.layouts[dst], operation.process_group
+    block = shares(whole.shape, i.received_along, group)[group.index(operation.peer)]
+    taken = layout(whole.dtype, (len(block),), (1,))
+    there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * whole.dtype.itemsize)
+    return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)
 
 
 def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:

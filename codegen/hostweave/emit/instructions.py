@@ -419,6 +419,13 @@ class Emitter:
         self.in_group = False
         return body
 
+    def in_block(self, i: ir.Get, what: str) -> str:
+        """Where the block of the peer begins in what the ranks share, or its size: in elements."""
+        shape, along, ranks = self.type_of(i.dst).shape, i.received_along or 0, self.program.channel(i.channel).size
+        local = f"hw::local_{what}({self.integers.size(shape[along])}, {ranks}, {self.expr(i.peer)})"
+        each = product(shape[:along] + shape[along + 1 :])
+        return local if each == Size() else f"{local} * {self.integers.factor(each)}"
+
     def shared(self, name: str, along: int) -> str:
         """A dim that the ranks of a channel share, and the elements of one index of it."""
         shape = self.type_of(name).shape

@@ -53,8 +53,8 @@ AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step t
 
 # Of chunk loops, by what is communicated; the first one that fits is the default.
 ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "ring": "by_shard", "put": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "ring": "by_shard", "reduce": "by_shard", "put": "by_shard", "reduce_scatter": "across_shards"},
+    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "put": "by_shard", "ring": "by_shard", "all_gather": "across_shards"},
+    "reduce_scatter": {"p2p": "by_shard", "put": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
     "all_reduce": {"all_reduce": "across_shards"},
     "all_to_all": {"all_to_all": "across_shards"},
     "permute_shards": {"collective_permute": "across_shards"},

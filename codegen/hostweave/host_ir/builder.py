@@ -178,6 +178,12 @@ class Builder:
             return src
         return self._view(ir.Slice("", src, dim, size, start), wanted)
 
+    def first(self, src: str, shape: tuple[Size, ...], wanted: str) -> str:
+        """The first elements along each dim."""
+        for dim, size in enumerate(shape):
+            src = self.slice(src, dim, size, Const(0), wanted)
+        return src
+
     def strided(self, src: str, dim: int, size: Size, start: Expr, step: int, wanted: str) -> str:
         return self._view(ir.Strided("", src, dim, size, start, step), wanted)
 

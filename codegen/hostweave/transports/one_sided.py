@@ -1,6 +1,6 @@
 """One-sided transport: ranks write and read the windows of others, and signal them. Copy engines move the bytes."""
 
-from hostweave.transports.transport import Transport
+from hostweave.transports.transport import COLLECTIVES, Transport
 
 TRANSPORT = Transport(
     name="one_sided",
@@ -8,7 +8,7 @@ TRANSPORT = Transport(
     template="window",
     handle="comm()",
     library="NCCL",
-    algorithms=frozenset({"put", "get"}),
+    algorithms=COLLECTIVES | {"put", "get", "ring"},
     reduced_as={},
     posts_in_group=1,
     holds_multiprocessors=False,

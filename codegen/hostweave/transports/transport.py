@@ -10,6 +10,7 @@ from pathlib import Path
 
 NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "transport")))
 DEFAULT = "two_sided"  # of the channels that lowering makes
+COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,6 @@ def find_transport(name: str) -> Transport:
     return transport
 
 
-def transport_of(algorithm: str) -> str:
-    """The name of the transport on which a chunk loop of this algorithm communicates."""
-    return next(name for name in NAMES if algorithm in find_transport(name).algorithms)
+def transport_of(algorithm: str, usual: str = DEFAULT) -> str:
+    """The name of the transport on which a chunk loop of this algorithm communicates: the usual one where that can."""
+    return next(name for name in (usual, *NAMES) if algorithm in find_transport(name).algorithms)

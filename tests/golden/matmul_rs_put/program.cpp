@@ -10,7 +10,7 @@
 //   %y: bf16[M/4, N] = astype(%term_6)
 // }
 // host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x one_sided)
-// streams(ring[1], puts[1]) events(made[3]) {
+// streams(ring[1], puts[1]) events(made[3]) uneven(K) {
 //   %y_landing = allocate_window bf16[3, 1, M/4, N]
 //   %matmul_w = allocate_window bf16[M, N]
 //   fork puts
@@ -59,6 +59,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
+#include "hostweave/shards.h"
 #include "kernels.h"
 
 namespace programs::matmul_rs_put {
@@ -75,26 +76,28 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M, K/4]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0);
   hw::expect_divisible("M", M, 4);
-  const int64_t K = in.x.dim(1) * 4;
-  in.w.expect("w", "bf16[K/4, N]", CUDA_R_16BF, {K / 4, hw::kAny}, rank_.device());
+  const int64_t K = in.x.global_dim(1, 4);
+  const int64_t K_x = hw::local_size(K, 4, rank_.index());
+  in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {M, K_x}, rank_.device());
+  in.w.expect("w", "bf16[local(K, x), N]", CUDA_R_16BF, {K_x, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
-  return {M, K, N};
+  return {M, K, N, K_x};
 }
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N] = check(in);
+  const auto [M, K, N, K_x] = check(in);
   return {.y = {M / 4, N}};
 }
 
 void Program::prepare(const Inputs& in) {
   const Sizes sizes = check(in);
   if (prepared_ == sizes) return;
-  const auto [M, K, N] = sizes;
+  const auto [M, K, N, K_x] = sizes;
   prepared_.reset();
-  plan_matmul_w_.prepare({M / 4, K / 4}, {K / 4, N}, {M / 4, N});
+  plan_matmul_w_.prepare({M / 4, K_x}, {K_x, N}, {M / 4, N});
   hw::MemoryPlan memory;
   memory.allocate_window(y_landing_, M / 4 * 3 * N);
   memory.allocate_window(matmul_w_, M * N);
@@ -105,7 +108,7 @@ void Program::prepare(const Inputs& in) {
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N] = sizes;
+  const auto [M, K, N, K_x] = sizes;
   out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();
@@ -131,7 +134,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     {
       const hw::Stream stream = ring_[i];
-      const auto* x_i = x + q * (M / 4 * (K / 4));
+      const auto* x_i = x + q * (M / 4 * K_x);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
       if (i < 3) {
         HW_CHECK(cudaEventRecord(made_[i], stream));

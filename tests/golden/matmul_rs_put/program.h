@@ -19,8 +19,8 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, K/4]
-  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K/4, N]
+  hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, local(K, x)]
+  hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, x), N]
 };
 
 struct Outputs {
@@ -36,6 +36,7 @@ struct Sizes {
   int64_t M;
   int64_t K;
   int64_t N;
+  int64_t K_x;
 
   bool operator==(const Sizes&) const = default;
 };

@@ -15,6 +15,7 @@ class OneSided(Communication):
     """
 
     peer: Expr
+    received_along: int | None = None  # the dim of dst of which the peer's block is written
 
 
 class Signalled(OneSided):
@@ -38,13 +39,14 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = what src is on the peer."""
+    """dst = what src is on the peer; where the ranks share a dim of dst, its block of that, of which it has more or less than others."""
 
     src: RemoteRead
     peer: Expr
     dst: Write
     channel: str
-    syntax = "get %{src} at {peer} -> %{dst} on {channel}"
+    received_along: int | None = None
+    syntax = "get %{src} at {peer} -> %{dst} along {received_along} on {channel}"
     posts = "get"
 
 

@@ -47,11 +47,16 @@ def _usual(c: Checker, i: Any, size: int) -> None:
         along = i.sent_along if i.blocks == "src" else i.received_along
         if along is None:
             c.counts(small, large, size if i.blocks else 1)
-        elif c.known(product(c.types[small].shape)) != (own := _own_block(c, i, large, along)):
-            c.fail(f"%{small} is {c.types[small]}, and this rank's block of %{large} along dim {along} has {own} elements")
+        else:
+            _has_block(c, i, small, large, along)
 
 
-def _own_block(c: Checker, i: ir.Collective, name: str, along: int) -> Size:
+def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: int) -> None:
+    if c.known(product(c.types[small].shape)) != (own := _own_block(c, i, large, along)):
+        c.fail(f"%{small} is {c.types[small]}, and this rank's block of %{large} along dim {along} has {own} elements")
+
+
+def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
     """The elements of a rank's block of a buffer of which the ranks share a dim."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
@@ -60,7 +65,7 @@ def _own_block(c: Checker, i: ir.Collective, name: str, along: int) -> Size:
     return c.known(product(shape[:along] + shape[along + 1 :]) * Size(1, (part,)))
 
 
-def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute, size: int) -> None:
+def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
     """Parts of one dim, shared by as many ranks of two meshes or axes, may be equal: that is seen when sizes are known."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
@@ -131,7 +136,10 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
             c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
     moved = tree.names(i, "read", "write") if i.posts != "wait_signal" else ()
     if len(moved) == 2:
-        c.counts(*moved, 1)
+        if i.received_along is not None:
+            _has_block(c, i, i.src, i.dst, i.received_along)
+        else:
+            _as_much(c, i, size)
     if isinstance(i, ir.Signalled) and i.signal > MAX_SIGNAL:
         c.fail(f"signal {i.signal}: the greatest number of a signal is {MAX_SIGNAL}")
 

@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
-from hostweave.transports.transport import find_transport, transport_of
+from hostweave.transports.transport import DEFAULT, find_transport, transport_of
 
 # Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
 ROTATIONS = {
@@ -209,14 +209,15 @@ class _Choice:
 
     def can_be(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
         """Whether the transport of an algorithm is one that may be, and can do this communication."""
-        transport = transport_of(way)
+        transport = transport_of(way, DEFAULT if self.transport == "auto" else self.transport)
         if self.transport not in ("auto", transport):
             return False
         if not find_transport(transport).has_windows:
             return True
         is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
         is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
-        return is_counted and is_on_all_ranks and change.reduction in ("", "sum")
+        is_collective = ALGORITHMS[change.kind][way] == "across_shards"
+        return is_on_all_ranks and (is_collective or (is_counted and change.reduction in ("", "sum")))
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:

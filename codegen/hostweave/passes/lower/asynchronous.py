@@ -24,6 +24,7 @@ class Asynchronous:
         self.flow, self.b = flow, b
         self.events: list[ir.Events] = []
         self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
+        self.copied: dict[str, str] = {}  # values of which a part is copied on another stream than the rest, and their events
         self.is_forked = False
 
     def takes(self, op: Op) -> bool:
@@ -42,8 +43,10 @@ class Asynchronous:
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
         if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
             self.b.emit(ir.Fork(COMM))
-        self._on(COMM, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
+        begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
+        self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
         if aside:
+            self.copied[name] = ready
             self._on(COPIES, ir.Wait(arrived, Const(0)), *aside, ir.Record(ready, Const(0)))
         elif ready:
             for copy in copies:

@@ -10,7 +10,7 @@ from math import prod
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Rank, Var
-from hostweave.passes.lower.exchanges import Exchange, Reduce
+from hostweave.passes.lower.exchanges import SIGNAL, Exchange, Reduce
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.blocks import Cut, Cuts, is_in_order
 from hostweave.types.mesh import Mesh
@@ -49,7 +49,7 @@ def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | No
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         src = contiguous_source(b, src, steps)
         if b.transport.has_windows:
-            Exchange(b, shards.axes).all_gather(src, landing)
+            Exchange(b, shards.axes).all_gather(src, landing, shards.along)
         else:
             b.emit(ir.AllGather(src, landing, b.channel(shards.axes), shards.along))
 
@@ -70,7 +70,7 @@ def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, step
     blocks = source_blocks(b, src, shards, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
         if b.transport.has_windows:
-            Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce)
+            Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce, shards.along)
         else:
             b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
 
@@ -307,7 +307,11 @@ def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, s
 
     def exchange() -> None:
         rank, size, channel, arriving = rank_in_group(shards.mesh, shards.axes), shards.size, b.channel(shards.axes), next_dst()
-        group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
+        if b.transport.has_windows:  # it has one place on all ranks
+            b.emit(ir.Put(src, src, (rank + 1) % size, SIGNAL, channel))
+            b.emit(ir.WaitSignal(SIGNAL, (rank - 1) % size, arriving, channel))
+        else:
+            group(b, ir.Recv(arriving, (rank - 1) % size, channel), ir.Send(src, (rank + 1) % size, channel))
         b.emit(ir.Record(event, steps.index))
 
     branch(b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)

@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
-from hostweave.passes.lower.steps import rank_in_group
+from hostweave.passes.lower.steps import expr_of, rank_in_group
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.types.size import Size, product
+from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
 SIGNAL = 0  # the only number that all libraries with signals have
@@ -90,13 +90,13 @@ class Signals:
 class Exchange(Signals):
     """One communication of all ranks of a process group, whose buffers are contiguous."""
 
-    def all_gather(self, src: str, dst: str) -> None:
+    def all_gather(self, src: str, dst: str, along: int | None = None) -> None:
+        """Of the dim `along` blocks may differ in size."""
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
         src = src if puts else self.in_window(src)
-        is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
+        shape, is_outside = self.b.types[src].shape, self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
-            blocks = self.by_rank(dst, self.b.types[src].shape)
-            own = self.block(blocks, self.rank)
+            own = self.own_block(dst, shape, along)
 
         def copy_own() -> None:
             (self.b.copy_aside if is_outside else self.copy)(src, own)
@@ -104,17 +104,17 @@ class Exchange(Signals):
         if puts:
             self.write(src, own, dst, copy_own)
         else:
-            self.read(src, copy_own, lambda peer: (src, self.block(blocks, peer)))
+            self.read(src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along)
 
     def all_to_all(self, src: str, dst: str) -> None:
         blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
         own = self.block(src, self.rank)
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
-    def reduce_scatter(self, src: str, dst: str, reduce: Reduce) -> None:
-        """What this rank reduces of all terms is read, and lies one after another."""
-        src, shape = self.in_window(src), self.b.types[dst].shape
-        own = self.block(self.by_rank(src, shape), self.rank)
+    def reduce_scatter(self, src: str, dst: str, reduce: Reduce, along: int | None = None) -> None:
+        """What this rank reduces of all terms is read, and lies one after another; of the dim `along` blocks may differ in size."""
+        shape, src = self.b.types[dst].shape, self.in_window(src)
+        own = self.own_block(src, shape, along)
         terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size), *shape)))
         self.read(src, lambda: self.copy(own, self.block(terms, self.rank)), lambda peer: (own, self.block(terms, peer)))
         reduce(terms, dst)
@@ -152,7 +152,7 @@ class Exchange(Signals):
         distances = {None if source is None else (rank - source) % self.size for rank, source in enumerate(sources)}
         src = self.in_window(src)
         if distances == {0}:
-            self.copy(src, dst)
+            self.keep(src, dst)
         elif len(distances) == 1 and (distance := distances.pop()) is not None:  # all ranks do the same
             receiver = (self.rank + distance) % self.size
             self.signal_to(receiver, src)
@@ -172,7 +172,7 @@ class Exchange(Signals):
                 if source is None:
                     self.b.emit(ir.Fill(dst, 0.0))
                 elif source == rank:
-                    self.copy(src, dst)
+                    self.keep(src, dst)
                 else:
                     self.get(Const(source), src, dst)
                 if receiver != rank:
@@ -180,11 +180,11 @@ class Exchange(Signals):
 
     # --- what these are made of ---
 
-    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]]) -> None:
-        """From each peer the part of its `src`, and to where, that `taken` names."""
+    def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
+        """From each peer the part of its `src`, and to where, that `taken` names: to the peer's block of a dim `along`."""
         self.signal(src)
         copy_own()
-        self.each_peer(lambda peer: self.take(peer, *taken(peer)))
+        self.each_peer(lambda peer: self.take(peer, *taken(peer), along))
         self.signal(src)
         self.wait(src)
 
@@ -196,10 +196,10 @@ class Exchange(Signals):
         self.each_peer(lambda peer: self.b.emit(ir.Put(src, own, peer, SIGNAL, self.channel)))
         self.wait(dst)
 
-    def take(self, peer: Expr, src: str, dst: str) -> None:
+    def take(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
         """Once the peer says that it is there."""
         self.wait_for(peer, src)
-        self.b.emit(ir.Get(src, peer, dst, self.channel))
+        self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
         """And then tells it."""
@@ -208,6 +208,10 @@ class Exchange(Signals):
 
     def copy(self, src: str, dst: str) -> None:
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
+
+    def keep(self, src: str, dst: str) -> None:
+        """A copy of as much on this rank, whose sizes may have other names: what it holds along other axes."""
+        self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
         """Whether it is all of what lies in a window, or will: a part may begin elsewhere on a peer."""
@@ -228,6 +232,16 @@ class Exchange(Signals):
 
     def block(self, by_rank: str, rank: Expr) -> str:
         return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
+
+    def own_block(self, packed: str, block: tuple[Size, ...], along: int | None) -> str:
+        """This rank's block of a buffer with one of each rank, one after another; they share its dim `along` where that is one."""
+        if along is None:
+            return self.block(self.by_rank(packed, block), self.rank)
+        shape = self.b.types[packed].shape
+        rows = self.b.reshape(packed, (shape[along], *shape[:along], *shape[along + 1 :]), f"{packed}_rows")
+        own = Size(1, (LocalSize(shape[along], self.axes, self.b.mesh),))
+        own_rows = self.b.slice(rows, 0, own, self.rank * expr_of(shape[along].ceil_div(self.size)), f"{packed}_own")
+        return self.b.reshape(own_rows, block, f"{packed}_block")
 
     @contextmanager
     def unless(self, rank: int) -> Iterator[None]:
@@ -267,19 +281,39 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
     return roots
 
 
-def with_windows(body: tree.Body) -> tree.Body:
-    """A body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
+    """Memory of one size on all ranks: where some have less than others, as much as those have, of which a view is what they need."""
+    count, mesh = product(type.shape), b.present_mesh
+    shared = [part for part in count.factors if isinstance(part, LocalSize)]
+    parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
+    if not parts:
+        yield ir.AllocateWindow(name, type)
+        return
+    window, own = b.name(f"{name}_window"), b.name(f"{name}_elements")
+    yield ir.AllocateWindow(window, BufferType(type.dtype, (count.replaced(parts),)))
+    yield ir.Slice(own, window, 0, count, Const(0))
+    yield ir.Reshape(name, own, type.shape)
+
+
+def with_windows(b: Builder) -> tree.Body:
+    """The body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     roots = roots_of(body, named)
     on_some: list[tree.Instruction] = []
+    made: set[tree.Instruction] = set()
 
     def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:
-        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner.in_window]):
+        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner in made]):
             on_some.extend(windows)
-            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if not each.in_window))
+            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if each not in made))
             return i if any(tree.bodies(i)) else ()
         (name,) = tree.names(i, "allocate") or ("",)
-        return ir.AllocateWindow(name, i.defined({})[name], location=i.location) if name in roots else None
+        if name not in roots:
+            return None
+        window = tuple(replace(each, location=i.location) for each in _window(b, name, i.defined({})[name]))
+        made.update(window)
+        return window
 
     rest = tree.rewrite(body, moved)
     return (*on_some, *rest)

@@ -132,7 +132,7 @@ class _Lowering:
             with b.on(parameter.type.mesh):
                 if self.buffers.buffer_of(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
                     b.emit(ir.Copy(self.buffers.buffer_of(name), parameter.name))
-        body = with_windows(b.body())
+        body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
         ring = ir.Streams(RING, streams)
         alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS))

@@ -98,8 +98,15 @@ class Gather(PutLoop):
     def put(self, steps: Steps) -> None:
         """A piece of this rank's shard, to whoever takes it in this step."""
         own = replace(steps, owner=self.rank)
-        source = contiguous_source(self.b, self.buffers.operand(self.op, 0, own), None)
-        self.b.emit(ir.Put(source, self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
+        self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
+
+    def source(self, own: Steps) -> str:
+        """A piece of this rank's shard."""
+        return contiguous_source(self.b, self.buffers.operand(self.op, 0, own), None)
+
+    def sender(self, steps: Steps) -> Expr:
+        """From whom a piece arrives that is put."""
+        return steps.owned_by
 
     def landed(self, steps: Steps) -> str:
         if self.lands_in_place:
@@ -107,7 +114,7 @@ class Gather(PutLoop):
         return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
 
     def before_step(self, steps: Steps) -> None:
-        b, owner = self.b, steps.owned_by
+        b = self.b
 
         def arrive() -> None:
             with self.on(PUTS):
@@ -116,7 +123,7 @@ class Gather(PutLoop):
                 else:
                     landed = self.landed(steps)
                     self.put(steps)
-                    self.wait_for(owner, landed)
+                    self.wait_for(self.sender(steps), landed)
                 b.emit(ir.Record(self.arrived, steps.index))
 
         branch(b, opposite(steps.index.less(self.subchunks)), arrive)
@@ -152,6 +159,33 @@ class Gather(PutLoop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
+
+
+class Ring(Gather):
+    """An all-gather in which each rank puts to the next one its own shard, then what has arrived from the one before."""
+
+    def shard_in_window(self) -> str | None:
+        """Nothing is read."""
+        return None
+
+    def signal(self, buffer: str) -> None:
+        self.signal_to((self.rank - 1) % self.size, buffer)
+
+    def wait(self, buffer: str) -> None:
+        self.wait_for((self.rank + 1) % self.size, buffer)
+
+    def sender(self, steps: Steps) -> Expr:
+        return (self.rank - 1) % self.size
+
+    def put(self, steps: Steps) -> None:
+        """What this rank had as many steps before as a shard has pieces."""
+        before = replace(steps, owner=(steps.owned_by + 1) % self.size)
+        place = self.landed(before)
+
+        def put(source: str) -> None:
+            self.b.emit(ir.Put(source, place, (self.rank + 1) % self.size, SIGNAL, self.channel))
+
+        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(before)), lambda: put(place))
 
 
 @dataclass(eq=False)

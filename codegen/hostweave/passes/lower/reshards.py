@@ -17,9 +17,9 @@ from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import Shards
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import NUMBERS, Exchange, Reduce
+from hostweave.passes.lower.exchanges import NUMBERS, Exchange, Reduce, Signals
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.puts import Gather, Scatter
+from hostweave.passes.lower.puts import Gather, Ring, Scatter
 from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
@@ -68,10 +68,19 @@ class Reshards:
 
     def begin_loop(self, loop: Loop, steps: Steps) -> None:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
-        op = loop.communication
-        if op and algorithm_of(loop) == "put" and steps.shards > 1:
-            known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
-            self.puts = Scatter(*known, self.kernels) if op.kind == "reduce_scatter" else Gather(*known)
+        op, by = loop.communication, algorithm_of(loop)
+        if op is None or steps.shards == 1 or not (by == "put" or (by == "ring" and self.b.transport.has_windows)):
+            return
+        known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
+        if op.kind == "all_gather":
+            self.puts = Ring(*known) if by == "ring" else Gather(*known)
+        elif by == "put":
+            self.puts = Scatter(*known, self.kernels)
+        else:  # the one before adds to this rank's sums, and waits for the signal that it may write them
+            ranks, sums = Signals(self.b, step_of(op).axes), self.buffers.buffer_of(op.tensors[0])
+            ranks.signal_to((ranks.rank - 1) % ranks.size, sums)
+            ranks.wait_for((ranks.rank + 1) % ranks.size, sums)
+        if self.puts:
             self.puts.begin()
 
     def reshard(self, op: Op, steps: Steps | None) -> None:
@@ -125,19 +134,19 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
-        if self.b.transport.has_windows and (shape := self._padded_shape(op)):
+        if change.kind == "all_to_all" and shards.is_uneven and self.b.transport.has_windows:
+            shape = self._padded_shape(op)
             with self._padded(op, src, dst, shape) as padded:
                 self._collective(op, change, *padded, replace(shards, is_uneven=False), steps)
         else:
             self._collective(op, change, src, dst, shards, steps)
 
-    def _padded_shape(self, op: Op) -> tuple[Size, ...] | None:
-        """A global shape that ranks share evenly, where they do not share that of an op so."""
+    def _padded_shape(self, op: Op) -> tuple[Size, ...]:
+        """A global shape that ranks share evenly."""
         mesh, uneven = self.flow.mesh_of(op), self.flow.uneven
         pairs = zip(self.flow.types[op.tensors[0]].dims, op.result.type.dims, strict=True)
         dims = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in pairs]
-        shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, uneven) else size for size, ranks in dims)
-        return shape if shape != tuple(size for size, _ in dims) else None
+        return tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, uneven) else size for size, ranks in dims)
 
     @contextmanager
     def _padded(self, op: Op, src: str, dst: str, shape: tuple[Size, ...]) -> Iterator[tuple[str, str]]:
@@ -147,10 +156,8 @@ class Reshards:
         def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
             """Memory for it, and the part in which it lies there."""
             sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
-            made = part = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
-            for i, size in enumerate(b.types[name].shape):
-                part = b.slice(part, i, size, Const(0), f"{name}_part")
-            return made, part
+            made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
+            return made, b.first(made, b.types[name].shape, f"{name}_part")
 
         (sent, given), (landing, wanted) = padded(src, self.flow.types[op.tensors[0]].dims), padded(dst, op.result.type.dims)
         if given != sent:

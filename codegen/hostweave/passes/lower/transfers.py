@@ -127,6 +127,4 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                for i, size in enumerate(wanted):  # the same part, by the name that it has on the other mesh
-                    kept = b.slice(kept, i, size, Const(0), f"{sent}_part")
-                b.emit(ir.Copy(kept, copied))
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # by the name that it has on the other mesh

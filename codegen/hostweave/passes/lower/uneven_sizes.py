@@ -8,16 +8,16 @@ from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
-from hostweave.transports.transport import DEFAULT, find_transport, transport_of
+from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
+from hostweave.types.routes import shared_dims
 from hostweave.types.tensor import Dim, TensorType
 
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
 
 def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
-    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called. So must
-    all of a program with windows, which have one place in the memory of all ranks.
+    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
 
     Raises ProgramError for an int that the ranks cannot share evenly, where they must.
     """
@@ -29,23 +29,21 @@ def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
         sharded |= dict.fromkeys(dim.size.name for dim in dims if dim.size.name)
         even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
         for op in body.ops:
-            for dim, mesh, why in _even(op, types, body):
+            for dim, mesh, why in _even(op, types, body, transport):
                 ranks = mesh.size_of(dim.axes)
                 if dim.size.is_uneven(ranks, ()):
                     reason = f"{ranks} ranks cannot share dim {dim} evenly, as {why} needs"
                     raise ProgramError(f"{op.kind}: {reason}; pad it to {-(-int(dim.size) // ranks) * ranks}", op.location)
                 even.update(dim.size.symbols)
-    results = [op.result for body in (*fusion.functions, fusion) for op in body.ops]
-    algorithms = {value.stream.algorithm for value in results if value.stream and value.stream.algorithm}
-    transports = {transport, *map(transport_of, algorithms), *(value.transport for value in results if value.transport)}
-    has_windows = any(find_transport(name).has_windows for name in transports)
-    return () if has_windows else tuple(name for name in sharded if name not in even)
+    return tuple(name for name in sharded if name not in even)
 
 
-def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even]:
+def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: str) -> Iterator[Even]:
     """The dims that an op needs to be shared evenly."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
+        if not why and find_transport(transport).has_windows and _is_cut(types[op.tensors[0]], op.result.type, fusion.mesh):
+            why = "a move between meshes by reading"
         for type in (types[op.tensors[0]], op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
@@ -56,11 +54,18 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion) -> Iterator[Even
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
 
 
+def _is_cut(source: TensorType, target: TensorType, mesh: Mesh) -> bool:
+    """Whether blocks of a tensor may differ in size where two meshes share its dims."""
+    return any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
+
+
 def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Dim, str]]:
     operands = operand_types(op, types)
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
+    if op.result.transport:  # that the compiler has chosen for sizes that are
+        yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
         for old, new in zip(before, after, strict=True):
