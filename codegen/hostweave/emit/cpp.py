@@ -9,7 +9,7 @@ from math import gcd
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Range, Rank, Symbol, Var, range_of
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
-from hostweave.types.tensor import DTYPES, DType
+from hostweave.types.tensor import DTYPES, BufferType, DType
 
 Place = tuple[Mesh, str]  # along an axis of a mesh
 
@@ -105,6 +105,10 @@ class CppExprPrinter:
 
     def shape(self, sizes: Iterable[Size]) -> str:
         return "{" + ", ".join(map(self.size, sizes)) + "}"
+
+    def strided(self, type: BufferType) -> str:
+        shape = self.shape(type.shape)
+        return shape if type.strides is None else f"hw::Strided({shape}, {self.shape(type.strides)})"
 
     # --- integers ---
 

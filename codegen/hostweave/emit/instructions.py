@@ -11,6 +11,8 @@ from typing import Any
 from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
+from hostweave.emit import attention
+from hostweave.emit.attention import EitherAttention
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
@@ -258,7 +260,7 @@ class Emitter:
     def plan(self, i: ir.Matmul) -> str:
         types = [self.type_of(name) for name in (i.a, i.b, i.dst)]
         made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *_ends(i)
-        return self.planned("MatmulPlan", i, i.dst, made_with, tuple(map(self.strided, types)))
+        return self.planned("MatmulPlan", i, i.dst, made_with, tuple(map(self.integers.strided, types)))
 
     def planned(self, kind: str, i: tree.Instruction, dst: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
         """The member that is its plan: one for all that are made and prepared alike."""
@@ -270,52 +272,20 @@ class Emitter:
         return plans[key].member
 
     def emit_attention(self, i: ir.Attention) -> str:
-        has_lse, blind = ([f".{word} = true"] if fields else [] for word, fields in (("has_lse", i.lse), ("blind_zeros", i.blind)))
-        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), has_lse, blind)
+        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), blind=i.blind)
         beside = [f".{field} = {self.text(name)}" for field, name in (*(("lse", name) for name in i.lse), *i.masked_by.items())]
         return self.lay_out(i, plan=plan, beside=beside)
 
     def emit_attention_backward(self, i: ir.AttentionBackward) -> str:
-        operands = (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv)
-        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, operands, [".has_lse = true"], [], i.dbias)
+        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv), i.dbias)
         beside = (*i.masked_by.items(), *(("bias_gradient", name) for name in i.dbias))
         return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def attention_plan(
-        self,
-        kind: str,
-        i: ir.Attention | ir.AttentionBackward,
-        dst: str,
-        operands: Sequence[str],
-        has_lse: list[str],
-        blind: list[str],
-        dbias: Sequence[str] = (),
+        self, kind: str, i: EitherAttention, dst: str, operands: tuple[str, ...], dbias: tuple[str, ...] = (), blind: str = ""
     ) -> str:
-        words = [f".scale = {i.scale!r}"] if i.scale != 1 else []
-        words += [".causal = true"] if i.diagonal is not None else []
-        words += [f".window = {i.window}"] if i.window else []
-        words += has_lse
-        words += [".has_lengths = true"] if i.lengths else []
-        words += [".from_end = true"] if i.corner else []
-        words += [".has_bias = true"] if i.bias else []
-        words += [".is_packed = true"] if i.offsets else []
-        words += blind
-        words += [f".kernels = &hw::attention_{i.kernels}"] if i.kernels else []
-        shapes = [self.strided(self.type_of(name)) for name in operands]
-
-        def view(name: str) -> str:
-            return f"hw::Strided{self.strided(self.type_of(name)).removeprefix('hw::Strided')}"
-
-        beside = [f".bias = {view(name)}" for name in i.bias]
-        beside += [f".sequences = {self.integers.size(self.type_of(name).shape[-1] - Size(1))}" for name in i.offsets]
-        beside += [f".bias_gradient = {view(name)}" for name in dbias]
-        diagonal = [self.expr(i.diagonal or Const(0))] if beside or i.diagonal not in (None, Const(0)) else []
-        prepared_with = (*shapes, *diagonal, *([f"{{{', '.join(beside)}}}"] if beside else []))
-        return self.planned(kind, i, dst, (CUDA_TYPES[self.type_of(i.q).dtype.name], f"{{{', '.join(words)}}}"), prepared_with)
-
-    def strided(self, type: BufferType) -> str:
-        shape = self.integers.shape(type.shape)
-        return shape if type.strides is None else f"hw::Strided({shape}, {self.integers.shape(type.strides)})"
+        made_with = attention.made_with(i, self.type_of(i.q), blind)
+        return self.planned(kind, i, dst, made_with, attention.prepared_with(i, operands, dbias, self.type_of, self.integers))
 
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
