@@ -52,7 +52,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
     options = options or Options()
     options = options if options.machine else replace(options, machine=find_target(target).machine(program.mesh.size))
     made = compiled(program, target, options)
-    return Program(_searched(made) if options.overlap == "search" and made.host.choices else made)
+    return Program(_searched(made) if options.overlap == "search" else made)
 
 
 def _searched(made: Compiled) -> Compiled:
@@ -62,6 +62,8 @@ def _searched(made: Compiled) -> Compiled:
     options = made.options
     key = (options.figures.name, made.target.name, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
     choices = search(made.host, options.sizes, key, lambda ways: Program(made.otherwise(ways=ways)))
+    if not choices:
+        return made
     found = made.otherwise(ways={choice.name: choice.taken.name for choice in choices})
     return replace(found, host=replace(found.host, choices=choices))
 

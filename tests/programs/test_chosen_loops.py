@@ -260,7 +260,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
     with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Opt'):
-        search.search(found._host, {"M": 256, "K": 16}, (), lambda _: found)
+        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # without which nothing is chosen
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
         search.search(found._host, options.sizes, ("another",), lambda _: found)

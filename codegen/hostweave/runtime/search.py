@@ -45,6 +45,8 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.symbols() if name not in sizes]:
         raise ProgramError(f"{here} runs the program, and sizes are not stated: {', '.join(missing)}; give them as Options(sizes={{...}})")
+    if not host.choices:
+        return ()
     file = root() / "choices" / f"{host.name[:50]}-{key_of(host.code, *key)}.json"
     if (found := _read(file)) is not None:
         return found
