@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from torch import nn
-from torch.export.graph_signature import InputKind
-from torch.fx import Interpreter
 
-import hostweave as hw
-import hostweave.torch
-from hostweave.torch.exported import exported
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from torch import nn  # noqa: E402
+from torch.export.graph_signature import InputKind  # noqa: E402
+from torch.fx import Interpreter  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.torch.exported import exported  # noqa: E402
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
