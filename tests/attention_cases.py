@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from hostweave.base.errors import ProgramError
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
 from hostweave.types.tensor import DType
 
 
@@ -51,3 +54,11 @@ def by_torch(
     weights = torch.exp(scores - lse.clamp(min=-1e30)[..., None])  # zeros in a row that sees nothing
     y = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) @ values
     return y.detach(), lse, *torch.autograd.grad(y, (q, k, v, *biases), y.detach() if given is None else given)
+
+
+def refusal_of_gradients(inputs: str, outputs: str, gradients: str) -> str:
+    """Why the host IR takes no such attention_backward."""
+    text = f"host @f({inputs}) -> ({outputs}) mesh(x=1) {{\n  attention_backward {gradients}\n}}\n"
+    with pytest.raises(ProgramError) as error:
+        verify_host(HostProgram.parse(text))
+    return str(error.value)
