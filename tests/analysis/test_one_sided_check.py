@@ -26,6 +26,19 @@ EXCHANGE = f"""\
 """
 
 
+def given(number: int) -> str:
+    return f"    signal {number} at {PEER} for %w on x\n"
+
+
+def awaited(number: int) -> str:
+    return f"    wait_signal {number} from {PEER} for %w on x\n"
+
+
+def on_two_streams(one: str, other: str) -> str:
+    begin = "  %w = allocate_window f32[M/2, 4]\n  fork a\n  fork b\n"
+    return f"{begin}  stream a[0] {{\n{one}  }}\n  stream b[0] {{\n{other}  }}\n  join a\n  join b\n  copy %x -> %y\n"
+
+
 def parsed(body: str, head: str = HEAD) -> HostProgram:
     return HostProgram.parse(f"{head}{{\n{body}}}\n")
 
@@ -86,57 +99,16 @@ CHECKED = {
         "add a signal after the one, and a wait for it before the other",
     ),
     "one queue": (
-        f"""\
-  %w = allocate_window f32[M/2, 4]
-  fork a
-  fork b
-  stream a[0] {{
-    wait_signal 0 from {PEER} for %w on x
-  }}
-  stream b[0] {{
-    signal 0 at {PEER} for %w on x
-  }}
-  join a
-  join b
-  copy %x -> %y
-""",
+        on_two_streams(awaited(0), given(0)),
         "waits for ever where a device runs all streams of a rank as one queue (CUDA_DEVICE_MAX_CONNECTIONS=1); "
         "issue what rank 1 waits for before it",
     ),
     "two streams": (
-        f"""\
-  %w = allocate_window f32[M/2, 4]
-  fork a
-  fork b
-  stream a[0] {{
-    signal 0 at {PEER} for %w on x
-  }}
-  stream b[0] {{
-    signal 1 at {PEER} for %w on x
-    wait_signal 0 from {PEER} for %w on x
-    wait_signal 1 from {PEER} for %w on x
-  }}
-  join a
-  join b
-  copy %x -> %y
-""",
+        on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
         "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
     ),
     "a wait beside its own signal": (  # which, in a graph, may be started first on both ranks
-        f"""\
-  %w = allocate_window f32[M/2, 4]
-  fork a
-  fork b
-  stream a[0] {{
-    signal 0 at {PEER} for %w on x
-  }}
-  stream b[0] {{
-    wait_signal 0 from {PEER} for %w on x
-  }}
-  join a
-  join b
-  copy %x -> %y
-""",
+        on_two_streams(given(0), awaited(0)),
         "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
     ),
     "two signals before a wait": (
