@@ -91,7 +91,8 @@ class Emitter:
 
     def lines_of(self, body: tree.Body) -> list[str]:
         """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
-        i = next((i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i)), tree.Instruction())
+        works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
+        i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
         if i.location not in locations:  # the kernel was made for another launch

@@ -157,7 +157,7 @@ class _Lowering:
         with b.on(meshes.pop() if b.hoists_views else None):
             self.reshards.begin_loop(loop, steps)
             puts = self.reshards.puts
-            with b.nested() as body:
+            with b.looped() as body:
                 if loop.by_block:
                     steps = replace(steps, owner=owner(b, flow, loop, steps))
                 if puts:
@@ -167,7 +167,7 @@ class _Lowering:
                     for op in loop.ops:
                         self.op(op, steps)
                 b.location = loop.ops[-1].location
-                b.emit(ir.OnStream(RING, Const(0) if used == 1 else steps.index, tuple(on_stream)))
+                b.emit(ir.OnStream(RING, Const(0) if reached == 1 else steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
             b.emit(ir.Fork(RING, used))
