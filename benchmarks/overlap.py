@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import hostweave as hw
 from hostweave.base.errors import HostweaveError
 from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
-from hostweave.fusion_ir.choice import Choice
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # all variants of a case take turns
 WAIT = 2_000_000  # cycles of the GPU before each call of torch: the time of its host does not count, as it does not in ours
@@ -73,15 +73,18 @@ def main() -> None:
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
         by_hand = pool.submit(_built_by_hand, cases)
-        in_windows = [_compiled(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
-        list(pool.map(hw.Program.build, (*in_windows, *(program for ways in programs for program in ways.values()))))
+        in_windows = [_chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
+        list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
-    ours = [_measured(case, ranks, ways) for case, ways in zip(cases, programs, strict=True)]  # while no peer has work on the GPUs
-    for case, ways, times in zip(cases, programs, ours, strict=True):
-        _print_ours(case, times, _choice_of(ways), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    measured = []  # while no peer has work on the GPUs
+    for case, ways in zip(cases, programs, strict=True):
+        measured.append(_measured(case, ranks, ways))
+        _print_ours(case, measured[-1], _choice_of(ways), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    for program in {program for ways in programs for program in ways.values()}:
+        program.close()
     peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
-    for case, ways, times, peer in zip(cases, programs, ours, peers, strict=True):
+    for case, ways, times, peer in zip(cases, programs, measured, peers, strict=True):
         medians = {name: statistics.median(ms) for name, ms in peer.items()}
         ratio = medians["torch fused"] / times[_choice_of(ways).taken.name][0]
         columns = ", ".join(f"{name} {ms:.3f}" for name, ms in medians.items())
@@ -103,30 +106,43 @@ def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choic
 
 def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
     """By each way that could be, the one that is chosen first."""
-    chosen = _compiled(case, ranks)
+    chosen = _chosen(case, ranks)
     choice: Choice = chosen.choices[0]
-    return {way.name: _compiled(case, ranks, ways={choice.name: way.name}) for way in choice.ways} | {choice.taken.name: chosen}
+    stated = {way.name: _stated(case.kind, ranks, way.algorithm, way.chunks) for way in choice.ways}
+    return stated | {choice.taken.name: chosen}
 
 
 def _choice_of(ways: dict[str, hw.Program]) -> Choice:
     return next(iter(ways.values())).choices[0]
 
 
-def _compiled(case: Case, ranks: int, **options: Any) -> hw.Program:
-    mesh, inner = hw.Mesh(x=ranks), case.K if case.kind == "ag" else case.K * ranks
+def _chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
+    """As the compiler chooses for these sizes."""
+    inner = case.K if case.kind == "ag" else case.K * ranks
+    return _compiled(case.kind, ranks, sizes={"M": case.M, "K": inner, "N": case.N}, **options)
+
+
+@cache
+def _stated(kind: str, ranks: int, algorithm: str, chunks: int) -> hw.Program:
+    """By one way, for all sizes: cases share it, so that each costs the build of one program."""
+    return _compiled(kind, ranks, algorithm, chunks, overlap="off")
+
+
+def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int = 0, **options: Any) -> hw.Program:
+    def streamed(y: hw.Tensor) -> hw.Tensor:
+        return y if algorithm == IN_SEQUENCE else y.stream("M", chunks=chunks, algorithm=algorithm)
 
     def ag(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        return hw.matmul(hw.reshard(x, "M", "K"), w)
+        return streamed(hw.matmul(hw.reshard(x, "M", "K"), w))
 
     def rs(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        return hw.reshard(hw.matmul(x, w), "M@x", "N")
+        return streamed(hw.reshard(hw.matmul(x, w), "M@x", "N"))
 
-    if case.kind == "ag":
-        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
+    if kind == "ag":
+        fusion = hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
     else:
-        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
-    sizes = {"M": case.M, "K": inner, "N": case.N}
-    return hw.compile(fusion, target="cuda", options=hw.Options(sizes=sizes, **options))
+        fusion = hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
+    return hw.compile(fusion, target="cuda", options=hw.Options(**options))
 
 
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
@@ -142,8 +158,6 @@ def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[s
                 continue
             times.setdefault(way, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
             hosts.setdefault(way, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
-    for program in programs.values():
-        program.close()
     return {way: (statistics.median(times[way]), statistics.median(hosts[way])) for way in times}
 
 
@@ -210,7 +224,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
         calls: dict[str, Callable[[], Any]] = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
-        program, group = _compiled(case, ranks), hw.init()
+        program, group = _chosen(case, ranks), hw.init()
         calls["ours captured"] = program.capture(x, w, group=group)
         if case.kind == "ag":
             shared = torch.from_dlpack(group.empty(tuple(x.shape), hw.bf16, target="cuda"))
