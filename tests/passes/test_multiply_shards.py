@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.host_ir import ir, tree
 from hostweave.runtime.cpu import seeded
 from hostweave.types.machine import H200
 
-Body = Callable[[hw.Tensor, hw.Tensor, hw.Tensor], hw.Tensor]
+Body = Callable[[hw.Tensor, hw.Tensor, hw.Tensor], Any]
 SIZES = {"M": 8, "K": 16, "N": 8}
 
 
-def program_of(body: Body, ranks: int = 2, dtype: hw.DType = hw.f32) -> hw.Program:
+def program_of(body: Body, ranks: int = 2, dtype: hw.DType = hw.f32, **more: Any) -> hw.Program:
     """Of weights that are sharded along their rows, and put to peers ahead of their use."""
     fusion = hw.fusion(mesh=hw.Mesh(x=ranks), x=dtype["M@x", "K"], v=dtype["K@x", "N"], w=dtype["N@x", "K"])(body)
-    options = hw.Options(sizes=dict.fromkeys(SIZES, 4096), machine=H200)
-    stated = {choice.name: "put(1)" for choice in hw.compile(fusion, options=options).choices}
-    return hw.compile(fusion, options=hw.Options(sizes=dict.fromkeys(SIZES, 4096), machine=H200, ways=stated))
+    options = hw.Options(sizes=dict.fromkeys(SIZES, 4096), machine=H200, **more)
+    choices = hw.compile(fusion, options=options).choices
+    stated = {choice.name: way.name for choice in choices for way in choice.ways if way.algorithm != IN_SEQUENCE}
+    return hw.compile(fusion, options=replace(options, ways=stated))
 
 
 def two_products(x: hw.Tensor, v: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -39,6 +43,10 @@ def transposed_too(x: hw.Tensor, v: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
     gathered = hw.reshard(w, "N", "K")
     h = hw.matmul(x, hw.permute_dims(gathered, (1, 0))) + hw.matmul(x, hw.reshard(v, "K", "N"))
     return hw.matmul(h, gathered)
+
+
+def of_computed_shards(x: hw.Tensor, v: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+    return two_products(x, hw.negative(v), hw.negative(w))
 
 
 def copies_and_products(program: hw.Program) -> tuple[list[str], list[ir.Matmul]]:
@@ -66,13 +74,29 @@ def test_what_is_done_to_the_sum_is_done_once() -> None:
 
 @pytest.mark.parametrize(
     ("body", "ranks", "dtype", "copied"),
-    [(two_products, 4, hw.f32, ["v", "w"]), (transposed_too, 2, hw.f32, ["w"]), (two_products, 2, hw.bf16, [])],
+    [
+        (two_products, 4, hw.f32, ["v", "w"]),
+        (transposed_too, 2, hw.f32, ["w"]),
+        (two_products, 2, hw.bf16, []),
+        (of_computed_shards, 2, hw.f32, []),
+    ],
 )
 def test_copies_that_stay(body: Body, ranks: int, dtype: hw.DType, copied: list[str]) -> None:
     assert copies_and_products(program_of(body, ranks, dtype))[0] == copied
 
 
-@pytest.mark.parametrize("body", [two_products, used_twice, transposed_too])
+def test_what_is_returned_is_whole() -> None:
+    def returned_too(x: hw.Tensor, v: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        h = hw.matmul(x, hw.reshard(v, "K", "N"))
+        gathered = hw.reshard(w, "N", "K").named("gathered")
+        return hw.matmul(h, gathered), gathered
+
+    program = program_of(returned_too, windows=("gathered",))
+    assert [p.name for p in program._host.outputs if p.in_window] == ["gathered"]
+    assert copies_and_products(program)[0] == ["w"]
+
+
+@pytest.mark.parametrize("body", [two_products, used_twice, transposed_too, of_computed_shards])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_right_in_every_order(body: Body, seed: int | None) -> None:
     program, random = program_of(body), np.random.default_rng(0)

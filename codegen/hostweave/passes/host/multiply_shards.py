@@ -19,7 +19,7 @@ products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
@@ -35,8 +35,9 @@ HALVES = Size(2)
 def multiply_shards(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses, edits = def_use(program), dict[int, tree.Body]()
     taken = {*uses.types, *uses.indices}
+    freed = {uses.root(name): place.number for place in uses.places for name in tree.names(place.instruction, "free")}
     for place in uses.places:
-        if gathered := _gathered(uses, place):
+        if gathered := _gathered(uses, place, freed):
             edits |= gathered.edits(taken)
     if not edits:
         return program
@@ -78,20 +79,25 @@ class _Gathered:
         yield replace(product, a=x_other, b=w_other, accumulate=(product.dst,))
 
 
-def _gathered(uses: DefUse, place: Place) -> _Gathered | None:
-    """What a copy of the own half makes, if products on the caller's stream alone read it."""
+def _gathered(uses: DefUse, place: Place, freed: Mapping[str, int]) -> _Gathered | None:
+    """What a copy of the own half makes, if products on the caller's stream alone read it, and what is copied is still there then."""
     if not place.instruction.copies:
         return None
     (shard,), (block,) = tree.names(place.instruction, "read"), tree.names(place.instruction, "write")
     whole, view = uses.root(block), uses.views.get(block)
     chunk, (by_rank, *_) = (uses.chunk(view), tree.names(view.instruction, "alias")) if view else (None, ("",))
-    if chunk is None or chunk[0] != 0 or chunk[2] != HALVES or not uses.is_whole(by_rank) or len(uses.types[whole].shape) != 2:
+    is_half = chunk is not None and chunk[0] == 0 and chunk[2] == HALVES and uses.is_whole(by_rank)
+    if chunk is None or not is_half or whole not in uses.allocates or len(uses.types[whole].shape) != 2:
         return None
     touches = [p for p in uses.touches[whole] if p is not place]
     sent = [p for p in touches if isinstance(p.instruction, ir.OneSided)]
     places = [p for p in touches if p not in sent]
     products = [p.instruction for p in places if isinstance(p.instruction, ir.Matmul) and not p.around]
     if not sent or len(products) != len(places) or not products or not all(_is_read(uses, product, whole) for product in products):
+        return None
+    root, until = uses.root(shard), places[-1].number
+    written = (p for p in uses.touches[root] if root in uses.writes((p.instruction,)))
+    if freed.get(root, until) < until or any(place.number < p.number < until for p in written):
         return None
     own = place.block
     arrived, ready = _marked(sent[-1].block), _marked(own or sent[-1].block)
