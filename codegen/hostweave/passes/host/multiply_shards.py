@@ -19,7 +19,7 @@ products.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hostweave.analysis.def_use import DefUse, Place, def_use
@@ -35,9 +35,8 @@ HALVES = Size(2)
 def multiply_shards(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     uses, edits = def_use(program), dict[int, tree.Body]()
     taken = {*uses.types, *uses.indices}
-    freed = {uses.root(name): place.number for place in uses.places for name in tree.names(place.instruction, "free")}
     for place in uses.places:
-        if gathered := _gathered(uses, place, freed):
+        if gathered := _gathered(uses, place):
             edits |= gathered.edits(taken)
     if not edits:
         return program
@@ -79,8 +78,8 @@ class _Gathered:
         yield replace(product, a=x_other, b=w_other, accumulate=(product.dst,))
 
 
-def _gathered(uses: DefUse, place: Place, freed: Mapping[str, int]) -> _Gathered | None:
-    """What a copy of the own half makes, if products on the caller's stream alone read it, and what is copied is still there then."""
+def _gathered(uses: DefUse, place: Place) -> _Gathered | None:
+    """What a copy of the own half makes, if products on the caller's stream alone read it."""
     if not place.instruction.copies:
         return None
     (shard,), (block,) = tree.names(place.instruction, "read"), tree.names(place.instruction, "write")
@@ -94,10 +93,6 @@ def _gathered(uses: DefUse, place: Place, freed: Mapping[str, int]) -> _Gathered
     places = [p for p in touches if p not in sent]
     products = [p.instruction for p in places if isinstance(p.instruction, ir.Matmul) and not p.around]
     if not sent or len(products) != len(places) or not products or not all(_is_read(uses, product, whole) for product in products):
-        return None
-    root, until = uses.root(shard), places[-1].number
-    written = (p for p in uses.touches[root] if root in uses.writes((p.instruction,)))
-    if freed.get(root, until) < until or any(place.number < p.number < until for p in written):
         return None
     own = place.block
     arrived, ready = _marked(sent[-1].block), _marked(own or sent[-1].block)
