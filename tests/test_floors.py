@@ -125,7 +125,6 @@ OWN_SEMANTICS = {
     "passes/host/fuse_kernels.py",
     "passes/host/group_communications.py",
     "passes/host/multiply_few_rows.py",
-    "passes/host/multiply_shards.py",
     "passes/host/privatize_per_stream.py",
     "passes/host/reduce_in_kernels.py",
     "passes/host/serialize_channels.py",

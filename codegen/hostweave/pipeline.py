@@ -33,7 +33,6 @@ from hostweave.passes.host.fuse_kernels import fuse_kernels
 from hostweave.passes.host.group_communications import group_communications
 from hostweave.passes.host.multi_buffer import multi_buffer
 from hostweave.passes.host.multiply_few_rows import multiply_few_rows
-from hostweave.passes.host.multiply_shards import multiply_shards
 from hostweave.passes.host.plan_memory import plan_memory
 from hostweave.passes.host.privatize_per_stream import privatize_per_stream
 from hostweave.passes.host.propagate_copies import propagate_copies
@@ -67,7 +66,6 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     split_reductions,
     fuse_kernels,
     fold_epilogues,
-    multiply_shards,
     group_communications,
     sink_waits,
     software_pipeline,

@@ -45,25 +45,6 @@ def test_chosen_loops_match_the_sequence(tmp_path: Path, monkeypatch: pytest.Mon
         assert np.abs(results[overlap] - results["off"]).max() < 0.01 * largest
 
 
-@hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16["M@x", "K"], wu=hw.bf16["K@x", "F"], wd=hw.bf16["F@x", "K"])
-def sharded_weights(x: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> hw.Tensor:
-    h = hw.relu(hw.matmul(x, hw.reshard(wu, "K", "F")))
-    return x + hw.matmul(h, hw.reshard(wd, "F", "K"))
-
-
-def test_weights_are_multiplied_where_their_halves_lie() -> None:
-    arrays = {value.name: random_array(value.type, SIZES) * ml_dtypes.bfloat16(0.125) for value in sharded_weights.inputs}
-    results = {}
-    for overlap in ("off", "auto"):
-        program = hw.compile(sharded_weights, target="cuda", options=hw.Options(sizes=SIZES, overlap=overlap))
-        first, again = (program.run(**arrays).astype(np.float32) for _ in range(2))
-        np.testing.assert_array_equal(first, again)
-        results[overlap] = first
-        assert overlap == "off" or why_no_puts(2) or "accumulate %x" in str(program._host)
-        program.close()
-    assert np.abs(results["auto"] - results["off"]).max() < 0.01 * np.abs(results["off"]).max()
-
-
 def test_calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "root", lambda: tmp_path)
     try:
