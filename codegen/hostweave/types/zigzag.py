@@ -60,4 +60,8 @@ def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[ra
 def indices(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Any:
     """The same, as arrays are indexed."""
     own = runs(size, axes, mesh, rank)
-    return slice(own[0].start, own[0].stop) if len(own) == 1 else [index for run in own for index in run]
+    if len(own) == 1:
+        return slice(own[0].start, own[0].stop)
+    import numpy as np
+
+    return np.concatenate(own)
