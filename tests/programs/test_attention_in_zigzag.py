@@ -26,7 +26,7 @@ from hostweave.types.tensor import DType
 
 MESHES = [hw.Mesh(tp=1, cp=1), hw.Mesh(tp=1, cp=2), hw.Mesh(tp=1, cp=3), hw.Mesh(tp=2, cp=2), hw.Mesh(tp=1, cp=4), hw.Mesh(tp=2, cp=4)]
 DTYPES = [hw.bf16, hw.f16, hw.f32, hw.bf16, hw.f16, hw.f32]
-SIZES = {"B": 2, "S": 48}
+SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 120})
 
 
 @cache
@@ -92,7 +92,8 @@ def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
     host = lowered(fusion)
     assert HostProgram.parse(str(host)) == host
     assert Fusion.parse(str(fusion)) == fusion
-    arrays = random_arrays(fusion, SIZES, seed=mesh.size)
+    sizes = SIZES[mesh.size % len(SIZES)]
+    arrays = random_arrays(fusion, sizes, seed=mesh.size)
     for got, want in zip(run_reference(fusion, arrays), by_torch(arrays), strict=True):
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
     for schedule in (parallel(check_dependencies=True), seeded(mesh.size)):
@@ -111,6 +112,31 @@ def test_on_gpus(dtype: DType) -> None:
     for size in (48, 4, 1024):
         arrays = random_arrays(fusion, {"B": 2, "S": size}, seed=size)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
+
+
+@pytest.mark.parametrize("positions", ["S", "S@zigzag(cp)"])
+def test_layers(positions: str) -> None:
+    """Heads over tp, rows over cp; tables of rotary embeddings in order are cut as the rows are."""
+    mesh, x, wq, wk = hw.Mesh(cp=2, tp=2), hw.f32["S@zigzag(cp)", "E"], hw.f32["E", "4@tp", 16], hw.f32["E", "2@tp", 16]
+    types = {"x": x, "wq": wq, "wk": wk, "wo": hw.f32["4@tp", 16, "E"], "g": hw.f32["E"], "cos": hw.f32[positions, 8]}
+
+    @hw.block(**types)
+    def layer(x, wq, wk, wo, g, cos):  # type: ignore[no-untyped-def]
+        h = hw.rms_norm(x, g)
+        q, k = (hw.permute_dims(hw.einsum("se,ehd->shd", h, w), (1, 0, 2)) for w in (wq, wk))
+        q, k = (hw.rotary_embedding(t, cos, 1 - cos) for t in (q, k))
+        y = hw.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
+        return x + hw.einsum("hsd,hde->se", y, wo)
+
+    @hw.fusion(mesh=mesh, **types)
+    def model(x, wq, wk, wo, g, cos):  # type: ignore[no-untyped-def]
+        x = layer(x, wq, wk, wo, g, cos)
+        return layer(x, wq, wk, wo, g, cos)
+
+    assert [str(p.type) for p in lowered(model).outputs] == ["f32[S@zigzag(cp), E]"]
+    arrays = random_arrays(model, {"S": 24, "E": 8}, seed=0)
+    expect(model, arrays, compiled(model).run(**arrays, ranks=True))
+    compiled(model).check()
 
 
 def causal(axes: str, ranks: int, size: str = "S") -> Fusion:
@@ -151,6 +177,24 @@ def test_each_rank_has_as_much_to_do(ranks: int) -> None:
     assert kinds.count("AllGather") == 2
     assert kinds.count("Copy") == 2 * 2 * ranks
     assert kinds.count("Attention") == 2
+
+
+@pytest.mark.parametrize(
+    ("fact", "other"),
+    [
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # whose rows the second ones are
+        ("_gathered[0: 3 of 4]", "_gathered[0: 1 of 4]"),  # where a piece of the keys comes from
+    ],
+)
+def test_what_says_where_rows_are(fact: str, other: str) -> None:
+    fusion = causal("zigzag(cp)", 2, "16")
+    text = str(lower(fusion, hw.Options()))
+    assert fact in text
+    arrays = random_arrays(fusion, {}, seed=0)
+    right, wrong = (interpret(HostProgram.parse(program), arrays) for program in (text, text.replace(fact, other)))
+    expect(fusion, arrays, [tuple(rank.values()) for rank in right])
+    with pytest.raises(AssertionError):
+        expect(fusion, arrays, [tuple(rank.values()) for rank in wrong])
 
 
 def test_what_is_refused() -> None:

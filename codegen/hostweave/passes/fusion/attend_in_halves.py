@@ -30,7 +30,7 @@ from hostweave.fusion_ir.sharding import Layout, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
-from hostweave.types.zigzag import Zigzag, order_of_pieces
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 ROWS = (
     -2,
@@ -134,9 +134,8 @@ class _Halving(Emitter):
         pieces = [self.reshaped(half, at, 1, (Size(self.ranks), ONE, self.piece), "piece") for half in halves]
         joined = self.make("concat", *pieces, how=attributes(axis=at + 1), word="pieces")
         by_rank = self.reshaped(joined, at, 3, (self.size,), "by_rank")
-        order = order_of_pieces(self.ranks)
         self.halves[result.name, layout(result.type), rows] = halves
-        self.finish("renumber", by_rank, attributes(axis=at, sources=tuple(map(order.index, range(len(order))))))
+        self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
         """The gradients of all columns, from those of the first half of them by the first half of the rows, and of all by the others."""
