@@ -26,7 +26,7 @@ def test_text() -> None:
     assert ROWS.dims[0] == Dim.of("S@zigzag(cp)") != Dim.of("S@cp")
     assert Dim.of("8@zigzag(dp,cp)").axes == Zigzag(("dp", "cp"))
     assert hash(Dim.of("S@zigzag(cp)")) == hash(Dim.of("S@zigzag(cp)"))
-    with pytest.raises(ProgramError, match=r"not a dim: 'S@zigzag\(cp'; write it like .* or 'M@zigzag\(x\)'"):
+    with pytest.raises(ProgramError, match=r"not a dim: 'S@zigzag\(cp'; write it like"):
         hw.f32["S@zigzag(cp"]
 
 

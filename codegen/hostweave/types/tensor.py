@@ -109,7 +109,7 @@ class Dim:
                 return Dim(Size.of(size), names)
         except ValueError:
             pass
-        raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x', 'M@dp,tp' or 'M@zigzag(x)'")
+        raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
 
 
 def _spec_dim(value: int | str) -> Dim:
