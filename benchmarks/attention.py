@@ -23,6 +23,7 @@ CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # at most
 SHARED = 32768  # rows that two GPUs share
+ROUNDS = 3  # of as many calls of each program, as arrays travel in each
 SPEEDUP = 1.7  # of two GPUs, at least
 
 Attend = Callable[[], Any]
@@ -82,10 +83,10 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
     """Passes over a sequence that two GPUs share, beside the same on one; in turn, and the slower GPU counts."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(TIMINGS):
+    for _ in range(ROUNDS):
         for name, (_, program) in programs.items():
-            times = program.measure(warmups=1, repetitions=2, **arrays[name])
-            found[name] += (max(rank[i].total_ms for rank in times) for i in range(2))
+            times = program.measure(warmups=1, repetitions=ROUNDS, **arrays[name])
+            found[name] += (max(rank[i].total_ms for rank in times) for i in range(ROUNDS))
     ms = {name: statistics.median(each) for name, each in found.items()}
     for name, (fusion, program) in programs.items():
         program.close()
