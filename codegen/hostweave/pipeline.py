@@ -13,6 +13,7 @@ from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
+from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
@@ -53,6 +54,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     merge_contractions,
     propagate_sharding,
     join_blocks_of_keys,
+    attend_in_halves,
     insert_reshards,
     sink_reductions,
     unstack,

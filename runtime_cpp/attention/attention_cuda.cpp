@@ -225,10 +225,15 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
+// Rows that lie one behind the other.
+Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
+
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
+// A backward pass under a diagonal that begins further right computes also what that hides: it is of the columns that all rows
+// see, without a mask, beside the others, and the gradient of the queries is the sum of both.
 struct OnCuda : PlannedAttention {
   struct Part {
-    int64_t first;  // row
+    int64_t first;  // row; of a backward pass column
     Engine engine;
   };
   const AttentionProblem whole;
@@ -237,6 +242,8 @@ struct OnCuda : PlannedAttention {
   int64_t blind = 0;                          // rows
   int64_t columns = whole.k.rows;             // that some row sees
   std::list<Part> parts;
+  std::shared_ptr<void> terms;  // of the gradient of the queries, by the first one of two parts
+  AddedRows sums{};             // of these and the other part's
 
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 
@@ -260,11 +267,37 @@ struct OnCuda : PlannedAttention {
       columns = std::clamp<int64_t>(rows + diagonal, 0, columns);
     }
     if (columns == 0) blind = rows;
+    if (whole.gradients && !in_corner && !options.window && diagonal > 0 && columns == rows + diagonal && has_sums()) {
+      const Heads& q = whole.gradients->q;
+      terms = allocated(q.batch * q.heads * q.rows * q.size * 2);
+      sums = {type == CUDNN_DATA_HALF,
+              q.batch,
+              q.heads,
+              q.rows,
+              q.size,
+              {nullptr, q.batch_stride, q.head_stride, q.row_stride},
+              terms.get()};
+      add_columns(handle, diagonal, columns, type, options, stream);
+      options.causal = false;
+      add_columns(handle, 0, diagonal, type, options, stream);
+      return;
+    }
     const bool sees_more = !in_corner && diagonal + blind > 0;
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
     add(handle, blind, limited, type, options, stream);
     options.causal = false;
     add(handle, limited, rows, type, options, stream);
+  }
+
+  void add_columns(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
+                   cudaStream_t stream) {
+    AttentionProblem problem = whole;
+    Gradients& gradients = *problem.gradients;
+    problem.diagonal = 0;
+    problem.k.rows = problem.v.rows = gradients.k.rows = gradients.v.rows = end - first;
+    if (parts.empty()) gradients.q = packed(whole.q);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
+    parts.back().engine.load_kernels(whole, stream);
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
@@ -322,12 +355,23 @@ struct OnCuda : PlannedAttention {
       HW_CHECK(outside(v_gradient, gradients.v, whole, call.offsets, 0, stream));
       if (parts.empty()) return cudaSuccess;
     }
-    const cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
-    if (status != cudaSuccess || parts.empty()) return status;
-    std::vector<const void*> values{call.q.base,          call.k.base, call.v.base, call.o.base, call.lse,
-                                    call.o_gradient.base, q_gradient,  k_gradient,  v_gradient};
-    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-    return run(parts.front().engine, std::move(values), call, stream);
+    cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
+    const auto at = [](const void* base, const Heads& x, int64_t row) {
+      return static_cast<const char*>(base) + row * x.row_stride * 2;
+    };
+    for (const auto& [first, engine] : parts) {
+      if (status != cudaSuccess) return status;
+      const void* const of_queries = terms && first ? terms.get() : q_gradient;
+      std::vector<const void*> values{call.q.base, at(call.k.base, whole.k, first), at(call.v.base, whole.v, first)};
+      values.insert(values.end(), {call.o.base, call.lse, call.o_gradient.base, of_queries});
+      values.insert(values.end(), {at(k_gradient, gradients.k, first), at(v_gradient, gradients.v, first)});
+      if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+      status = run(engine, std::move(values), call, stream);
+    }
+    if (status != cudaSuccess || !terms) return status;
+    AddedRows rows = sums;
+    rows.to.base = q_gradient;
+    return add_rows(rows, stream);
   }
 
  private:
