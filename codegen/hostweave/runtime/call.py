@@ -13,7 +13,7 @@ from hostweave.runtime.arguments import Bound, accept, block, expect_writable, i
 from hostweave.runtime.arrays import Array, Library, View, view
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import TensorType, bind_sizes, block_of, block_shape, global_shape, holds
+from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, block_shape, global_shape, holds
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,14 @@ class Call:
     outputs: LocalArrays
     results: tuple[Result, ...]  # of each output
 
-    def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        return [[v[:-1] for v in rank] for rank in self.inputs], [[v[:-1] for v in rank] for rank in self.outputs]
+    def global_shapes(self) -> list[Shape]:
+        """Of the inputs."""
+        return [view.global_shape for view in self.inputs[0]]
+
+    def places(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Address, bytes and device of each of the rank's inputs and outputs."""
+        inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
+        return inputs, outputs
 
     def expect_shapes_of(self, other: Call) -> None:
         """Raises ArgumentError where the arrays of two calls that are run together differ in shape."""

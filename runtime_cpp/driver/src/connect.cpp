@@ -4,7 +4,7 @@
 #include <ranges>
 
 #include "hostweave/check.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {

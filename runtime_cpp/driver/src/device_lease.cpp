@@ -1,6 +1,5 @@
 #include "hostweave/device_lease.h"
 
-#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -8,12 +7,11 @@
 #include <thread>
 #include <utility>
 
-#include "world_target.h"
+#include "hostweave/errors.h"
+#include "target.h"
 
 namespace hw {
 namespace {
-
-using namespace std::chrono_literals;
 
 struct Devices {
   std::mutex mutex;
@@ -27,7 +25,6 @@ struct Devices {
 };
 Devices& devices = *new Devices;  // its reaper outlives main
 
-constexpr auto kPoll = 50ms;
 const std::string kReaper = "what is freed";
 thread_local bool is_freeing = false;  // this thread has the turn that all it does is a part of
 
@@ -66,23 +63,13 @@ void deferred_free() {
 
 }  // namespace
 
-std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up) {
-  std::unique_lock turn(mutex, std::defer_lock);
-  while (!turn.try_lock_for(kPoll)) {
-    if (give_up && give_up()) throw Interrupted();
-  }
-  return turn;
-}
-
-DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up) {
+DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, bool gives_up) {
   if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
-  while (!devices.free.wait_for(lock, kPoll, ours)) {
-    lock.unlock();
-    if (give_up && give_up()) throw Interrupted();
-    lock.lock();
-  }
+  const auto stopped = [&] { return gives_up && devices.stopped.contains(party); };
+  devices.free.wait(lock, [&] { return ours() || stopped(); });
+  if (!ours()) throw ExecutionError(devices.stopped.at(party));
   if (devices.turns == 0) {
     target::configure(schedule, ranks);
     devices.party = party;
@@ -95,6 +82,7 @@ void DeviceLease::stop(const std::string& party, const std::string& reason) {
   const std::lock_guard lock(devices.mutex);
   const std::string& first = devices.stopped.emplace(party, reason).first->second;
   if (devices.turns > 0 && devices.party == party) target::stop(first);
+  devices.free.notify_all();
 }
 
 std::string DeviceLease::stopped(const std::string& party) {

@@ -6,7 +6,7 @@
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {
@@ -34,6 +34,8 @@ Member::~Member() {
   if (aborted_) target::abort(std::exchange(owned_, {}));
   for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
+
+void Member::expect_devices(const Schedule& schedule, int ranks) { target::expect_devices(schedule, ranks); }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
 
@@ -128,6 +130,10 @@ void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason)
 
 std::string Member::stopped() const { return DeviceLease::stopped(group_); }
 
+void Member::synchronize(cudaStream_t stream) const {
+  while (!target::synchronize(stream)) expect_not_stopped();
+}
+
 void Member::expect_working() const {
   if (aborted_) throw ExecutionError("the group has failed; call hw.init again");
 }
@@ -144,7 +150,8 @@ Member::Use::Use(Member& member) {
 }
 
 Member::Use::Use(Member& member, const Schedule& schedule) {
-  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
+  const int ranks = static_cast<int>(member.rank_.size());
+  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), ranks, true);
   lock_ = std::unique_lock(member.in_use_);
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));

@@ -2,8 +2,6 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <mutex>
-#include <stdexcept>
 #include <string>
 
 namespace hw {
@@ -22,24 +20,13 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// Whoever waited gave up.
-class Interrupted : public std::runtime_error {
- public:
-  Interrupted() : std::runtime_error("interrupted") {}
-};
-
-// Asked every 50 ms by whoever waits: true gives up, and so does an exception, which says why.
-using GiveUp = std::function<bool()>;
-
-// Waits for the mutex. Throws Interrupted where it gives up.
-std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up);
-
-// While it lives, the devices serve one party: a round of a world, or the ranks of a group that are in this process, which
-// have their turns together. Other parties wait, and so do ranks of the same party that want another schedule: two parties
-// on the same devices could deadlock. The first turn configures the devices for the party.
+// While it lives, the devices serve one party: the ranks of a group that are in this process, which have their turns together.
+// Other parties wait, and so do ranks of the same party that want another schedule: two parties on the same devices could
+// deadlock. The first turn configures the devices for the party.
 class DeviceLease {
  public:
-  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
+  // Where it `gives_up`, throws ExecutionError once the party is stopped while it waits.
+  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, bool gives_up = false);
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
 

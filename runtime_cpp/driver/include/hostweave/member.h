@@ -42,6 +42,8 @@ class Member {
   ~Member();
   Member(Member&&) = delete;
 
+  // Throws ExecutionError where this machine cannot run so many ranks as threads of one process, by such a schedule.
+  static void expect_devices(const Schedule& schedule, int ranks);
   // The device of a rank that is the `local`-th of its host. Throws ExecutionError where the target has none.
   static int device_for(int64_t index, int64_t local);
 
@@ -70,6 +72,9 @@ class Member {
   void stop(const std::string& reason);
   // That reason, or "".
   std::string stopped() const;
+
+  // In use: waits until the stream is done. Throws ExecutionError where the ranks were stopped.
+  void synchronize(cudaStream_t stream) const;
 
   // Throws ExecutionError after an abort.
   void expect_working() const;
