@@ -25,9 +25,9 @@ class Ranks:
 
     def __init__(self, module: ModuleType, size: int):
         name = f"ranks {next(_numbers)}"
+        self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in range(size)]
         self.members: list[Any] = [module.Member(name, rank, rank, size, False) for rank in range(size)]
         self.broken = False
-        self._work: list[SimpleQueue[Work | None]] = [SimpleQueue() for _ in self.members]
         for rank, work in enumerate(self._work):
             threading.Thread(target=_serve, args=(work,), name=f"hostweave {name}, rank {rank}", daemon=True).start()
 

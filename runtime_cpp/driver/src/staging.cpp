@@ -106,14 +106,12 @@ void StagedCalls::copy(void* dst, const void* src, const Array& array, cudaMemcp
 
 void StagedCalls::copy_in(size_t call) const {
   const std::vector<Array>& inputs = calls_[call].inputs;
-  for (size_t i = 0; i < inputs.size(); ++i)
-    copy(placed_[call].inputs[i], inputs[i].data, inputs[i], cudaMemcpyHostToDevice);
+  for (size_t i = 0; i < inputs.size(); ++i) copy(placed_[call].inputs[i], inputs[i].data, inputs[i], cudaMemcpyHostToDevice);
 }
 
 void StagedCalls::copy_out(size_t call) const {
   const std::vector<Array>& outputs = calls_[call].outputs;
-  for (size_t i = 0; i < outputs.size(); ++i)
-    copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
+  for (size_t i = 0; i < outputs.size(); ++i) copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
 }
 
 void StagedCalls::meet() const { target::meet(static_cast<int>(instance_.member().rank().size())); }

@@ -25,8 +25,8 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Waits for all ranks where the device watches them: were one done before another has come, it could not tell that the other waits
-// for ever.
+// Waits for all ranks where the device watches them: were one done before another has come, it could not tell that the other
+// waits for ever.
 void meet(int ranks);
 // Blocks until the stream is done. False: not done yet, ask again, so that the caller can look whether it is to stop.
 bool synchronize(cudaStream_t stream);
