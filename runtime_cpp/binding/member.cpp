@@ -70,9 +70,7 @@ std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Me
 void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
   std::map<std::string, ncclUniqueId> known;
   for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
-  without_gil([&] {
-    member.connect(table(), [&](const hw::ProcessGroup& process_group) { return known.at(process_group.key); }, timeout);
-  });
+  without_gil([&] { member.connect(table(), known, timeout); });
 }
 
 void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {

@@ -51,11 +51,9 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     read_first = ["-include", str(device.folder / "read_first.h")]
     if suite != "test_ranks":
         return device.build_command(suite, [f"{suite}.cpp"], [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'attention'}", *read_first])
-    driver = [
-        f"{RUNTIME}/driver/src/{name}.cpp"
-        for name in ("staging", "instance", "member", "target_cuda", "signals_cuda", "connect", "device_lease")
-    ]
-    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams", "arena", "window", "tensor")]
+    names = ("staging", "instance", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
+    driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in names]
+    runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
     merged = device.folder / f"{suite}_merged.cpp"  # each by itself would read the standard headers again
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
     options = [*read_first, f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]

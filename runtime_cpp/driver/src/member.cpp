@@ -56,24 +56,27 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
 ncclUniqueId Member::new_process_group_id() {
   expect_working();
   const Use use(*this);
-  return hw::new_process_group_id();
+  ncclUniqueId id;
+  HW_CHECK(ncclGetUniqueId(&id));
+  return id;
 }
 
-void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds) {
+void Member::connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds) {
   expect_working();
   const Use use(*this);
-  expect_not_stopped();
-  hw::connect(rank_, program, id_of, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+  for (const ProcessGroup& process_group : missing_process_groups(program))
+    connect(process_group, ids.at(process_group.key), timeout_seconds);
 }
 
 void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
   expect_not_stopped();
-  hw::connect(rank_, process_group, id, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
-}
-
-void Member::keep(ncclComm_t comm) {
-  const std::lock_guard lock(owned_mutex_);
-  owned_.push_back(comm);
+  const ncclComm_t comm = target::make_channel(process_group, id, device(), timeout_seconds);
+  {
+    const std::lock_guard lock(owned_mutex_);
+    owned_.push_back(comm);
+  }
+  rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
+                    Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks), process_group.transport);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "hostweave/connect.h"
 #include "hostweave/device_lease.h"
 #include "hostweave/gate.h"
+#include "hostweave/process_group.h"
 
 namespace hw::target {
 

@@ -70,7 +70,7 @@ struct Ranks {
         if (!ids.contains(one.key)) ids[one.key] = members[r]->new_process_group_id();
     }
     const auto make = [&](int r) {
-      members[r]->connect(kProgram, [&](const hw::ProcessGroup& one) { return ids.at(one.key); }, 10);
+      members[r]->connect(kProgram, ids, 10);
       instances[r] = std::make_unique<hw::Instance>(*members[r], kProgram);
       instances[r]->prepare({{hw::Shape{1, {kCount}}, {}}}, nullptr);
       staged[r] = std::make_unique<hw::StagedCalls>(*instances[r]);
