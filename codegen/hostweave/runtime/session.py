@@ -91,15 +91,13 @@ class Session:
 
     def _prepare(self, calls: Sequence[Call]) -> None:
         instances, staged, first = self._instances, self._staged, calls[0]
-        ready_for = first.global_shapes()
-        is_new = self._ready_for != ready_for
+        ready_for, before, self._ready_for = first.global_shapes(), self._ready_for, None
 
         def prepare(rank: int) -> None:
-            if is_new:
-                instances[rank].prepare([v.shape for v in first.inputs[rank]], ready_for, 0)
+            if before != ready_for:
+                instances[rank].prepare([view.shape for view in first.inputs[rank]], ready_for, 0)
             staged[rank].prepare([call.places(rank) for call in calls])
 
-        self._ready_for = None
         self._ranks.each(prepare, alone=not self._module.prepares_together)
         self._ready_for = ready_for
 

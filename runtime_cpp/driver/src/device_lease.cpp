@@ -63,11 +63,11 @@ void deferred_free() {
 
 }  // namespace
 
-DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, bool gives_up) {
+DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks) {
   if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
-  const auto stopped = [&] { return gives_up && devices.stopped.contains(party); };
+  const auto stopped = [&] { return devices.stopped.contains(party); };
   devices.free.wait(lock, [&] { return ours() || stopped(); });
   if (!ours()) throw ExecutionError(devices.stopped.at(party));
   if (devices.turns == 0) {

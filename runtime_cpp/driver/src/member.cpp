@@ -153,8 +153,7 @@ Member::Use::Use(Member& member) {
 }
 
 Member::Use::Use(Member& member, const Schedule& schedule) {
-  const int ranks = static_cast<int>(member.rank_.size());
-  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), ranks, true);
+  if (target::kOneParty) turn_.emplace(member.group_, member.with_processes(schedule), static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);
   member.expect_not_stopped();
   attached_ = std::make_unique<target::Attached>(static_cast<int>(member.rank_.index()));

@@ -61,7 +61,6 @@ void StagedCalls::prepare(std::vector<Call> calls) {
     fetch(i);
     placed_.push_back({place(inputs_, calls_[i].inputs), place(outputs_, calls_[i].outputs)});
   }
-  HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
 // Inputs that lie on GPUs of other ranks are copied into memory of their own, which the call uses.
@@ -76,6 +75,7 @@ void StagedCalls::prepare(std::vector<Call> calls) {
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());
+  bool any = false;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Array& input = inputs[i];
     if (input.device < 0 || input.device == device_) continue;
@@ -84,7 +84,9 @@ void StagedCalls::fetch(size_t call) {
     copy(here, input.data, input, cudaMemcpyDefault);
     input.data = here;
     input.device = device_;
+    any = true;
   }
+  if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
 // An array on this device is used where it is, if it is aligned as programs take it.

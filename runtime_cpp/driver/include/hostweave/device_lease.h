@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// How the CPU device runs ranks and their streams. The CUDA target has no choice, so of all this it takes the time alone.
+// How the CPU device runs ranks and their streams. The CUDA target has no choice.
 struct Schedule {
   bool seeded = false;  // one thing at a time, chosen by the seed, instead of everything at once
   uint64_t seed = 0;    // this and the rest as in hw_cpu_config
@@ -25,8 +25,8 @@ struct Schedule {
 // deadlock. The first turn configures the devices for the party.
 class DeviceLease {
  public:
-  // Where it `gives_up`, throws ExecutionError once the party is stopped while it waits.
-  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, bool gives_up = false);
+  // Throws ExecutionError where it waits, and the party was stopped.
+  DeviceLease(const std::string& party, const Schedule& schedule, int ranks);
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
 
