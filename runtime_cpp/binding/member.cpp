@@ -201,19 +201,20 @@ py::tuple progress(hw::Instance& instance) {
 }  // namespace
 
 void bind_member(py::module_& m) {
-  py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
-      .def(py::init<std::string, int, int64_t, int64_t, bool>(), py::arg("group"), py::arg("device"), py::arg("rank"),
-           py::arg("count"), py::arg("processes"))
-      .def_property_readonly("device", &hw::Member::device)
-      .def_property_readonly("stopped", &hw::Member::stopped)
-      .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
-
   py::class_<hw::Schedule>(m, "Schedule", py::module_local())
       .def(py::init<bool, uint64_t, int, int, int, int, double>(), py::kw_only(), py::arg("seeded"), py::arg("seed"),
            py::arg("picker"), py::arg("ordered_launches"), py::arg("buffered_sends"), py::arg("check_dependencies"),
            py::arg("timeout_seconds"));
 
-  m.def("expect_devices", &hw::Member::expect_devices, py::arg("schedule"), py::arg("ranks"));
+  py::class_<hw::DeviceLease>(m, "DeviceLease", py::module_local());
+  py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
+      .def(py::init<std::string, int, int64_t, int64_t, bool>(), py::arg("group"), py::arg("device"), py::arg("rank"),
+           py::arg("count"), py::arg("processes"))
+      .def_property_readonly("device", &hw::Member::device)
+      .def_property_readonly("stopped", &hw::Member::stopped)
+      .def("lease", &hw::Member::lease, py::arg("schedule"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
   m.def("new_id", new_id, py::arg("member"));
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));

@@ -35,6 +35,9 @@ class Member:
     def __init__(self, *_: object) -> None:
         self.stopped, self._stop = "", threading.Event()
 
+    def lease(self, *_: object) -> object:
+        return self
+
     def abort(self, reason: str) -> None:
         self.stopped = self.stopped or f"rank 0: {reason}"
         self._stop.set()
@@ -50,10 +53,10 @@ def ranks() -> Ranks:
 
 
 def test_each_rank_has_a_thread_of_its_own(ranks: Ranks) -> None:
-    found = ranks.each(lambda rank: (rank, threading.current_thread().name))
+    found = ranks.each(None, lambda rank: (rank, threading.current_thread().name))
     assert [rank for rank, _ in found] == [0, 1, 2]
     assert len({name for _, name in found}) == 3
-    assert ranks.each(lambda _: threading.current_thread().name) == [name for _, name in found]
+    assert ranks.each(None, lambda _: threading.current_thread().name) == [name for _, name in found]
 
 
 def test_an_error_of_one_rank_stops_the_others_and_is_the_one_that_is_raised(ranks: Ranks) -> None:
@@ -63,7 +66,7 @@ def test_an_error_of_one_rank_stops_the_others_and_is_the_one_that_is_raised(ran
         ranks.members[rank].wait()
 
     with pytest.raises(ExecutionError, match=r"^a mistake$"):
-        ranks.each(work)
+        ranks.each(None, work)
     assert ranks.broken
 
 
@@ -76,7 +79,7 @@ def test_an_error_of_work_that_ranks_do_alone_stops_nobody(ranks: Ranks) -> None
         done.append(rank)
 
     with pytest.raises(ExecutionError, match=r"^a mistake$"):
-        ranks.each(work, alone=True)
+        ranks.each(None, work, alone=True)
     assert sorted(done) == [1, 2]
     assert not ranks.broken
 
@@ -86,12 +89,12 @@ def test_whoever_waits_can_give_up(ranks: Ranks) -> None:
         raise ExecutionError("no rank has come further")
 
     with pytest.raises(ExecutionError, match=r"^no rank has come further$"):
-        ranks.each(lambda rank: ranks.members[rank].wait(), look=look)
+        ranks.each(None, lambda rank: ranks.members[rank].wait(), look=look)
     assert all(member.stopped for member in ranks.members)
 
 
 def test_threads_end_with_the_ranks(ranks: Ranks) -> None:
-    threads = ranks.each(lambda _: threading.current_thread())
+    threads = ranks.each(None, lambda _: threading.current_thread())
     ranks.__del__()
     for thread in threads:
         thread.join(20)

@@ -35,12 +35,20 @@ class Ranks:
         for work in self._work:
             work.put(None)
 
-    def each(self, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
-        """What `work` gives for each rank, on the rank's thread.
+    def each(self, schedule: Any, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
+        """What `work` gives for each rank, on the rank's thread, when the devices are free.
 
         Where it raises on some rank, or `look`, which is asked now and then, or Ctrl-C in the caller, all ranks are stopped wherever they
         wait, and this raises the first error. With `alone` no rank waits for another: an error of one stops nobody and breaks nothing.
         """
+        while not (lease := self.members[0].lease(schedule, _LOOK)):
+            expect_going_on()
+        try:
+            return self._each(work, alone, look)
+        finally:
+            del lease  # which the error of `work` would keep
+
+    def _each(self, work: Callable[[int], T], alone: bool, look: Work) -> list[T]:
         answers: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
         for rank, queue in enumerate(self._work):
             queue.put(partial(_answer, answers, work, rank))

@@ -8,13 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.call import Call
-from hostweave.runtime.cpu import schedule
+from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_going_on, expect_own_devices
@@ -42,16 +43,16 @@ class Session:
         self._instances: list[Any] = []
         self._staged: list[Any] = []
         self._ready_for: object = None  # the shapes of the last calls
+        self._at_rest = at_rest = self._native(Schedule())  # by which each rank does what it does alone
         with _turn, native_calls:
             expect_own_devices()
-            module.expect_devices(self._schedule(), ranks)
             self._ranks = _ranks_of(module, target.name, ranks)
             members = self._ranks.members
             keys = {key for member in members for key, _ in module.missing_process_groups(member)}
             if ids := {key: module.new_id(members[0]) for key in sorted(keys)}:
-                self._ranks.each(lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
-            self._instances = self._ranks.each(lambda rank: module.Instance(members[rank], tune), alone=True)
-            self._staged = self._ranks.each(lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
+                self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
+            self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
+            self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None
         _sessions.add(self)
 
@@ -77,14 +78,14 @@ class Session:
 
     def _each(self, calls: Sequence[Call], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
         """What `work` gives on every rank, which is ready for these calls, of which so many may be under way at a time."""
-        native_schedule, patience = self._schedule(), schedule().timeout_seconds * in_flight
+        native_schedule = self._native(schedule())
         with _turn, native_calls:
-            self._module.expect_devices(native_schedule, len(self._ranks.members))
             if self.broken:
                 raise ExecutionError(f"{self._module.name}: an error in another call has stopped the ranks; call again")
             self._prepare(calls)
             staged = self._staged
-            results = self._ranks.each(lambda rank: work(staged[rank], native_schedule), look=lambda: self._expect_progress(patience))
+            look = partial(self._expect_progress, schedule().timeout_seconds * in_flight)
+            results = self._ranks.each(native_schedule, lambda rank: work(staged[rank], native_schedule), look=look)
         if self._measured:
             self._measured.keep()
         return results
@@ -98,7 +99,7 @@ class Session:
                 instances[rank].prepare([view.shape for view in first.inputs[rank]], ready_for, 0)
             staged[rank].prepare([call.places(rank) for call in calls])
 
-        self._ranks.each(prepare, alone=not self._module.prepares_together)
+        self._ranks.each(self._at_rest, prepare, alone=not self._module.prepares_together)
         self._ready_for = ready_for
 
     def _expect_progress(self, patience: float) -> None:
@@ -109,8 +110,8 @@ class Session:
             text = "".join(f"\n  rank {rank}: {made} calls, {done} done" for rank, (made, done, _) in enumerate(states))
             raise ExecutionError(f"{self._module.name}: no rank has come further for {patience:g} seconds{text}")
 
-    def _schedule(self) -> Any:
-        return self._module.Schedule(**vars(schedule()))
+    def _native(self, schedule: Schedule) -> Any:
+        return self._module.Schedule(**vars(schedule))
 
 
 def _ranks_of(module: ModuleType, target: str, count: int) -> Ranks:

@@ -1,5 +1,6 @@
 #include "hostweave/device_lease.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -7,7 +8,6 @@
 #include <thread>
 #include <utility>
 
-#include "hostweave/errors.h"
 #include "target.h"
 
 namespace hw {
@@ -63,26 +63,25 @@ void deferred_free() {
 
 }  // namespace
 
-DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks) {
+DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds) {
   if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
-  const auto stopped = [&] { return devices.stopped.contains(party); };
-  devices.free.wait(lock, [&] { return ours() || stopped(); });
-  if (!ours()) throw ExecutionError(devices.stopped.at(party));
+  if (!seconds) devices.free.wait(lock, ours);
+  if (seconds && !devices.free.wait_for(lock, std::chrono::duration<double>(*seconds), ours)) return;
   if (devices.turns == 0) {
     target::configure(schedule, ranks);
     devices.party = party;
     devices.schedule = schedule;
   }
   ++devices.turns;
+  held_ = true;
 }
 
 void DeviceLease::stop(const std::string& party, const std::string& reason) {
   const std::lock_guard lock(devices.mutex);
   const std::string& first = devices.stopped.emplace(party, reason).first->second;
   if (devices.turns > 0 && devices.party == party) target::stop(first);
-  devices.free.notify_all();
 }
 
 std::string DeviceLease::stopped(const std::string& party) {
@@ -102,7 +101,7 @@ void DeviceLease::free(std::function<void()> release) {
 }
 
 DeviceLease::~DeviceLease() {
-  if (is_freeing) return;
+  if (!held_) return;
   const std::lock_guard lock(devices.mutex);
   if (--devices.turns == 0) devices.free.notify_all();
 }

@@ -35,8 +35,6 @@ Member::~Member() {
   for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
 }
 
-void Member::expect_devices(const Schedule& schedule, int ranks) { target::expect_devices(schedule, ranks); }
-
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
 
 std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& program) const {
@@ -132,6 +130,11 @@ void Member::abort(const std::string& reason) {
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }
 
 std::string Member::stopped() const { return DeviceLease::stopped(group_); }
+
+std::unique_ptr<DeviceLease> Member::lease(const Schedule& schedule, double seconds) const {
+  auto lease = std::make_unique<DeviceLease>(group_, schedule, static_cast<int>(rank_.size()), seconds);
+  return lease->held() ? std::move(lease) : nullptr;
+}
 
 void Member::synchronize(cudaStream_t stream) const {
   while (!target::synchronize(stream)) expect_not_stopped();

@@ -12,9 +12,7 @@
 
 namespace hw::target {
 
-// Throws ExecutionError where this machine cannot run so many ranks in one process, by such a schedule.
-void expect_devices(const Schedule& schedule, int ranks);
-// Takes the schedule, where the devices serve one party at a time: called before its ranks begin.
+// Throws ExecutionError unless this machine has `ranks` devices. Also takes the schedule: called before the ranks begin a round.
 void configure(const Schedule& schedule, int ranks);
 
 // While it lives, the thread acts for this rank on the device of the same number.

@@ -17,8 +17,6 @@ void check(int status) {
 
 }  // namespace
 
-void expect_devices(const Schedule&, int) {}
-
 // The device starts afresh for a seeded round, so that a seed gives the same schedule whatever ran before.
 void configure(const Schedule& schedule, int ranks) {
   static std::optional<Schedule> last;

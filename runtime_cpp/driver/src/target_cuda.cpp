@@ -34,7 +34,7 @@ struct Making {
 
 }  // namespace
 
-void expect_devices(const Schedule& schedule, int ranks) {
+void configure(const Schedule& schedule, int ranks) {
   if (schedule.seeded) throw ExecutionError("seeded schedules exist on the CPU target only");
   const int devices = count_devices();
   if (devices < ranks) {
@@ -42,8 +42,6 @@ void expect_devices(const Schedule& schedule, int ranks) {
                          " and this machine has " + std::to_string(devices) + "; compile it for a smaller mesh, or for the CPU");
   }
 }
-
-void configure(const Schedule&, int) {}
 
 Attached::Attached(int) {}
 

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 
 namespace hw {
@@ -25,10 +26,12 @@ struct Schedule {
 // deadlock. The first turn configures the devices for the party.
 class DeviceLease {
  public:
-  // Throws ExecutionError where it waits, and the party was stopped.
-  DeviceLease(const std::string& party, const Schedule& schedule, int ranks);
+  // Waits for the turn, or for at most so many seconds, and then does not have it.
+  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
+
+  bool held() const { return held_; }
 
   // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);
@@ -38,6 +41,9 @@ class DeviceLease {
   // Frees what some party holds on the devices, in a turn of its own: now, or by another thread when nobody has a turn.
   // Whoever frees may be a rank that others wait for in theirs, so it does not wait. First come, first freed.
   static void free(std::function<void()> release);
+
+ private:
+  bool held_ = false;
 };
 
 }  // namespace hw

@@ -42,8 +42,6 @@ class Member {
   ~Member();
   Member(Member&&) = delete;
 
-  // Throws ExecutionError where this machine cannot run so many ranks as threads of one process, by such a schedule.
-  static void expect_devices(const Schedule& schedule, int ranks);
   // The device of a rank that is the `local`-th of its host. Throws ExecutionError where the target has none.
   static int device_for(int64_t index, int64_t local);
 
@@ -76,6 +74,10 @@ class Member {
 
   // In use: waits until the stream is done. Throws ExecutionError where the ranks were stopped.
   void synchronize(cudaStream_t stream) const;
+
+  // The turn of all ranks of the group, which are in this process, for somebody who has them work; null where it does not come
+  // within so many seconds. Throws ExecutionError where there are fewer devices, or none that run by such a schedule.
+  std::unique_ptr<DeviceLease> lease(const Schedule& schedule, double seconds) const;
 
   // Throws ExecutionError after an abort.
   void expect_working() const;
