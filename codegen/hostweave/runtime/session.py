@@ -95,11 +95,14 @@ class Session:
         ready_for, before, self._ready_for = first.global_shapes(), self._ready_for, None
 
         def prepare(rank: int) -> None:
-            if before != ready_for:
-                instances[rank].prepare([view.shape for view in first.inputs[rank]], ready_for, 0)
+            instances[rank].prepare([view.shape for view in first.inputs[rank]], ready_for, 0)
+
+        def stage(rank: int) -> None:
             staged[rank].prepare([call.places(rank) for call in calls])
 
-        self._ranks.each(self._at_rest, prepare, alone=not self._module.prepares_together)
+        if before != ready_for:
+            self._ranks.each(self._at_rest, prepare, alone=not self._module.prepares_together)
+        self._ranks.each_here(self._at_rest, stage)
         self._ready_for = ready_for
 
     def _expect_progress(self, patience: float) -> None:
