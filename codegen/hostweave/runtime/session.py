@@ -48,8 +48,14 @@ class Session:
             expect_own_devices()
             self._ranks = _ranks_of(module, target.name, ranks)
             members = self._ranks.members
-            keys = {key for member in members for key, _ in module.missing_process_groups(member)}
-            if ids := {key: module.new_id(members[0]) for key in sorted(keys)}:
+            ids: dict[str, bytes] = {}  # of channels that are to be made
+
+            def find(rank: int) -> None:
+                for key, _ in module.missing_process_groups(members[rank]):
+                    ids[key] = ids.get(key) or module.new_id(members[rank])
+
+            self._ranks.each_here(at_rest, find)
+            if ids:
                 self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
             self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
             self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
