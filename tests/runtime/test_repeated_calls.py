@@ -89,7 +89,6 @@ def test_what_changes_in_an_array_is_seen(checks: list[str]) -> None:
         model(x, kept, w)
 
 
-@pytest.mark.filterwarnings("ignore:Setting the dtype:DeprecationWarning")  # of NumPy 2.5: somebody may do so all the same
 def test_what_changes_in_an_array_of_numpy_is_seen(checks: list[str]) -> None:
     x, kept, w = (array.numpy().copy() for array in arrays())
     PROGRAM(x, kept, w)
