@@ -25,18 +25,21 @@ def in_order(
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
-    signature = f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
+
+    def signature() -> str:  # in errors: to write it takes longer than all the rest
+        return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
+
     if len(given) > len(names):
-        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature}")
+        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature()}")
     if twice := [name for name in named if name in arrays]:
         raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
     arrays |= named
     if again := [name for name in named if name in bound]:
         raise ArgumentError(f"{program}: argument {again[0]} is bound; leave it out, or call the program that has it not bound")
     if unknown := [name for name in named if name not in names]:
-        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature}")
+        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature()}")
     if missing := [name for name in names if name not in arrays]:
-        raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature}")
+        raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature()}")
     return tuple(arrays[name] for name in names)
 
 
