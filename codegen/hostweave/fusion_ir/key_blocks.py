@@ -1,0 +1,116 @@
+"""Attention over blocks of the keys: how the results of the blocks are joined, and where keys are gathered for one attention alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value, attributes
+from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.ops.attention import COUNTS
+from hostweave.fusion_ir.ops.attributes import CAUSAL, IS_PACKED, KEY_BLOCKS, WINDOW
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.sharding import Axes, flow, with_layout
+from hostweave.types.tensor import TensorType, f32
+
+Attributes = tuple[tuple[str, AttributeValue], ...]
+
+FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
+LEAST = -1e30  # of a row's largest score that is not -inf
+
+
+class BlockWriter:
+    """Writes ops whose types follow from their operands, in place of an attention `op`, and the join of its blocks."""
+
+    def __init__(self, fusion: Fusion):
+        self.mesh, self.names = fusion.mesh, Names(fusion)
+        self.types = {value.name: value.type for value in fusion.inputs}
+        self.ops: list[Op] = []
+        self.op: Op  # in place of which all is written
+
+    def make(
+        self,
+        kind: str,
+        *operands: str | Scalar,
+        how: Attributes = (),
+        word: str = "",
+        like: TensorType | None = None,
+        stream: Stream | None = None,
+    ) -> str:
+        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
+        op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
+        given = operand_types(op, self.types)
+        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
+        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
+        self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))
+        return op.result.name
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types[op.result.name] = op.result.type
+
+    # --- what is joined ---
+
+    def join(self, lse: str, lses: str, blocks: str) -> None:
+        """The result, or its log-sum-exps, of the blocks that a rank has; `lses` are those of all ranks."""
+        largest = self.make("max", lses, how=KEPT)
+        shift = self.make("maximum", largest, LEAST)
+        powers = self.make("exp", self.make("subtract", lses, shift))
+        sums = self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+        if self.op.kind == "attention_lse":
+            total = self.make("add", self.make("log", sums), largest)
+            self.emit(Op("select", (total,), self.op.result, attributes(axis=0, index=0), self.op.location))
+            return
+        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
+        weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
+        weighted = self.make("multiply", self.make("astype", blocks), weights)
+        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
+        self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys and values that are gathered for one attention alone, which can be done block by block as they come."""
+
+    attention: Op
+    keys: Op
+    values: Op
+
+    @property
+    def gathers(self) -> tuple[Op, Op]:
+        return self.keys, self.values
+
+    @property
+    def axes(self) -> Axes:
+        return step_of(self.keys).axes
+
+    @property
+    def dim(self) -> int:
+        """Of the gathered tensors, which is cut into blocks."""
+        return len(self.keys.result.type.dims) - 2
+
+
+def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
+    """Of attention without other masks than a causal one, on rows that are sharded as the keys are."""
+    producer, uses = {op.result.name: op for op in fusion.ops}, consumers(fusion)
+    types = {name: value.type for name, value in fusion.values().items()}
+    for op in fusion.ops:
+        if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
+            continue
+        query, key, value = op.tensors
+        if key not in producer or value not in producer or key == value:
+            continue
+        found = GatheredKeys(op, producer[key], producer[value])
+        beside = {user.kind if user and user.attributes == op.attributes else "" for user in uses[key] if user != op}
+        if not all(map(_is_of_keys, found.gathers)) or uses[value] != [op] or not beside <= {"attention_lse"}:
+            continue
+        (rows, of_keys, of_values) = (types[name].dims[-2] for name in (query, found.keys.tensors[0], found.values.tensors[0]))
+        if of_keys == of_values and (not op[CAUSAL] or rows == of_keys) and op.result.type.mesh is None:
+            yield found
+
+
+def _is_of_keys(op: Op) -> bool:
+    """Whether it gathers all of the last dim but one."""
+    dim = len(op.result.type.dims) - 2
+    return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes
