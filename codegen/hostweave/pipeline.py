@@ -13,6 +13,7 @@ from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
+from hostweave.passes.fusion.attend_by_blocks import attend_by_blocks
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
@@ -59,6 +60,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     decompose_reshards,
     share_equal_ops,
     stream_by_cost,
+    attend_by_blocks,
     choose_overlap,
     overlap_communication,
     order_stages,

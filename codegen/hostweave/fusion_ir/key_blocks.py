@@ -28,6 +28,7 @@ class BlockWriter:
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
         self.op: Op  # in place of which all is written
+        self.sums: dict[str, tuple[str, str, str]] = {}  # of log-sum-exps of all ranks: the largest, what is subtracted, the sum then
 
     def make(
         self,
@@ -54,10 +55,12 @@ class BlockWriter:
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
         """The result, or its log-sum-exps, of the blocks that a rank has; `lses` are those of all ranks."""
-        largest = self.make("max", lses, how=KEPT)
-        shift = self.make("maximum", largest, LEAST)
-        powers = self.make("exp", self.make("subtract", lses, shift))
-        sums = self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+        if lses not in self.sums:
+            largest = self.make("max", lses, how=KEPT)
+            shift = self.make("maximum", largest, LEAST)
+            powers = self.make("exp", self.make("subtract", lses, shift))
+            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+        largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
             self.emit(Op("select", (total,), self.op.result, attributes(axis=0, index=0), self.op.location))
@@ -102,8 +105,8 @@ def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
         if key not in producer or value not in producer or key == value:
             continue
         found = GatheredKeys(op, producer[key], producer[value])
-        beside = {user.kind if user and user.attributes == op.attributes else "" for user in uses[key] if user != op}
-        if not all(map(_is_of_keys, found.gathers)) or uses[value] != [op] or not beside <= {"attention_lse"}:
+        beside = {user.kind if user and user.attributes == op.attributes else "" for user in uses[key][1:]}
+        if not all(map(_is_of_keys, found.gathers)) or uses[key][0] != op or uses[value] != [op] or not beside <= {"attention_lse"}:
             continue
         (rows, of_keys, of_values) = (types[name].dims[-2] for name in (query, found.keys.tensors[0], found.values.tensors[0]))
         if of_keys == of_values and (not op[CAUSAL] or rows == of_keys) and op.result.type.mesh is None:

@@ -124,7 +124,7 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 def _map(types: Types, op: Op) -> IndexMap:
     """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys, or one of the blocks of them.
 
-    A head of the keys is that of several heads of the queries. No loop walks the dims: rows have the place of a mask, and heads groups.
+    A head of the keys is that of several heads of the queries. Loops walk blocks alone: rows have the place of a mask, and heads groups.
     Of packed sequences a rank has all rows.
     """
     block: Labels = ("t",) if _blocks(op) else ()
@@ -134,7 +134,7 @@ def _map(types: Types, op: Op) -> IndexMap:
     operands: tuple[Labels, ...] = ((*rows, None), (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"))
     result: Labels = (*block, *rows, *(("f",) if op.kind == "attention" else ()))
     operands = (*operands[: COUNTS[op.kind]], *_labels_of_masks(op, types, rows, of_keys, block))
-    return IndexMap(operands, result, frozenset(filter(None, result)))
+    return IndexMap(operands, result, frozenset(filter(None, result)) - {*block})
 
 
 def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, block: Labels = ()) -> Iterator[Labels]:

@@ -21,7 +21,7 @@ from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import expr_of, rank_in_group
+from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
@@ -36,10 +36,46 @@ class Attentions:
         self.beside = _computed_beside(flow.fusion.ops)
         self.done = {op.result.name for others in self.beside.values() for op in others.values()}
 
-    def compute(self, op: Op) -> None:
+    def compute(self, op: Op, steps: Steps | None) -> None:
         if op.result.name in self.done:
             return  # the one before has written it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
+        if steps:
+            self.block(op, made, steps)
+        else:
+            self.at_once(op, made)
+
+    def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
+        """Of an attention whose blocks a loop walks the one that is here. Where no row sees it there are zeros, which log-sum-exps of -inf leave out."""
+        b = self.b
+        query, key, value = (self.buffers.operand(op, number, steps) for number in range(3))
+
+        def target(kind: str) -> str:
+            chunk = self.buffers.destination(made[kind], steps)
+            return b.reshape(chunk, b.types[chunk].shape[1:], f"{chunk}_own")
+
+        result, lse = target(RESULT), target(LSE)
+        q, k, v = (self.aligned(name, steps) for name in (query, key, value))
+        kernels = self.kernels(op, made)
+
+        def attend(diagonal: Expr | None) -> None:
+            b.emit(ir.Attention(q, k, v, op[SCALE], result, diagonal, kernels=kernels, lse=(lse,)))
+
+        if not op[CAUSAL]:
+            attend(None)
+            return
+        rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
+
+        def leave_out() -> None:
+            b.emit(ir.Fill(result, 0.0))
+            b.emit(ir.Fill(lse, float("-inf")))
+
+        def of_others() -> None:
+            communication.branch(b, steps.owned_by.less(rank), lambda: attend(None), leave_out)
+
+        communication.branch(b, steps.owned_by.equals(rank), lambda: attend(Const(0)), of_others)
+
+    def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         operands, named = op.tensors[: COUNTS[op.kind]], masks_of(op, op.tensors)
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
@@ -88,8 +124,10 @@ class Attentions:
         return kernels_for(q.dtype, max(int(q.shape[-1]), int(v.shape[-1]))) if is_needed else ""
 
     def source(self, name: str, step: int = ALIGNED) -> str:
-        whole = self.buffers.buffer_of(name)
-        return whole if self.is_aligned(whole, step) else communication.contiguous_source(self.b, whole, None)
+        return self.aligned(self.buffers.buffer_of(name), None, step)
+
+    def aligned(self, buffer: str, steps: Steps | None, step: int = ALIGNED) -> str:
+        return buffer if self.is_aligned(buffer, step) else communication.contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
         """Whether the elements of a row lie side by side, and rows of 16 bits begin at multiples of so many elements."""
