@@ -64,9 +64,9 @@ class _Attending(BlockWriter):
     def blocks(self, keys: GatheredKeys) -> tuple[str, str]:
         gather, (query, *_) = keys.keys, keys.attention.tensors
         stream = gather.result.stream
-        assert stream and stream.chunks
+        assert stream is not None
+        assert stream.chunks is not None
         parts = [each.tensors[0] for each in keys.gathers]
-        first, second = (self.types[name].shape[-1] for name in parts)
         last = len(self.types[parts[0]].dims) - 1
         packed = self.make("concat", *parts, how=attributes(axis=last), word="packed")
         dims = (*gather.result.type.dims[:-1], self.types[packed].dims[-1])
@@ -77,7 +77,8 @@ class _Attending(BlockWriter):
             how = attributes(axis=last, start=start, step=1)
             return self.make("slice", gathered.name, how=how, word=word, like=like, stream=Stream(keys.dim, stream.chunks))
 
-        key, value = part("keys", 0, keys.keys.result.type), part("values", int(first), keys.values.result.type)
+        key = part("keys", 0, keys.keys.result.type)
+        value = part("values", int(self.types[key].shape[-1]), keys.values.result.type)
         how, of_blocks = (*keys.attention.attributes, *attributes(blocks=stream.chunks)), Stream(0, stream.chunks)
         blocks = self.make("attention", query, key, value, how=how, word="blocks", stream=of_blocks)
         return blocks, self.make("attention_lse", query, key, how=how, word="lse", stream=of_blocks)

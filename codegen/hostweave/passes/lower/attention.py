@@ -46,7 +46,7 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
-        """Of an attention whose blocks a loop walks the one that is here. Where no row sees it there are zeros, which log-sum-exps of -inf leave out."""
+        """The one of the blocks that is here. One that no row sees has zeros, and log-sum-exps of -inf, by which the join leaves it out."""
         b = self.b
         query, key, value = (self.buffers.operand(op, number, steps) for number in range(3))
 
