@@ -12,6 +12,7 @@ from hostweave.runtime.arrays import Array, Library, View, library_of, view
 from hostweave.targets.target import Target
 from hostweave.types.mesh import Mesh, local_range
 from hostweave.types.tensor import Shape, TensorType, block_of, holds
+from hostweave.types.zigzag import Zigzag
 
 
 def in_order(
@@ -79,6 +80,10 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     if not hasattr(type(array), "to_local"):
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
+    if any(isinstance(dim.axes, Zigzag) for dim in type_.dims):
+        raise ArgumentError(
+            f"{program}: {name}: expected {type_}, and no placement of a DTensor is zigzag; pass this rank's own two pieces"
+        )
     sizes = dict(type_.mesh_in(mesh).axes)
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or others:
