@@ -26,6 +26,7 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.fusion.stream_by_cost import stream_by_cost
+from hostweave.passes.fusion.stream_keys_in_zigzag import stream_keys_in_zigzag
 from hostweave.passes.fusion.unstack import unstack
 from hostweave.passes.host.copy_updated import copy_updated
 from hostweave.passes.host.fold_conditions import fold_conditions
@@ -54,6 +55,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     merge_contractions,
     propagate_sharding,
     join_blocks_of_keys,
+    stream_keys_in_zigzag,
     insert_reshards,
     sink_reductions,
     unstack,

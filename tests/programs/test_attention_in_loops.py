@@ -107,6 +107,51 @@ def test_on_gpus(algorithm: str, size: int) -> None:
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
+@cache
+def in_zigzag(ranks: int, t: DType) -> Fusion:
+    rows = "S@zigzag(cp)"
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=t["B", 4, rows, 16], k=t["B", 2, rows, 16], v=t["B", 2, rows, 24])
+    def in_zigzag(q, k, v):  # type: ignore[no-untyped-def]
+        return hw.attention(q, k, v, "top_left", enable_gqa=True)
+
+    return in_zigzag
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
+def test_rows_in_zigzag(ranks: int, way: str) -> None:
+    """A rank sees half of what each other one has: all rows the first half of the keys, or the second half of the rows all keys."""
+    fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
+    program = compiled(fusion, options=options)
+    arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
+    assert sum(isinstance(i, ir.Attention) for i in tree.walk(program._host.body)) == 3
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    wanted = by_torch(*(torch.from_numpy(array.astype(np.float64)) for array in arrays.values()), "top_left")
+    for got, want in zip(run_reference(fusion, arrays), wanted, strict=False):
+        np.testing.assert_allclose(got, want, 1e-9, 1e-9)
+    stages: dict[str, Any] = {}
+    lower(fusion, options, stages.__setitem__)
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # which casts its sums to bf16
+        assert Fusion.parse(str(stages[name])) == stages[name]
+        for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
+            np.testing.assert_allclose(got, want, precision, precision)
+    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+        with schedule:
+            expect(fusion, arrays, program.run(**arrays, ranks=True))
+    program.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["put(2)", "p2p(2)"])
+def test_rows_in_zigzag_on_gpus(way: str) -> None:
+    if way == "put(2)" and nccl() < 22900:
+        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+    fusion, options = in_zigzag(2, hw.bf16), Options(sizes={"B": 2, "S": 4096}, ways={"@in_zigzag %k_gathered": way})
+    arrays = random_arrays(fusion, {"B": 2, "S": 4096}, seed=0)
+    expect(fusion, arrays, compiled(fusion, "cuda", options).run(**arrays, ranks=True))
+
+
 def context_parallel(ranks: int, **how: Any) -> Fusion:
     row = "S@cp"
 

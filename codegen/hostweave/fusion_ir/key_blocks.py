@@ -94,23 +94,31 @@ class GatheredKeys:
         return len(self.keys.result.type.dims) - 2
 
 
-def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Of attention without other masks than a causal one, on rows that are sharded as the keys are."""
-    producer, uses = {op.result.name: op for op in fusion.ops}, consumers(fusion)
-    types = {name: value.type for name, value in fusion.values().items()}
+def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
+    """Attention without other masks than a causal one, to keys and values that nothing else takes but, later, its log-sum-exps."""
+    uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
             continue
         query, key, value = op.tensors
-        if key not in producer or value not in producer or key == value:
+        first, *others = uses[key]
+        lse = next((user for user in others if user and user.kind == "attention_lse"), None)
+        is_alike = lse is None or (lse.tensors, lse.attributes) == ((query, key), op.attributes)
+        if first == op and uses[value] == [op] and others == [lse] * len(others) and len(others) < 2 and is_alike:
+            yield op, lse
+
+
+def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
+    """Those of attention on rows that are sharded as the keys are, where it is causal."""
+    producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
+    for op, _ in attended_alone(fusion):
+        query, *others = op.tensors
+        keys, values = map(producer.get, others)
+        if keys is None or values is None or not _is_of_keys(keys) or not _is_of_keys(values) or op.result.type.mesh:
             continue
-        found = GatheredKeys(op, producer[key], producer[value])
-        beside = {user.kind if user and user.attributes == op.attributes else "" for user in uses[key][1:]}
-        if not all(map(_is_of_keys, found.gathers)) or uses[key][0] != op or uses[value] != [op] or not beside <= {"attention_lse"}:
-            continue
-        (rows, of_keys, of_values) = (types[name].dims[-2] for name in (query, found.keys.tensors[0], found.values.tensors[0]))
-        if of_keys == of_values and (not op[CAUSAL] or rows == of_keys) and op.result.type.mesh is None:
-            yield found
+        rows, of_keys, of_values = (types[name].dims[-2] for name in (query, keys.tensors[0], values.tensors[0]))
+        if of_keys == of_values and (not op[CAUSAL] or rows == of_keys):
+            yield GatheredKeys(op, keys, values)
 
 
 def _is_of_keys(op: Op) -> bool:

@@ -21,6 +21,7 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType, DType
+from hostweave.types.zigzag import Zigzag
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
 TILES = (
@@ -101,11 +102,13 @@ class Attended:
     columns: float
     width: float  # of a row of keys and a row of values
     is_causal: bool
+    is_balanced: bool = False  # rows are in zigzag: they see half of the columns, and half of each block
     speed: float = ATTENTION
     products: float = 2.0  # of the scores' size, for every element of a row: of a gradient more
 
     def seconds(self, machine: Machine) -> float:
-        seen = min(self.columns, max(self.columns - self.rows / 2, self.columns / 2)) if self.is_causal else self.columns
+        seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
+        seen = self.columns / 2 if self.is_balanced else seen
         of_row = self.products * self.columns * self.width / (machine.flops * self.speed)
         computed = self.heads * self.rows * of_row * (seen / self.columns if self.columns else 0.0)
         return machine.launch + ATTENTION_CALL + computed + ATTENTION_ROWS / 2 * of_row * machine.multiprocessors
@@ -121,7 +124,9 @@ def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
     q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
     products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
     columns = min(op[WINDOW], k[-2]) if op[WINDOW] else k[-2]
-    return Attended(prod(q[:-2]), q[-2], columns, q[-1] + v[-1], bool(op[CAUSAL]) and not op[WINDOW], ATTENTION / by, products)
+    is_causal = bool(op[CAUSAL]) and not op[WINDOW]
+    is_balanced = is_causal and isinstance(types[0].dims[-2].axes, Zigzag)
+    return Attended(prod(q[:-2]), q[-2], columns, q[-1] + v[-1], is_causal, is_balanced, ATTENTION / by, products)
 
 
 def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from hostweave.transports.transport import find_transport, transport_of
 from hostweave.tune.cost import Attended, Overlap, Product, around_attention, attended_of, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
+from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
 LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
@@ -138,7 +139,7 @@ class _Finder:
     def is_even(self) -> bool:
         for type in self.types.values():
             for dim in type.dims:
-                ranks = self.fusion.mesh.size_of(dim.axes)
+                ranks = pieces(dim.axes, self.fusion.mesh)
                 if ranks > 1 and (not self.sizes.keys() >= set(dim.size.symbols) or dim.size.bind(self.sizes) % ranks):
                     return False
         return True

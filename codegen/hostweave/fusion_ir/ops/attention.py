@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, PIECES, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, f32, i32
+from hostweave.types.zigzag import order_of_pieces
 
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
@@ -192,7 +193,15 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
     """One of the results that a function of operands and masks gives."""
 
     def numpy(
-        np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0, blocks: int = 0, bias: bool = False, packed: bool = False
+        np: Any,
+        *operands: Any,
+        scale: float,
+        causal: str = "",
+        window: int = 0,
+        blocks: int = 0,
+        bias: bool = False,
+        packed: bool = False,
+        pieces: int = 0,
     ) -> Any:
         count = COUNTS[kind]
         q, k, *others = operands[:count]
@@ -209,6 +218,9 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
             last if bias else None,
             last if packed else None,
         )
+        if pieces:
+            places = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
+            masks = Masks(bias=np.where(places[:, None] >= places, 0, -np.inf))
         if not blocks:
             return compute(np, (q, k, *others), scale, masks)[index]
         columns = k.shape[-2]
@@ -323,7 +335,7 @@ def kernels_for(dtype: DType, head: int) -> str:
 
 _WHOLE = "attended to"
 _ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED)
-_IN_BLOCKS = (*_ATTRIBUTES, KEY_BLOCKS)
+_IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 
 OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)
 OPS["attention_lse"] = OpDef(None, _rows, _map, _numpy(attended, "attention_lse", 1), _IN_BLOCKS, whole=_WHOLE)

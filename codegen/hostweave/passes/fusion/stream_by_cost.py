@@ -46,7 +46,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
-    return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *choices))
 
 
 def _views_of_inputs_first(fusion: Fusion) -> Fusion:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
-from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -28,6 +30,33 @@ from hostweave.types.tensor import BufferType, Dim, strides_of
 RESULT, LSE = "attention", "attention_lse"
 ALIGNED = 8  # elements of 16 bits that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a dim of one rank: from one of so many equal parts on, and how many of them."""
+
+    first: int
+    count: int
+    parts: int = 2
+
+    def of(self, b: Builder, buffer: str, dim: int) -> str:
+        if self.count == self.parts:
+            return buffer
+        at = len(b.types[buffer].shape) + dim
+        return b.chunk(buffer, at, Const(self.first), Size(self.parts), f"{buffer}_half")
+
+
+ALL, FIRST, SECOND, NONE = Part(0, 2), Part(0, 1), Part(1, 1), Part(0, 0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Which rows of a rank see which columns of a block: all of them, or up to a diagonal."""
+
+    rows: Part = ALL
+    columns: Part = ALL
+    diagonal: Expr | None = None
 
 
 class Attentions:
@@ -46,36 +75,47 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
-        """The one of the blocks that is here. One that no row sees has zeros, and log-sum-exps of -inf, by which the join leaves it out."""
-        b = self.b
-        query, key, value = (self.buffers.operand(op, number, steps) for number in range(3))
+        """The one of the blocks that is here. Rows that see nothing of it have zeros, and log-sum-exps of -inf, by which the join leaves
+        them out."""
+        b, kernels = self.b, self.kernels(op, made)
+        q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
         def target(kind: str) -> str:
             chunk = self.buffers.destination(made[kind], steps)
             return b.reshape(chunk, b.types[chunk].shape[1:], f"{chunk}_own")
 
         result, lse = target(RESULT), target(LSE)
-        q, k, v = (self.aligned(name, steps) for name in (query, key, value))
-        kernels = self.kernels(op, made)
 
-        def attend(diagonal: Expr | None) -> None:
-            b.emit(ir.Attention(q, k, v, op[SCALE], result, diagonal, kernels=kernels, lse=(lse,)))
+        def attend(seen: Seen) -> None:
+            if seen.rows != ALL:
+                b.emit(ir.Fill(result, 0.0))
+                b.emit(ir.Fill(lse, float("-inf")))
+            if seen.rows == NONE:
+                return
+            query, own = seen.rows.of(b, q, -2), seen.rows.of(b, result, -2)
+            key, value = (seen.columns.of(b, name, -2) for name in (k, v))
+            with communication.packed_destination(b, seen.rows.of(b, lse, -1), None) as sums:
+                b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
+
+        def choose(cases: Sequence[tuple[Expr, Seen]], otherwise: Seen) -> None:
+            if not cases:
+                attend(otherwise)
+                return
+            (condition, seen), *others = cases
+            communication.branch(b, condition, lambda: attend(seen), lambda: choose(others, otherwise))
 
         if not op[CAUSAL]:
-            attend(None)
+            attend(Seen())
             return
         rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
-
-        def leave_out() -> None:
-            b.emit(ir.Fill(result, 0.0))
-            b.emit(ir.Fill(lse, float("-inf")))
-
-        def of_others() -> None:
-            communication.branch(b, steps.owned_by.less(rank), lambda: attend(None), leave_out)
-
-        communication.branch(b, steps.owned_by.equals(rank), lambda: attend(Const(0)), of_others)
+        before, after = (Seen(columns=FIRST), Seen(rows=SECOND)) if op[PIECES] else (Seen(), Seen(rows=NONE))
+        choose([(steps.owned_by.equals(rank), Seen(diagonal=Const(0))), (steps.owned_by.less(rank), before)], after)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
+        if op[PIECES]:
+            raise ProgramError(
+                f"{op.kind}: rows and keys in {op[PIECES]} pieces are attended to in a loop; stream both gathers", op.location
+            )
         operands, named = op.tensors[: COUNTS[op.kind]], masks_of(op, op.tensors)
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
