@@ -197,6 +197,16 @@ def test_stated_way() -> None:
         lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "put(6)"}))
 
 
+def test_p2p_keeps_a_block_a_stream() -> None:
+    """However many ranks there are."""
+    host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
+    blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
+    assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]
+    for block in blocks:
+        (received,) = (i.dst for i in tree.walk(block.body) if isinstance(i, ir.Recv))
+        assert received in [i.out for i in tree.walk(block.body) if isinstance(i, ir.Allocate)]
+
+
 def test_other_masks_see_all_keys_at_once() -> None:
     """A window is of all keys, and so are gathers that something else takes, or whose loops have other chunks."""
     options = Options(sizes={"S": 2**14})
