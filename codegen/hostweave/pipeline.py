@@ -14,6 +14,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.fusion.attend_by_blocks import attend_by_blocks
+from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
@@ -56,6 +57,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     propagate_sharding,
     join_blocks_of_keys,
     stream_keys_in_zigzag,
+    attend_in_halves,
     insert_reshards,
     sink_reductions,
     unstack,

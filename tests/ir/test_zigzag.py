@@ -48,7 +48,7 @@ def test_each_rank_has_a_piece_from_either_end() -> None:
 
 def test_sizes_that_do_not_divide() -> None:
     with pytest.raises(
-        ArgumentError, match=r"dim 0 \(S = 12\) cannot be shared evenly by 4 ranks along cp, two pieces each,; pad it to 16"
+        ArgumentError, match=r"dim 0 \(S = 12\) cannot be shared evenly by 4 ranks along cp in two pieces each; pad it to 16"
     ):
         ROWS.shard(np.zeros((12, 3), np.float32), 0, MESH)
 

@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value, attributes
-from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import CAUSAL, IS_PACKED, KEY_BLOCKS, WINDOW
 from hostweave.fusion_ir.resharding import step_of
-from hostweave.fusion_ir.rewriting import Names, consumers
-from hostweave.fusion_ir.sharding import Axes, flow, with_layout
-from hostweave.types.tensor import TensorType, f32
-
-Attributes = tuple[tuple[str, AttributeValue], ...]
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.fusion_ir.sharding import Axes
 
 FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
 LEAST = -1e30  # of a row's largest score that is not -inf
 
 
-class BlockWriter:
-    """Writes ops whose types follow from their operands, in place of an attention `op`, and the join of its blocks."""
+class BlockWriter(Emitter):
+    """Of attention whose results are joined of blocks of the keys."""
 
     def __init__(self, fusion: Fusion):
-        self.mesh, self.names = fusion.mesh, Names(fusion)
-        self.types = {value.name: value.type for value in fusion.inputs}
-        self.ops: list[Op] = []
-        self.op: Op  # in place of which all is written
+        super().__init__(fusion)
         self.sums: dict[str, tuple[str, str, str]] = {}  # of log-sum-exps of all ranks: the largest, what is subtracted, the sum then
-
-    def make(
-        self,
-        kind: str,
-        *operands: str | Scalar,
-        how: Attributes = (),
-        word: str = "",
-        like: TensorType | None = None,
-        stream: Stream | None = None,
-    ) -> str:
-        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
-        op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
-        given = operand_types(op, self.types)
-        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
-        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
-        self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))
-        return op.result.name
-
-    def emit(self, op: Op) -> None:
-        self.ops.append(op)
-        self.types[op.result.name] = op.result.type
-
-    # --- what is joined ---
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
         """The result, or its log-sum-exps, of the blocks that a rank has; `lses` are those of all ranks."""

@@ -237,7 +237,7 @@ class TensorType:
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
         """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
 
-        A slice of each dim, or a list of the indices of two pieces.
+        A slice of each dim, or an array of the indices of two pieces.
 
         Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
         """
@@ -279,7 +279,8 @@ def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDAr
 
     Raises ArgumentError where the shape does not fit, or the rank has none.
     """
-    return array[checked_block(type_, array.shape, rank, mesh, "shard")]
+    own: NDArray[Any] = array[checked_block(type_, array.shape, rank, mesh, "shard")]
+    return own
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:

@@ -49,6 +49,11 @@ def order_of_pieces(ranks: int) -> tuple[int, ...]:
     return tuple(piece for rank in range(ranks) for piece in (rank, 2 * ranks - 1 - rank))
 
 
+def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    """The order that leads back."""
+    return tuple(map(order.index, range(len(order))))
+
+
 def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[range]:
     """The indices of a dim that a rank has, in the order in which it has them."""
     number, ranks = mesh.rank_in_group(rank, axes), mesh.size_of(axes)
@@ -60,4 +65,8 @@ def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[ra
 def indices(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Any:
     """The same, as arrays are indexed."""
     own = runs(size, axes, mesh, rank)
-    return slice(own[0].start, own[0].stop) if len(own) == 1 else [index for run in own for index in run]
+    if len(own) == 1:
+        return slice(own[0].start, own[0].stop)
+    import numpy as np
+
+    return np.concatenate(own)

@@ -54,7 +54,8 @@ class Communicators {
   std::vector<ncclComm_t> comms_;
 };
 
-// A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either end.
+// A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either
+// end.
 struct Dim {
   int64_t size, shards = 1, index = 0;
   bool zigzag = false;

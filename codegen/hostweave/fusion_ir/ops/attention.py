@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, PIECES, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, f32, i32
@@ -151,7 +151,8 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 class Masks:
     """What a row sees: columns up to i + diagonal, of a window the last ones, up to their length, of its own sequence; and what is added.
 
-    `from_end` the diagonal counts from the length, or from the last column.
+    `from_end` the diagonal counts from the length, or from the last column. Where rows are `reversed` the i are of the last of so many
+    blocks first.
     """
 
     diagonal: int | None = None
@@ -160,6 +161,7 @@ class Masks:
     lengths: Any = None
     bias: Any = None
     offsets: Any = None
+    reversed: int = 0
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
@@ -176,6 +178,8 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> 
 def _masked(np: Any, scores: Any, masks: Masks) -> Any:
     scores = scores if masks.bias is None else scores + masks.bias
     rows, columns = np.arange(scores.shape[-2])[:, None], np.arange(scores.shape[-1])
+    if masks.reversed:
+        rows = rows.reshape(masks.reversed, -1)[::-1].reshape(-1, 1)
     ends = len(columns) if masks.lengths is None else masks.lengths[..., None, None, None]
     hidden = columns >= ends
     if masks.diagonal is not None:
@@ -202,6 +206,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
         bias: bool = False,
         packed: bool = False,
         pieces: int = 0,
+        reversed: int = 0,
     ) -> Any:
         count = COUNTS[kind]
         q, k, *others = operands[:count]
@@ -217,6 +222,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
             lengths,
             last if bias else None,
             last if packed else None,
+            reversed,
         )
         if pieces:
             places = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
@@ -334,7 +340,7 @@ def kernels_for(dtype: DType, head: int) -> str:
 
 
 _WHOLE = "attended to"
-_ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED)
+_ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED, REVERSED)
 _IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 
 OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)

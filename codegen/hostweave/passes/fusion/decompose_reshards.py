@@ -19,7 +19,7 @@ from hostweave.fusion_ir.sharding import layout
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.types.tensor import TensorType
-from hostweave.types.zigzag import Zigzag, order_of_pieces
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
@@ -96,7 +96,7 @@ class _Decomposition:
         for dim in zigzag_changes(self.types[op.tensors[0]], op.result.type):
             if isinstance(axes := layout(zigzag)[dim], Zigzag):
                 order = order_of_pieces(zigzag.mesh_in(self.mesh).size_of(axes))
-                sources = tuple(map(order.index, range(len(order)))) if is_back else order
+                sources = inverse(order) if is_back else order
                 value = self.between(op, "in_order" if is_back else "by_rank", result)
                 self.emit(Op(kind, (source,), value, attributes(axis=dim, sources=sources), op.location))
                 source = value.name

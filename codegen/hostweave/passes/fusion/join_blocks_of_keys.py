@@ -18,20 +18,22 @@ with an op a line. The log-sum-exps of all ranks travel, and the sum over the ra
 from collections.abc import Callable
 from dataclasses import replace
 
+from hostweave.fusion_ir.emitter import Attributes
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
-from hostweave.fusion_ir.key_blocks import FIRST, Attributes, BlockWriter
+from hostweave.fusion_ir.key_blocks import FIRST, BlockWriter
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.sharding import Axes
 from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, i32
+from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, and where lengths say where a mask
-    ends."""
+    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, where lengths say where a mask ends,
+    and where keys are in zigzag."""
     joining = _Joining(fusion)
     for op in fusion.ops:
         joining.add(op)
@@ -63,6 +65,8 @@ class _Joining(BlockWriter):
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
+        if isinstance(k.dims[-2].axes, Zigzag):  # of which a rank's are no block
+            return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 
     @property

@@ -16,8 +16,9 @@ Rows and keys lie in pieces, in the order in which the ranks have them, so that 
 from dataclasses import replace
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
+from hostweave.fusion_ir.emitter import Attributes, Emitter
 from hostweave.fusion_ir.ir import Fusion, MeshAxes, Op, Stream, Value, attributes
-from hostweave.fusion_ir.key_blocks import Attributes, BlockWriter, attended_alone
+from hostweave.fusion_ir.key_blocks import attended_alone
 from hostweave.fusion_ir.ops.attributes import CAUSAL
 from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
@@ -35,7 +36,7 @@ def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
     return replace(fusion, ops=tuple(numbering.ops), choices=(*fusion.choices, *numbering.choices))
 
 
-class _Numbering(BlockWriter):
+class _Numbering(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.fusion, self.options = fusion, options

@@ -16,7 +16,7 @@ from typing import Any
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
-from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
@@ -188,7 +188,9 @@ class Attentions:
         def first(dim: Dim, rows: Size) -> Expr:
             """Of what this rank holds of a dim."""
             even = dim.size // mesh.size_of(dim.axes)
-            return rank_in_group(mesh, dim.axes) * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
+            rank = rank_in_group(mesh, dim.axes)
+            number = Const(op[REVERSED] - 1) - rank if dim == queries and op[REVERSED] else rank
+            return number * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
 
         shift = first(queries, own[0]) - first(keys, own[1])
         columns = Const(0) if has_lengths else expr_of(keys.size)
