@@ -114,7 +114,7 @@ AttentionKernel at(AttentionKernel result, const AttentionProblem& p, const void
 class Engine {
  public:
   Engine(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options,
-         int64_t lse_rows)
+         int64_t lse_rows, const std::vector<cudaStream_t>& streams)
       : handle(handle) {
     Graph graph;
     Pattern pattern(graph, problem, type, options, lse_rows);
@@ -143,7 +143,7 @@ class Engine {
     int64_t count = 0, bytes = 0;
     expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
-    if (bytes > 0) workspace = allocated(bytes);
+    for (const cudaStream_t stream : streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
   }
 
   // On what a call gives.
@@ -154,7 +154,9 @@ class Engine {
       if (const cudaError_t status = place_sequences(of_call, stream); status != cudaSuccess) return status;
     }
     for (const auto& memory : owned) values.push_back(memory.get());
-    const void* const scratch = workspace.get();
+    auto of_stream = std::ranges::find(workspaces, stream, &std::pair<cudaStream_t, std::shared_ptr<void>>::first);
+    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // the caller's
+    const void* const scratch = of_stream->second.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
     }
@@ -231,7 +233,7 @@ class Engine {
   std::map<int64_t, Number> numbers;
   std::optional<PackedSequences> packed;
   std::unique_ptr<Descriptor> plan;
-  std::shared_ptr<void> workspace;
+  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>> workspaces;  // kernels count in them what they have done
   static constexpr int kMostEngines = 8;
 };
 
@@ -271,7 +273,8 @@ struct Attentions::Plans::Plan {
 
   Plan(const AttentionProblem& whole, const AttentionOptions& options) : is_alone(true), whole(whole) { add_kernel(options); }
 
-  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream)
+  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options,
+       const std::vector<cudaStream_t>& streams)
       : whole(whole) {
     if (wants_bias(whole)) add_kernel(options);
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
@@ -283,9 +286,9 @@ struct Attentions::Plans::Plan {
     if (columns == 0) blind = rows;
     const bool sees_more = !in_corner && diagonal + blind > 0;
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
-    add(handle, blind, limited, type, options, stream);
+    add(handle, blind, limited, type, options, streams);
     options.causal = false;
-    add(handle, limited, rows, type, options, stream);
+    add(handle, limited, rows, type, options, streams);
   }
 
   void add_kernel(const AttentionOptions& options) {
@@ -297,7 +300,7 @@ struct Attentions::Plans::Plan {
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
-           cudaStream_t stream) {
+           const std::vector<cudaStream_t>& streams) {
     if (first == end) return;
     AttentionProblem problem = whole;
     problem.q.rows = problem.o.rows = end - first, problem.diagonal += first;
@@ -309,8 +312,8 @@ struct Attentions::Plans::Plan {
     }
     if (options.is_packed) problem = of_sequences(problem);
     if (problem.q.batch == 0) return;
-    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
-    parts.back().engine.load_kernels(whole, stream);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
+    parts.back().engine.load_kernels(whole, streams.front());
   }
 };
 
@@ -327,7 +330,9 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
     }
   }
   const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
-  return std::make_shared<const Plan>(handle_of(rank), problem, type, options, rank.stream("ring", 0));
+  std::vector<cudaStream_t> streams;
+  for (int i = 0; i < options.streams; ++i) streams.push_back(rank.stream("ring", i));
+  return std::make_shared<const Plan>(handle_of(rank), problem, type, options, streams);
 }
 
 cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,

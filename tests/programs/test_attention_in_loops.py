@@ -107,6 +107,20 @@ def test_on_gpus(algorithm: str, size: int) -> None:
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+def test_blocks_at_once_on_gpus() -> None:
+    """Blocks that all rows see are attended to by one plan, on two streams that run at once where they are large."""
+    fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
+    arrays = random_arrays(fusion, sizes, seed=0)
+    results = []
+    for way in ("none", "p2p(2)"):
+        program = compiled(fusion, "cuda", Options(sizes=sizes, ways={"@context_parallel %k_gathered": way}))
+        results += [program.run(**arrays).astype(np.float32) for _ in range(3)]
+    for got in results[1:]:
+        np.testing.assert_allclose(got, results[0], atol=2e-2 * np.abs(results[0]).max())
+
+
 @cache
 def in_zigzag(ranks: int, t: DType) -> Fusion:
     rows = "S@zigzag(cp)"

@@ -43,6 +43,9 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     possible = {candidate.reshard.result.name: candidate for candidate in found}
     with_keys = {candidate.keys.values.result.name: candidate.reshard.result.name for candidate in found if candidate.keys}
     types = {name: value.type for name, value in body.values().items()}
+    for choice in chosen.values():
+        if choice.value not in types:
+            yield f"%{choice.value} of keys in zigzag, and their values: in sequence{_times(choice)}"
     for op in body.ops:
         name = op.result.name
         if name in with_keys:
@@ -69,15 +72,18 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
     stream = op.result.stream
     beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
     if choice:
-        word = "measured" if choice.is_measured else "predicted"
-        others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
         taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
         if op.result.transport:
             taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {op.result.transport}"
-        return f"{taken}, {word} {choice.taken.micros:.1f} us; instead of {others}" if others else taken
+        return f"{taken}{_times(choice)}"
     if stream and stream.algorithm:
         return f"{_loop(stream.algorithm, stream.chunks)}, as stated"
     return f"in sequence{beside}: {_why_not(stream, candidate, options)}"
+
+
+def _times(choice: Choice) -> str:
+    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
+    return f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}" if others else ""
 
 
 def _loop(algorithm: str, chunks: int | None) -> str:

@@ -97,19 +97,16 @@ class Attentions:
             with communication.packed_destination(b, seen.rows.of(b, lse, -1), None) as sums:
                 b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
 
-        def choose(cases: Sequence[tuple[Expr, Seen]], otherwise: Seen) -> None:
-            if not cases:
-                attend(otherwise)
-                return
-            (condition, seen), *others = cases
-            communication.branch(b, condition, lambda: attend(seen), lambda: choose(others, otherwise))
-
         if not op[CAUSAL]:
             attend(Seen())
             return
         rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
         before, after = (Seen(columns=FIRST), Seen(rows=SECOND)) if op[PIECES] else (Seen(), Seen(rows=NONE))
-        choose([(steps.owned_by.equals(rank), Seen(diagonal=Const(0))), (steps.owned_by.less(rank), before)], after)
+
+        def of_others() -> None:
+            communication.branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
+
+        communication.branch(b, steps.owned_by.equals(rank), lambda: attend(Seen(diagonal=Const(0))), of_others)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:
