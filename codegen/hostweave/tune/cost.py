@@ -37,9 +37,8 @@ LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
 EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
 PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
-ATTENTION = 0.8  # of what tensor cores do, that attention of 16-bit floats reaches; kernels of ours take about 32 times as long
-ATTENTION_ROWS = 128  # of a head that a multiprocessor takes together; on an average it is half of such that the last one works alone
-ATTENTION_CALL = 8e-6  # seconds in which a call begins and ends
+ATTENTION = 0.74  # of what tensor cores do, that attention of 16-bit floats reaches; kernels of ours take about 32 times as long
+ATTENTION_ROWS = 128  # of a head that a multiprocessor takes together; the last ones under a diagonal see more, and others wait for them
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -109,9 +108,9 @@ class Attended:
     def seconds(self, machine: Machine) -> float:
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
         seen = self.columns / 2 if self.is_balanced else seen
-        of_row = self.products * self.columns * self.width / (machine.flops * self.speed)
-        computed = self.heads * self.rows * of_row * (seen / self.columns if self.columns else 0.0)
-        return machine.launch + ATTENTION_CALL + computed + ATTENTION_ROWS / 2 * of_row * machine.multiprocessors
+        of_score = self.products * self.width / (machine.flops * self.speed)
+        waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
+        return machine.launch + of_score * (self.heads * self.rows * seen + waits)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
         """A block of the columns. All rows see those that others have."""
