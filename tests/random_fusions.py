@@ -72,9 +72,9 @@ class Generator:
             dims.append(f"{size}@{','.join(own)}" if own else size)
             if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
                 in_pieces.append(i)
-        if self.has_zigzag and in_pieces and self.zigzag.random() < 0.7:
-            i = self.zigzag.choice(in_pieces)
-            dims[i] = f"{dims[i].replace('@', '@zigzag(')})"
+        for i in in_pieces if self.has_zigzag else ():
+            if self.zigzag.random() < 0.6:
+                dims[i] = f"{dims[i].replace('@', '@zigzag(')})"
         return tuple(dims)
 
     def input(self, shape: Sequence[Any]) -> TensorType:

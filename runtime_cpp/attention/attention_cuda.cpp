@@ -256,12 +256,17 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
+// Rows that lie one behind the other.
+Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
+
 }  // namespace
 
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
+// A backward pass under a diagonal that begins further right computes also what that hides: it is of the columns that all rows
+// see, without a mask, then of the others, and the gradient of the queries is the sum of both.
 struct Attentions::Plans::Plan {
   struct Part {
-    int64_t first;  // row
+    int64_t first;  // row; of a backward pass column
     Engine engine;
   };
   std::optional<AttentionKernel> kernel;  // where kernels of this package compute something,
@@ -270,6 +275,7 @@ struct Attentions::Plans::Plan {
   int64_t blind = 0;               // rows
   int64_t columns = whole.k.rows;  // that some row sees
   std::list<Part> parts;
+  std::shared_ptr<void> terms;  // of the gradient of the queries, by the first one of two parts
 
   Plan(const AttentionProblem& whole, const AttentionOptions& options) : is_alone(true), whole(whole) { add_kernel(options); }
 
@@ -284,6 +290,13 @@ struct Attentions::Plans::Plan {
       columns = std::clamp<int64_t>(rows + diagonal, 0, columns);
     }
     if (columns == 0) blind = rows;
+    if (whole.gradients && !in_corner && !options.window && diagonal > 0 && columns == rows + diagonal && has_sums()) {
+      add_columns(handle, diagonal, columns, type, options, stream);
+      terms = allocated(whole.q.batch * whole.q.heads * rows * whole.q.size * 2);
+      options.causal = false;
+      add_columns(handle, 0, diagonal, type, options, stream);
+      return;
+    }
     const bool sees_more = !in_corner && diagonal + blind > 0;
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
     add(handle, blind, limited, type, options, streams);
@@ -297,6 +310,17 @@ struct Attentions::Plans::Plan {
       throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
     }
     HW_CHECK(load_attention(*options.kernels));
+  }
+
+  void add_columns(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
+                   cudaStream_t stream) {
+    AttentionProblem problem = whole;
+    Gradients& gradients = *problem.gradients;
+    problem.diagonal = 0;
+    problem.k.rows = problem.v.rows = gradients.k.rows = gradients.v.rows = end - first;
+    if (parts.empty()) gradients.q = packed(whole.q);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
+    parts.back().engine.load_kernels(whole, stream);
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
@@ -395,11 +419,31 @@ cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, c
   if (current->parts.empty()) return clear(gradients, k_gradient, v_gradient, 0, stream);
   if (const cudaError_t status = clear(gradients, k_gradient, v_gradient, current->columns, stream); status != cudaSuccess)
     return status;
-  std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
-  if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-  if (beside.lengths) values.push_back(beside.lengths);
-  if (beside.bias) values.push_back(beside.bias);
-  return current->parts.front().engine.run(std::move(values), stream, beside.offsets);
+  const AttentionProblem& problem = current->whole;
+  const auto at = [](const void* base, const Heads& x, int64_t row) {
+    return static_cast<const char*>(base) + row * x.row_stride * 2;
+  };
+  for (const auto& [first, engine] : current->parts) {
+    const void* const of_queries = current->terms && first ? current->terms.get() : q_gradient;
+    std::vector<const void*> values{q,
+                                    at(k, problem.k, first),
+                                    at(v, problem.v, first),
+                                    o,
+                                    lse,
+                                    o_gradient,
+                                    of_queries,
+                                    at(k_gradient, gradients.k, first),
+                                    at(v_gradient, gradients.v, first)};
+    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+    if (beside.lengths) values.push_back(beside.lengths);
+    if (beside.bias) values.push_back(beside.bias);
+    const cudaError_t status = engine.run(std::move(values), stream, beside.offsets);
+    if (status != cudaSuccess || !current->terms) return status;
+  }
+  const Heads& sums = gradients.q;
+  return add_rows({plans_->dtype == CUDA_R_16F, sums.batch, sums.heads, sums.rows, sums.size, heads_at<void>(sums, q_gradient),
+                   current->terms.get()},
+                  stream);
 }
 
 }  // namespace hw

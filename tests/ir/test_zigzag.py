@@ -15,7 +15,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.tensor import Dim
-from hostweave.types.zigzag import Zigzag, that
+from hostweave.types.zigzag import Zigzag, some_of
 
 MESH = hw.Mesh(cp=4)
 ROWS = hw.f32["S@zigzag(cp)", 3]
@@ -26,15 +26,15 @@ def test_text() -> None:
     assert ROWS.dims[0] == Dim.of("S@zigzag(cp)") != Dim.of("S@cp")
     assert Dim.of("8@zigzag(dp,cp)").axes == Zigzag(("dp", "cp"))
     assert hash(Dim.of("S@zigzag(cp)")) == hash(Dim.of("S@zigzag(cp)"))
-    with pytest.raises(ProgramError, match=r"not a dim: 'S@zigzag\(cp'; write it like .* or 'M@zigzag\(x\)'"):
+    with pytest.raises(ProgramError, match=r"not a dim: 'S@zigzag\(cp'; write it like"):
         hw.f32["S@zigzag(cp"]
 
 
 def test_axes_of_one_rank_leave_it_as_it_is() -> None:
     both = Zigzag(("dp", "cp"))
-    assert that(both, lambda axis: axis == "cp", ranks_stay=True) == Zigzag(("cp",))
-    assert that(both, lambda axis: axis == "cp") == ("cp",) != Zigzag(("cp",))
-    assert that(both, lambda axis: False, ranks_stay=True) == ()
+    assert some_of(both, lambda axis: axis == "cp", ranks_stay=True) == Zigzag(("cp",))
+    assert some_of(both, lambda axis: axis == "cp") == ("cp",) != Zigzag(("cp",))
+    assert some_of(both, lambda axis: False, ranks_stay=True) == ()
 
 
 def test_each_rank_has_a_piece_from_either_end() -> None:
@@ -58,8 +58,21 @@ def test_sizes_that_do_not_divide() -> None:
 
 
 def test_two_dims() -> None:
-    with pytest.raises(ProgramError, match="two dims are split in zigzag; split one of them"):
-        hw.f32["S@zigzag(cp)", "T@zigzag(dp)"]
+    mesh = hw.Mesh(dp=2, cp=3)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["S@zigzag(cp)", "K"], w=hw.f32["K", "T@zigzag(dp)"])
+    def product(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y = x @ w
+        return y, hw.reshard(y, "S", "T"), hw.reshard(y, "S@zigzag(dp)", "T@cp")
+
+    arrays = {"x": np.arange(36).reshape(12, 3).astype(np.float32), "w": np.arange(36).reshape(3, 12).astype(np.float32)}
+    wanted = run_reference(product, arrays)
+    program = hw.compile(product)
+    for got, want in zip(program.run(**arrays), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    type = program._host.outputs[0].type
+    assert str(type) == "f32[S@zigzag(cp), T@zigzag(dp)]"
+    np.testing.assert_array_equal(type.unshard([type.shard(wanted[0], rank, mesh) for rank in range(6)], mesh), wanted[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -10,7 +10,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, Partial, TensorType
-from hostweave.types.zigzag import Zigzag, pieces, that
+from hostweave.types.zigzag import Zigzag, pieces, some_of
 
 Axes = tuple[str, ...]
 Layout = tuple[Axes, ...]  # the mesh axes of each dim
@@ -61,7 +61,7 @@ class ShardingRule:
     def computed(self, result: Layout) -> Layout:
         """The layout in which the op itself gives a value that ends up as `result`: a partial axis splits nothing yet."""
         partial = self.partial_axes
-        return tuple(that(axes, lambda axis: axis not in partial) for axes in result)
+        return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
@@ -81,7 +81,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
     def claim(into: dict[str, Axes], label: str, axes: Axes) -> None:
         outermost = tuple(takewhile(lambda axis: axis not in used, axes))
-        free = that(axes, outermost.__contains__)
+        free = some_of(axes, outermost.__contains__)
         if free and label not in into:
             into[label] = free
             used.update(free)
@@ -111,7 +111,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
     """The outermost axes with as many ranks as can share the dims of a label."""
-    prefixes = (that(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
+    prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
     return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
 
 

@@ -81,9 +81,8 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
     if any(isinstance(dim.axes, Zigzag) for dim in type_.dims):
-        raise ArgumentError(
-            f"{program}: {name}: expected {type_}, and no placement of a DTensor is zigzag; pass this rank's own two pieces"
-        )
+        why = f"expected {type_}, and no placement of a DTensor is zigzag"
+        raise ArgumentError(f"{program}: {name}: {why}; pass a tensor of this rank's two pieces")
     sizes = dict(type_.mesh_in(mesh).axes)
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or others:

@@ -109,7 +109,7 @@ class Dim:
                 return Dim(Size.of(size), names)
         except ValueError:
             pass
-        raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x', 'M@dp,tp' or 'M@zigzag(x)'")
+        raise ValueError(f"not a dim: {value!r}; write it like 'M', 'M@x' or 'M@dp,tp'")
 
 
 def _spec_dim(value: int | str) -> Dim:
@@ -207,8 +207,6 @@ class TensorType:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
             raise ProgramError(f"{self}: has more elements than 64 bits can count; its sizes are too large", location)
-        if sum(isinstance(dim.axes, Zigzag) for dim in self.dims) > 1:
-            raise ProgramError(f"{self}: two dims are split in zigzag; split one of them as {ZIGZAG} and others without", location)
         twice = next((axis for axis in self.axes if self.axes.count(axis) > 1), None)
         if twice is not None:
             raise ProgramError(f"{self}: mesh axis {twice} is used twice; it can split one dim once", location)
@@ -337,14 +335,17 @@ def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
 
 def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
     """The shape of what a rank holds of a global array of `shape`."""
-    mesh = type_.mesh_in(mesh)
-    return tuple(sum(map(len, runs(size, dim.axes, mesh, rank))) for dim, size in zip(type_.dims, shape, strict=True))
+    return tuple(sum(map(len, own)) for own in _runs(type_, mesh, rank, shape))
 
 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[Any, ...]:
     """What indexes the block of a global array of `shape` that `rank`, one of its mesh, holds. A dim's first axis splits it outermost."""
+    return indices(_runs(type_, mesh, rank, shape))
+
+
+def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> list[Sequence[range]]:
     mesh = type_.mesh_in(mesh)
-    return tuple(indices(size, dim.axes, mesh, rank) for dim, size in zip(type_.dims, shape, strict=True))
+    return [runs(size, dim.axes, mesh, rank) for dim, size in zip(type_.dims, shape, strict=True)]
 
 
 def local_outputs(

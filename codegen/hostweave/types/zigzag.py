@@ -32,7 +32,7 @@ class Zigzag(tuple[str, ...]):
         return f"{ZIGZAG}({','.join(self)})"
 
 
-def that(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
+def some_of(axes: tuple[str, ...], keep: Callable[[str], bool], ranks_stay: bool = False) -> tuple[str, ...]:
     """Those of the axes; still in zigzag where these are all, or where the others are of one rank, so that `ranks_stay`."""
     kept = tuple(filter(keep, axes))
     return Zigzag(kept) if isinstance(axes, Zigzag) and kept and (ranks_stay or len(kept) == len(axes)) else kept
@@ -62,11 +62,12 @@ def runs(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Sequence[ra
     return tuple(local_range(size, 2 * ranks, piece) for piece in (number, 2 * ranks - 1 - number))
 
 
-def indices(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Any:
-    """The same, as arrays are indexed."""
-    own = runs(size, axes, mesh, rank)
-    if len(own) == 1:
-        return slice(own[0].start, own[0].stop)
+def indices(of_dims: Sequence[Sequence[range]]) -> tuple[Any, ...]:
+    """What indexes an array there, where these are the runs of each of its dims: slices, and arrays where a dim has two."""
+    if all(len(own) == 1 for own in of_dims):
+        return tuple(slice(own[0].start, own[0].stop) for own in of_dims)
     import numpy as np
 
-    return np.concatenate(own)
+    if sum(len(own) > 1 for own in of_dims) > 1:
+        return np.ix_(*map(np.concatenate, of_dims))
+    return tuple(np.concatenate(own) if len(own) > 1 else slice(own[0].start, own[0].stop) for own in of_dims)

@@ -32,14 +32,8 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-ROWS = (
-    -2,
-    0,
-    0,
-    -2,
-    -2,
-    -1,
-)  # which dim they are of queries, keys, values, and of a backward pass the result, its gradient, and lse; 0: none
+# Which dim rows are, 0 where there are none: of queries, keys, values, and of a backward pass the result, its gradient, and lse.
+ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 
@@ -142,11 +136,8 @@ class _Halving(Emitter):
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))
-        low = self.make("add", low, first)
-        halves = self.make(
-            "concat", *(self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (low, high)), how=attributes(axis=at)
-        )
-        self.finish("reshape", halves)
+        parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
+        self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at)))
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str) -> str:
         """With these dims in place of some, from one on."""

@@ -8,6 +8,7 @@ becomes
     %y: bf16[M, N@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
@@ -15,7 +16,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, in_rank_order, plan, zigzag_changes
 from hostweave.fusion_ir.rewriting import Names, consumers, eliminate_dead_code
-from hostweave.fusion_ir.sharding import layout
+from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.types.tensor import TensorType
@@ -59,9 +60,6 @@ class _Decomposition:
         if zigzag_changes(self.types[source], op.result.type):
             self.through_rank_order(op, source)
             return
-        if zigzag_changes(self.types[source], op.result.type):
-            self.through_rank_order(op, source)
-            return
         steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
         if not steps:
             self.remove(op, source)
@@ -82,24 +80,30 @@ class _Decomposition:
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
             raise ProgramError(f"reshard: {why}; stream what is computed from it, or leave zigzag out", op.location)
-        (first, between), (_, last) = in_rank_order(given, wanted)
-        source = self.reordered(op, source, "renumber", given, first)
+        (_, between), (_, last) = in_rank_order(given, wanted)
+        before, after = (
+            [(dim, layout(type)[dim]) for dim in zigzag_changes(given, wanted) if isinstance(layout(type)[dim], Zigzag)]
+            for type in (given, wanted)
+        )
+        source = self.reordered(op, source, "renumber", before)
         source = self.resharded(op, source, between)
-        source = self.reordered(op, source, "collective_permute", given, between, is_back=True)
-        source = self.reordered(op, source, "collective_permute", wanted, between)
+        source = self.reordered(op, source, "collective_permute", before, is_back=True)
+        source = self.reordered(op, source, "collective_permute", after)
         source = self.resharded(op, source, last)
-        source = self.reordered(op, source, "renumber", wanted, wanted, is_back=True)
+        source = self.reordered(op, source, "renumber", after, is_back=True)
         self.remove(op, source)
 
-    def reordered(self, op: Op, source: str, kind: str, zigzag: TensorType, result: TensorType, is_back: bool = False) -> str:
-        """The value with the pieces of what only one of both ends has in zigzag as the ranks have them, or back."""
-        for dim in zigzag_changes(self.types[op.tensors[0]], op.result.type):
-            if isinstance(axes := layout(zigzag)[dim], Zigzag):
-                order = order_of_pieces(zigzag.mesh_in(self.mesh).size_of(axes))
-                sources = inverse(order) if is_back else order
-                value = self.between(op, "in_order" if is_back else "by_rank", result)
-                self.emit(Op(kind, (source,), value, attributes(axis=dim, sources=sources), op.location))
-                source = value.name
+    def reordered(self, op: Op, source: str, kind: str, dims: Iterable[tuple[int, Axes]], is_back: bool = False) -> str:
+        """The value with the pieces of these dims as the ranks along the axes have them, or back."""
+        for dim, axes in dims:
+            type = self.types[source]
+            if kind == "renumber":
+                now = axes if is_back else tuple(axes)
+                type = with_layout(type, (*layout(type)[:dim], now, *layout(type)[dim + 1 :]), type.partial)
+            order = order_of_pieces(type.mesh_in(self.mesh).size_of(axes))
+            value = self.between(op, "in_order" if is_back else "by_rank", type)
+            self.emit(Op(kind, (source,), value, attributes(axis=dim, sources=inverse(order) if is_back else order), op.location))
+            source = value.name
         return source
 
     def resharded(self, op: Op, source: str, wanted: TensorType) -> str:
