@@ -33,29 +33,11 @@ KINDS = (RESULT, LSE, *GRADIENTS)
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of a dim of one rank: from one of so many equal parts on, and how many of them."""
-
-    first: int
-    count: int
-    parts: int = 2
-
-    def of(self, b: Builder, buffer: str, dim: int) -> str:
-        if self.count == self.parts:
-            return buffer
-        at = len(b.types[buffer].shape) + dim
-        return b.chunk(buffer, at, Const(self.first), Size(self.parts), f"{buffer}_half")
-
-
-ALL, FIRST, SECOND, NONE = Part(0, 2), Part(0, 1), Part(1, 1), Part(0, 0)
-
-
-@dataclass(frozen=True)
 class Seen:
-    """Which rows of a rank see which columns of a block: all of them, or up to a diagonal."""
+    """Which rows of a rank see which columns of a block, a half or None for all of them, and up to which diagonal."""
 
-    rows: Part = ALL
-    columns: Part = ALL
+    rows: int | None = None
+    columns: int | None = None
     diagonal: Expr | None = None
 
 
@@ -86,22 +68,25 @@ class Attentions:
 
         result, lse = target(RESULT), target(LSE)
 
-        def attend(seen: Seen) -> None:
-            if seen.rows != ALL:
+        def half(buffer: str, dim: int, which: int | None) -> str:
+            at = len(b.types[buffer].shape) + dim
+            return buffer if which is None else b.chunk(buffer, at, Const(which), Size(2), f"{buffer}_half")
+
+        def attend(seen: Seen | None) -> None:
+            if seen is None or seen.rows is not None:
                 b.emit(ir.Fill(result, 0.0))
                 b.emit(ir.Fill(lse, float("-inf")))
-            if seen.rows == NONE:
-                return
-            query, own = seen.rows.of(b, q, -2), seen.rows.of(b, result, -2)
-            key, value = (seen.columns.of(b, name, -2) for name in (k, v))
-            with communication.packed_destination(b, seen.rows.of(b, lse, -1), None) as sums:
-                b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
+            if seen is not None:
+                query, own = half(q, -2, seen.rows), half(result, -2, seen.rows)
+                key, value = half(k, -2, seen.columns), half(v, -2, seen.columns)
+                with communication.packed_destination(b, half(lse, -1, seen.rows), None) as sums:
+                    b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
 
         if not op[CAUSAL]:
             attend(Seen())
             return
         rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
-        before, after = (Seen(columns=FIRST), Seen(rows=SECOND)) if op[PIECES] else (Seen(), Seen(rows=NONE))
+        before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
 
         def of_others() -> None:
             communication.branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
