@@ -291,10 +291,10 @@ struct Attentions::Plans::Plan {
     }
     if (columns == 0) blind = rows;
     if (whole.gradients && !in_corner && !options.window && diagonal > 0 && columns == rows + diagonal && has_sums()) {
-      add_columns(handle, diagonal, columns, type, options, stream);
+      add_columns(handle, diagonal, columns, type, options, streams);
       terms = allocated(whole.q.batch * whole.q.heads * rows * whole.q.size * 2);
       options.causal = false;
-      add_columns(handle, 0, diagonal, type, options, stream);
+      add_columns(handle, 0, diagonal, type, options, streams);
       return;
     }
     const bool sees_more = !in_corner && diagonal + blind > 0;
@@ -313,14 +313,14 @@ struct Attentions::Plans::Plan {
   }
 
   void add_columns(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
-                   cudaStream_t stream) {
+                   const std::vector<cudaStream_t>& streams) {
     AttentionProblem problem = whole;
     Gradients& gradients = *problem.gradients;
     problem.diagonal = 0;
     problem.k.rows = problem.v.rows = gradients.k.rows = gradients.v.rows = end - first;
     if (parts.empty()) gradients.q = packed(whole.q);
-    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
-    parts.back().engine.load_kernels(whole, stream);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
+    parts.back().engine.load_kernels(whole, streams.front());
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
