@@ -13,6 +13,7 @@ from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import multiples
 from hostweave.pipeline import lower
 from hostweave.types.tensor import Dim
 from hostweave.types.zigzag import Zigzag, some_of
@@ -111,7 +112,9 @@ def test_a_rank_has_its_pieces_of_an_exported_project(tmp_path: Path) -> None:
     def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
         return x + y
 
-    hw.compile(added).export(tmp_path)
+    program = hw.compile(added)
+    assert multiples(program._host) == {"S": 4}
+    program.export(tmp_path)
     assert "{sizes.S, 2, r, true}" in (tmp_path / "main.cpp").read_text()
 
 

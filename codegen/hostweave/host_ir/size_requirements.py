@@ -12,18 +12,9 @@ from hostweave.host_ir.calls import dedupe_functions, launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
+from hostweave.types.zigzag import Zigzag, pieces
 
 MOST = 2**48  # elements: of no memory
-
-
-def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
-    """The local types of the parameters and of all that is defined on the way."""
-    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
-    yield from types.values()
-    for instruction in tree.walk(program.body):
-        defined = instruction.defined(types)
-        types.update(defined)
-        yield from defined.values()
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
@@ -36,9 +27,12 @@ def multiples(program: ir.HostProgram) -> dict[Factor, int]:
 
 
 def dims_and_trips(program: ir.HostProgram) -> Iterator[Size]:
-    for type in types_in(program):
+    for _, type in ir.defined_types(program):
         yield from type.shape
     yield from trip_counts(program)
+    for parameter in (*program.inputs, *program.outputs):
+        on = parameter.type.mesh_in(program.mesh)
+        yield from (dim.size // pieces(dim.axes, on) for dim in parameter.type.dims if isinstance(dim.axes, Zigzag))
 
 
 def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
