@@ -57,7 +57,7 @@ class Emitter:
         self.steps = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.steps))  # of each allocate, in the order of the text
         self.used: set[str] = set()  # parameters and temporaries that some call names
-        self.stream = CALLER
+        self.stream, self.streams = CALLER, 1  # and how many the pool has
         self.in_group = False
         self.comments: list[str] = []  # the last ones
         self.others = _other_names(program)
@@ -285,7 +285,7 @@ class Emitter:
     def attention_plan(
         self, kind: str, i: EitherAttention, dst: str, operands: tuple[str, ...], dbias: tuple[str, ...] = (), blind: str = ""
     ) -> str:
-        made_with = attention.made_with(i, self.type_of(i.q), blind)
+        made_with = attention.made_with(i, self.type_of(i.q), blind, self.streams)
         return self.planned(kind, i, dst, made_with, attention.prepared_with(i, operands, dbias, self.type_of, self.integers))
 
     def emit_launch(self, i: ir.Launch) -> str:
@@ -417,9 +417,9 @@ class Emitter:
 
     def emit_on_stream(self, i: ir.OnStream) -> str:
         index = self.expr(i.index)
-        self.stream = "stream"
+        self.stream, self.streams = "stream", next(pool.count for pool in self.program.streams if pool.name == i.stream)
         body = self.body(i.body)
-        self.stream = CALLER
+        self.stream, self.streams = CALLER, 1
         return lay_out("on_stream", pool=self.pool(i), index=index, body=body)
 
     def emit_let(self, i: ir.Let) -> str:

@@ -18,9 +18,10 @@ with an op a line. The log-sum-exps of all ranks travel, and the sum over the ra
 from collections.abc import Callable
 from dataclasses import replace
 
-from hostweave.fusion_ir.emitter import Attributes, Emitter
+from hostweave.fusion_ir.emitter import Attributes
 from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
+from hostweave.fusion_ir.key_blocks import FIRST, BlockWriter
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
 from hostweave.fusion_ir.sharding import Axes
@@ -28,9 +29,6 @@ from hostweave.options import Options
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType, i32
 from hostweave.types.zigzag import Zigzag
-
-FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
-LEAST = -1e30  # of a row's largest score that is not -inf
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
@@ -42,7 +40,7 @@ def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
     return replace(fusion, ops=tuple(joining.ops))
 
 
-class _Joining(Emitter):
+class _Joining(BlockWriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
         self.known: dict[object, tuple[str, ...]] = {}  # of ops of the same operands
@@ -54,22 +52,11 @@ class _Joining(Emitter):
             return
         self.op, self.blocks = op, op.result.type.mesh_in(self.mesh).size_of(axes)
         lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
+        blocks = ""
         if op.kind == "attention":
             blocks = self.make("attention", *op.tensors[:3], *lengths[1:], *self.bias, word="blocks", how=self.how)
         lse, lses = self.once((*op.tensors[:2], *lengths, *self.bias, self.how), lambda: self.log_sum_exps(*lengths))
-        largest = self.make("max", lses, how=KEPT)
-        shift = self.make("maximum", largest, LEAST)
-        powers = self.make("exp", self.make("subtract", lses, shift))
-        sums = self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
-        if op.kind == "attention_lse":
-            total = self.make("add", self.make("log", sums), largest)
-            self.emit(Op("select", (total,), op.result, attributes(axis=0, index=0), op.location))
-            return
-        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
-        weights = self.make("expand_dims", weights, how=attributes(axis=(len(op.result.type.dims),)))
-        weighted = self.make("multiply", self.make("astype", blocks), weights)
-        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
-        self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), op.result, location=op.location))
+        self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
         """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""

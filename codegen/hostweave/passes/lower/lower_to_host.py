@@ -198,7 +198,7 @@ class _Lowering:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
             elif op.kind in attention.KINDS:
-                self.attentions.compute(op)
+                self.attentions.compute(op, steps)
             else:
                 self.compute(op, steps)
 
