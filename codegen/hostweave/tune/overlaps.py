@@ -160,15 +160,17 @@ def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, t
 Cost = Callable[[Machine, str, str, int, float], tuple[float, float]]  # cost_beside, or cost_alone
 
 
-def ways_of_gather(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
-    """Of a gather outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from where it lies in no
-    window and else read. Nothing of another op, and where its size is not known."""
-    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
+def ways_outside_loops(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
+    """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from
+    where it lies in no window and else read. Nothing of another op, and where its size is not known."""
+    step, source = step_of(op), fusion.values()[op.tensors[0]]
+    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
-    if op.kind != "all_gather" or ranks < 2 or not is_known:
+    if op.kind not in ("all_gather", "reduce_scatter") or step.reduction not in ("", "sum") or ranks < 2 or not is_known:
         return ()
-    bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
-    by = "get" if _is_made(op.tensors[0], fusion) else "put"
+    whole = op.result if op.kind == "all_gather" else source
+    bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
+    by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
     by_kernels, by_copies = cost(machine, op.kind, by, ranks, bytes_of)
     return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way(by, 1, _micros(by_copies))), key=lambda way: way.micros))
 
