@@ -16,6 +16,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
+from hostweave.passes.fusion.gather_again import gather_again
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
 from hostweave.passes.fusion.merge_contractions import merge_contractions
@@ -58,6 +59,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     unstack,
     decompose_reshards,
     share_equal_ops,
+    gather_again,
     stream_by_cost,
     choose_overlap,
     overlap_communication,
