@@ -22,6 +22,7 @@ from itertools import takewhile
 
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.rewriting import views_of_inputs_first
 from hostweave.options import Options
 from hostweave.tune.cost import cost_beside
 from hostweave.tune.overlaps import LEAST, Finder, needed_soon, ways, ways_outside_loops
@@ -31,10 +32,11 @@ def gather_again(fusion: Fusion, options: Options) -> Fusion:
     """After it each gather whose loop of puts is worth a second one has matmuls alone that are in that loop."""
     if options.overlap == "off" or options.transport != "auto" or options.figures.no_puts:
         return fusion
-    for op in fusion.ops:
+    ordered = twice = views_of_inputs_first(fusion)
+    for op in ordered.ops:
         if op.kind == "all_gather" and not op.result.stream:
-            fusion = _gathered_twice(fusion, op, options)
-    return fusion
+            twice = _gathered_twice(twice, op, options)
+    return fusion if twice is ordered else twice
 
 
 def _gathered_twice(fusion: Fusion, op: Op, options: Options) -> Fusion:
