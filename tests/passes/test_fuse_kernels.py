@@ -388,3 +388,16 @@ def test_numbers_are_told_apart_as_they_are_written() -> None:
 
     assert op(0.0) != op(-0.0)
     assert op(float("nan")) == op(float("nan"))
+
+
+def test_a_wider_dtype_is_not_written() -> None:
+    """Two kernels that need a value in f32 read it as it is rounded, and widen it each."""
+
+    @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
+    def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        z = hw.astype(x + y, hw.f32)
+        return hw.sum(z * 2, axis=0), hw.sum(z * z, axis=1)
+
+    text = str(lower(both, Options()))
+    assert "allocate bf16[M, N]" in text
+    assert "allocate f32[M, N]" not in text

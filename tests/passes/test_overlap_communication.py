@@ -201,3 +201,17 @@ def test_sums_that_kernels_may_add_up() -> None:
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
     assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # which no kernel stands beside it
+
+
+def test_a_reduce_scatter_beside_products() -> None:
+    """By copy engines and a kernel that adds, where ranks reach each other's memory and that holds multiprocessors for less time."""
+    inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
+    ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
+        %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)
+        %t: bf16[K, M] = permute_dims(%a, axes=(1, 0))
+        %dw: bf16[K, K] = matmul(%t, %b)
+        %y: bf16[M@x, K] = negative(%dx)"""
+    for machine, size, by in ((H200, 8192, "async one_sided"), (H200, 4096, "async"), (H200.without_puts("here"), 8192, "async")):
+        options = Options(sizes=dict.fromkeys("MNK", size), machine=machine)
+        text = str(overlap_communication(fusion(inputs, ops, "x=2"), options))
+        assert f"%dx: bf16[M@x, K] {by} = reduce_scatter" in text, (size, by)

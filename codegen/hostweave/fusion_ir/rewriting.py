@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim
@@ -39,6 +40,16 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
     for name in fusion.outputs:
         result[name].append(None)
     return result
+
+
+def views_of_inputs_first(fusion: Fusion) -> Fusion:
+    """Such as the transpose of a weight, which stands before the matmul that takes it: one loop with several needs them in front of all."""
+    known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
+    for op in fusion.ops:
+        is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
+        (first if is_first else rest).append(op)
+        known |= {op.result.name} if is_first else set()
+    return replace(fusion, ops=(*first, *rest))
 
 
 # --- with the functions that are called -------------------------------------------------------------------------------

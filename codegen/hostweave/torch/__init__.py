@@ -23,9 +23,10 @@ from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import read
 from hostweave.torch.joint import joint_of
+from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import layouts, mesh_of
 from hostweave.torch.step import TrainingStep as TrainingStep
-from hostweave.torch.trace import snake_case, traced
+from hostweave.torch.trace import traced
 from hostweave.torch.training import TrainingModule as TrainingModule
 
 

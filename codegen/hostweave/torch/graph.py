@@ -111,9 +111,10 @@ class Graph:
         """The values that have no gradient: constants and buffers."""
         return {**self.constants, **{node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}}
 
-    def last_of(self, path: str) -> Node:
-        """The node that makes what a module returns."""
-        return next(node for node in reversed(self.nodes) if path in modules_of(node))
+    @cached_property
+    def last_of(self) -> dict[str, Node]:
+        """The node that makes what a module returns, by the module's path."""
+        return {path: node for node in self.nodes for path in modules_of(node)}
 
     def wrong_dims(self, path: str, made: Any) -> ProgramError:
         """Why what a module returns cannot have the sharding that the plan states."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
+from collections import ChainMap, Counter
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,12 +20,15 @@ from torch.utils import _pytree as pytree
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
+from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.graph import Graph, Origin, modules_of, name_of
+from hostweave.torch.layers import Layer
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
 from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.plan import Axes, Layouts, text_of
 from hostweave.types.tensor import TensorType
 
+Env = MutableMapping[Node, Any]
 SEEDS = "dropout_seeds"  # the argument of the programs that has a number for each dropout
 _SAME = ("alias.default", "detach.default", "clone.default", "lift_fresh_copy.default", "_assert_tensor_metadata.default")
 
@@ -158,15 +162,36 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         fakes.append(fakes[0].new_empty(len(dropouts), dtype=torch.uint32, requires_grad=False))
     differentiable: list[bool] = []
     losses = _losses(results) if of_loss else results
-    patterns = _patterns(outer)
+    patterns, derivatives = _patterns(outer), Derivatives(outer)
+
+    def compute(nodes: Sequence[Node], env: Env, seeds: Mapping[Node, torch.Tensor]) -> None:
+        for node in nodes:
+            with set_current_meta(node):
+                env[node] = _computed(outer, env, node, seeds.get(node), patterns.get(node))
+
+    def compute_layer(layer: Layer, env: Env, seeds: Mapping[Node, torch.Tensor]) -> None:
+        own = [node for node in layer.nodes if node in seeds]
+
+        def results(*begun: torch.Tensor) -> list[torch.Tensor]:
+            inside = ChainMap(dict(zip(layer.arguments, begun, strict=False)), env)
+            compute(layer.nodes, inside, dict(zip(own, begun[len(layer.arguments) :], strict=True)))
+            return [inside[node] for node in layer.results]
+
+        taken = [*(env[node] for node in layer.arguments), *(seeds[node] for node in own)]
+        env.update(zip(layer.results, derivatives.results(layer, taken, results), strict=True))
 
     def forward(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         env: dict[Node, Any] = dict(zip(sources, flat, strict=False))
         seeds = dict(zip(dropouts, flat[-1].unbind() if dropouts else (), strict=True))
+        derivatives.restart()
         with preserve_node_meta():
+            computed = set[Node]()
             for node in outer.nodes:
-                with set_current_meta(node):
-                    env[node] = _computed(outer, env, node, seeds.get(node), patterns.get(node))
+                if node in derivatives.layers:
+                    compute_layer(derivatives.layers[node], env, seeds)
+                    computed.update(derivatives.layers[node].nodes)
+                elif node not in computed:
+                    compute([node], env, seeds)
         made = tuple(env[node].clone() if node in losses else env[node].detach().clone() for node in results)
         differentiable[:] = [value.requires_grad for value in made]
         return made
@@ -175,6 +200,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     every: dict[Any, Any] = core_aten_decompositions()
     decompositions = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
     made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+    derivatives.write_out(made.graph)
+    derivatives.close()
     if not any(differentiable):
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
@@ -223,7 +250,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
     return {node: what for node, what in found.items() if what}
 
 
-def _computed(outer: Graph, env: dict[Node, Any], node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
+def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
     """What a node of the exported graph computes, by the ops that have derivatives of their own where there are some."""
 
     def value(of: Node) -> Any:
@@ -256,7 +283,7 @@ def _computed(outer: Graph, env: dict[Node, Any], node: Any, seed: torch.Tensor 
     else:
         made = node.target(*args, **kwargs)
     for path in modules_of(node):
-        if (axes := outer.layouts.outputs.get(path)) is not None and outer.last_of(path) is node:
+        if (axes := outer.layouts.outputs.get(path)) is not None and outer.last_of[path] is node:
             if not isinstance(made, torch.Tensor) or made.ndim != len(axes):
                 raise outer.wrong_dims(path, made)
             made = ops.reshard(made, text_of(axes))

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +28,20 @@ _TORCH = str(Path(torch.__file__).parent)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # which `_structure` compares
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ABSENT = object()
-_results: dict[int, list[Any]] = {}  # of firsts that are traced: the shape, strides and dtype of each
-_number = count()
+results_of: dict[int, list[Any]] = {}  # by the number of what is traced: the shape, strides and dtype of each result
+numbers = count()
 
 
 def _alike(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
+def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
 def _made(number: int) -> list[torch.Tensor]:
-    return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in _results[number]]
+    return [torch.empty_strided(shape, stride, dtype=dtype, device="meta") for shape, stride, dtype in results_of[number]]
 
 
 LIBRARY.define("layer_begins(Tensor[] taken, Tensor[] own, int number) -> Tensor[]")
@@ -105,7 +110,7 @@ class Repeats:
     def _traced(
         self, path: str, layer: nn.Module, own: Callable[..., Any], structure: object, call: object, leaves: list[Any], spec: Any
     ) -> Any:
-        number = next(_number)
+        number = next(numbers)
         begun = iter(ops.layer_begins(_tensors(leaves), _own(layer), number))
         args, kwargs = pytree.tree_unflatten([next(begun) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         self._is_inside = True
@@ -121,9 +126,9 @@ class Repeats:
             self.how[path] = f"traced, and no other like it: {why}"
             return made
         tensors = _tensors(results)
-        _results[number] = [(tuple(one.shape), one.stride(), one.dtype) for one in tensors]
-        numbers = iter(range(len(tensors)))
-        returned = [_Tensor(next(numbers)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
+        results_of[number] = [laid_out(one) for one in tensors]
+        places = count()
+        returned = [_Tensor(next(places)) if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
         firsts = self._firsts[path.rpartition(".")[0]]
         firsts.append(_First(path, number, structure, call, reads, returned, made_spec))
         return _rebuilt(ops.layer_ends(tensors, number), returned, made_spec)
@@ -147,24 +152,12 @@ class Repeats:
 
     def write_out(self, graph: Graph) -> None:
         """Copies the nodes of firsts for the others."""
-        of_target: dict[Any, list[Any]] = {}
-        for node in graph.nodes:
-            of_target.setdefault(node.target, []).append(node)
-        begins = {node.args[2]: node for node in of_target.get(ops.layer_begins.default, ())}
-        ends = {node.args[1]: node for node in of_target.get(ops.layer_ends.default, ())}
-        path_of = {first.number: first.path for firsts in self._firsts.values() for first in firsts}
-        for stand_in in of_target.get(ops.layer.default, ()):
-            *_, number, path = stand_in.args
-            results = _copied(graph, begins[number], ends[number], stand_in, path_of[number], path)
-            _replace(graph, stand_in, results)
-        for node in (*begins.values(), *ends.values()):
-            _replace(graph, node, node.args[0])
-        graph.lint()
+        write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
 
     def close(self) -> None:
         for firsts in self._firsts.values():
             for first in firsts:
-                _results.pop(first.number, None)
+                results_of.pop(first.number, None)
 
 
 @dataclass(frozen=True)
@@ -302,6 +295,27 @@ def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], writte
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
+def write_out(graph: Graph, path_of: Mapping[int, str], derived: Mapping[int, int] = MappingProxyType({})) -> None:
+    """Copies the nodes between those where layers begin and end for each op in place of another layer.
+
+    `path_of` names the layer that is traced, by its number, and `derived` says of which number one is the derivative.
+    """
+    of_target: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        of_target.setdefault(node.target, []).append(node)
+    begins = {node.args[2]: node for node in of_target.get(ops.layer_begins.default, ())}
+    ends = {node.args[1]: node for node in of_target.get(ops.layer_ends.default, ())}
+    copies: dict[tuple[int | None, str], dict[Node, Node]] = {}
+    for stand_in in of_target.get(ops.layer.default, ()):
+        *_, number, path = stand_in.args
+        of = copies[number, path] = dict(copies.get((derived.get(number), path), {}))
+        results = _copied(graph, begins[number], ends[number], stand_in, path_of[number], path, of)
+        _replace(graph, stand_in, results)
+    for node in (*begins.values(), *ends.values()):
+        _replace(graph, node, node.args[0])
+    graph.lint()
+
+
 def _between(begin: Node, end: Node) -> Iterator[Node]:
     node = begin.next
     while node is not end:
@@ -338,9 +352,9 @@ def _root(node: Any) -> Any:
     return node
 
 
-def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str) -> list[Node]:
-    """The results of the nodes between two, computed once more of what the node `before` takes."""
-    of: dict[Node, Node] = dict(zip(begin.args[1], before.args[1], strict=True))
+def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str, of: dict[Node, Node]) -> list[Node]:
+    """The results of the nodes between two, computed once more of what the node `before` takes; adds to `of` the copy of each."""
+    of.update(zip(begin.args[1], before.args[1], strict=True))
     of.update({user: before.args[0][user.args[1]] for user in begin.users})
     with graph.inserting_before(before):
         for node in _between(begin, end):
@@ -356,8 +370,8 @@ def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
     def moved(at: str) -> str:
         return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at
 
-    stack = meta.get("nn_module_stack") or {}
-    return {"nn_module_stack": {f"{own}/{key}": (moved(at), kind) for key, (at, kind) in stack.items()}}
+    stacks = {name: meta[name] for name in ("nn_module_stack", "fwd_nn_module_stack") if meta.get(name)}
+    return {name: {f"{own}/{key}": (moved(at), kind) for key, (at, kind) in stack.items()} for name, stack in stacks.items()}
 
 
 def _replace(graph: Graph, node: Any, results: list[Node]) -> None:

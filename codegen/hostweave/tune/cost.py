@@ -207,15 +207,23 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
 
 
 def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
-    """How much longer ops take for a gather of so many bytes beside them: by a collective, whose kernels hold multiprocessors, and by
-    copy engines, which put or get it and want the memory alone."""
+    """How much longer ops take for a gather or a reduce-scatter of so many bytes beside them: by a collective, whose kernels hold
+    multiprocessors, and by copy engines, which put or get it and want the memory alone."""
     by_kernels, by_copies = cost_alone(machine, kind, by, ranks, size)
-    return by_kernels * _kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS), (by_copies - LOOP) * (BESIDE_COPIES - 1) + LOOP
+    added = _adding(machine, kind, ranks, size)
+    hidden = by_copies - LOOP - added
+    return by_kernels * _kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS), hidden * (BESIDE_COPIES - 1) + LOOP + added
 
 
 def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
     """How long it takes with nothing beside it."""
-    return communication(machine, kind, ranks, size), (ranks - 1) * machine.link(by, ranks).seconds(size / ranks) + LOOP
+    copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks) + LOOP
+    return communication(machine, kind, ranks, size), copied + _adding(machine, kind, ranks, size)
+
+
+def _adding(machine: Machine, kind: str, ranks: int, size: float) -> float:
+    """The kernel that adds up the terms of a reduction, which were copied."""
+    return machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
 
 
 # --- chunk loops ------------------------------------------------------------------------------------------------------

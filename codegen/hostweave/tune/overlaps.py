@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -24,6 +24,7 @@ MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the mo
 LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
 SUBCHUNKS = (1, 2, 4)  # of a shard
 SLICES = (2, 4)  # of all shards
+PRODUCTS = ("matmul", "attention", "attention_backward")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -54,15 +55,26 @@ class Candidate:
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
+def needed_soon(ops: Sequence[Op]) -> set[str]:
+    """What something large takes: a communication, a call, a loop, a product. A gradient of weights is none of that."""
+    needed: set[str] = set()
+    for op in reversed(ops):
+        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
+            needed.update(op.tensors)
+    return needed
+
+
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     """Those of a body whose reshards are each one communication, in order."""
-    finder = _Finder(fusion, sizes)
+    finder = Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
             yield found
 
 
-class _Finder:
+class Finder:
+    """Which ops of a body could share a loop with a reshard."""
+
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
         self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
         self.types = {name: value.type for name, value in fusion.values().items()}
@@ -97,22 +109,21 @@ class _Finder:
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """All that takes what is gathered, if that is matmuls whose rows are gathered, and nothing that they take is made later."""
-        gathered_dim, users = step_of(op).dim, self.uses[op.result.name]
-        if gathered_dim is None or op.result.type.dims[gathered_dim].axes or not self.is_outermost(op, gathered_dim):
-            return (), 0
-        found = []
-        for user in users:
-            if user is None or not self.is_plain_matmul(user) or user.operands.count(op.result.name) > 1 or user.result.type.partial:
-                return (), 0
-            indices, number = index_map(user, operand_types(user, self.types)), user.operands.index(op.result.name)
-            dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == gathered_dim]
-            other = user.tensors[1 - number]
-            first = self.place[users[0].result.name] if users[0] else 0
-            is_rows = len(dims) == 1 and self.is_outermost(user, dims[0]) and indices.operand_dim(1 - number, dims[0]) is None
-            if not is_rows or dims[0] != gathered_dim or self.place.get(other, -1) >= first:
-                return (), 0
-            found.append(user)
-        return tuple(found), gathered_dim
+        users = self.uses[op.result.name]
+        found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
+        return (found, step_of(op).dim or 0) if len(found) == len(users) else ((), 0)
+
+    def has_rows_of(self, op: Op, user: Op) -> bool:
+        """Whether it is a matmul whose rows are gathered, and the first one that takes them needs no later value than this one."""
+        dim, first = step_of(op).dim, self.uses[op.result.name][0]
+        if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
+            return False
+        if not self.is_plain_matmul(user) or user.operands.count(op.result.name) > 1 or user.result.type.partial:
+            return False
+        indices, number = index_map(user, operand_types(user, self.types)), user.operands.index(op.result.name)
+        dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == dim]
+        is_rows = dims == [dim] and self.is_outermost(user, dim) and indices.operand_dim(1 - number, dim) is None
+        return is_rows and self.place.get(user.tensors[1 - number], -1) < (self.place[first.result.name] if first else 0)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """The matmul whose result alone is reduced, if what it takes in chunks is no result of communication itself."""
@@ -178,22 +189,24 @@ def ways(
 
 def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> bool:
     """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
-    finder = _Finder(fusion, sizes)
+    finder = Finder(fusion, sizes)
     return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
 
 
 Cost = Callable[[Machine, str, str, int, float], tuple[float, float]]  # cost_beside, or cost_alone
 
 
-def ways_of_gather(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
-    """Of a gather outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from where it lies in no
-    window and else read. Nothing of another op, and where its size is not known."""
-    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step_of(op).axes)
+def ways_outside_loops(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
+    """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from
+    where it lies in no window and else read. Nothing of another op, and where its size is not known."""
+    step, source = step_of(op), fusion.values()[op.tensors[0]]
+    ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
-    if op.kind != "all_gather" or ranks < 2 or not is_known:
+    if op.kind not in ("all_gather", "reduce_scatter") or step.reduction not in ("", "sum") or ranks < 2 or not is_known:
         return ()
-    bytes_of = float(prod(local_dims(op.result.type, fusion.mesh, sizes)) * op.result.type.dtype.itemsize)
-    by = "get" if _is_made(op.tensors[0], fusion) else "put"
+    whole = op.result if op.kind == "all_gather" else source
+    bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
+    by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
     by_kernels, by_copies = cost(machine, op.kind, by, ranks, bytes_of)
     return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way(by, 1, _micros(by_copies))), key=lambda way: way.micros))
 

@@ -204,7 +204,9 @@ class Tensor:
         return record("matmul", self, other)
 
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
-        if isinstance(other, int) and other in (2, 3, 4):  # a product is some tens of times less work
+        if isinstance(other, int) and other in (1, 2, 3, 4):  # a product is some tens of times less work
+            if other == 1:
+                return self
             square = self * self
             return square if other == 2 else square * (self if other == 3 else square)
         return record("pow", self, other)

@@ -24,10 +24,9 @@ from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
-from hostweave.tune.overlaps import Cost, choice_of, reaches_memory, ways_of_gather
+from hostweave.tune.overlaps import Cost, choice_of, needed_soon, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
 
-PRODUCTS = ("matmul", "attention", "attention_backward")
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
@@ -55,8 +54,8 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """One body, at the typical sizes. A gather beside other ops is `one_sided` where that costs these less, if its sizes are stated, and
-    so are then those that have nothing beside them, where it takes less time; a choice says so.
+    """One body, at the typical sizes. A gather or a reduce-scatter beside other ops is `one_sided` where that costs these less, if its
+    sizes are stated, and so are then those that have nothing beside them, where it takes less time; a choice says so.
 
     A communication goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past
     another one it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
@@ -66,7 +65,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
     ops = _filled(fusion.ops, times)
-    gathers = _Gathers(fusion, options)
+    transfers = _Transfers(fusion, options)
     alone: list[Op] = []
     for op in candidates:
         place, name = ops.index(op), op.result.name
@@ -74,17 +73,17 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
-            ops.insert(earlier, gathers.taken(replace(op, result=replace(op.result, is_async=True)), cost_beside))
+            ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), cost_beside))
         else:
             alone.append(op)
-    if gathers.choices:  # the program has windows, or could have some
+    if transfers.choices:  # the program has windows, or could have some
         for op in alone:
-            ops[ops.index(op)] = gathers.taken(op, cost_alone)
-    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *gathers.choices))
+            ops[ops.index(op)] = transfers.taken(op, cost_alone)
+    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))
 
 
-class _Gathers:
-    """How the gathers of a body are done, and the choices that say so."""
+class _Transfers:
+    """How gathers and reduce-scatters of a body are done, and the choices that say so."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
@@ -95,7 +94,7 @@ class _Gathers:
     def taken(self, op: Op, cost: Cost) -> Op:
         """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
         options = self.options
-        possible = ways_of_gather(op, self.fusion, options.sizes, options.figures, cost)
+        possible = ways_outside_loops(op, self.fusion, options.sizes, options.figures, cost)
         if not possible or not self.reaches or op.result.name in self.chosen:
             return op
         self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
@@ -108,10 +107,7 @@ def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
     communication: past two of them at most, since they hold what they multiply.
     """
-    needed: set[str] = set()
-    for op in reversed(ops):
-        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
-            needed.update(op.tensors)
+    needed = needed_soon(ops)
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
     clock = link = 0.0  # when what was computed and communicated so far has ended
     ends: dict[str, float] = {}  # of results of communications

@@ -15,8 +15,8 @@ as if the user had stated it. What he has streamed himself stays as it is.
 from dataclasses import replace
 
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
-from hostweave.fusion_ir.ir import Fusion, Op, Stream
-from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ir import Fusion, Stream
+from hostweave.fusion_ir.rewriting import views_of_inputs_first
 from hostweave.options import Options
 from hostweave.tune.overlaps import candidates, choice_of, ways
 
@@ -29,7 +29,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
     streams: dict[str, Stream] = {}  # of what a user would stream
     in_loops: set[str] = set()
     choices: list[Choice] = []
-    ordered = _views_of_inputs_first(fusion)
+    ordered = views_of_inputs_first(fusion)
     found = [candidate for candidate in candidates(ordered, options.sizes) if not candidate.unknown]
     if not found:
         return fusion
@@ -47,13 +47,3 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
     return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *choices))
-
-
-def _views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Such as the transpose of a weight, which stands before the matmul that takes it: one loop with several needs them in front of all."""
-    known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
-    for op in fusion.ops:
-        is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
-        (first if is_first else rest).append(op)
-        known |= {op.result.name} if is_first else set()
-    return replace(fusion, ops=(*first, *rest))

@@ -34,18 +34,10 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     program = _unshared(program)
     while True:
         links = Links(program)
-        changes: dict[int, tree.Instruction | tree.Body] = {}  # the number of an instruction -> what replaces it
+        launches = list(reversed(links.launches))
+        free = [producer for producer in launches if links.is_free(producer)]  # before it is a part of what is not
         kernels = {kernel.name: kernel for kernel in program.kernels}
-        for producer in reversed(links.launches):
-            if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
-                continue  # the next round knows what they have become
-            union = links.union(producer)
-            if isinstance(union, str):
-                continue
-            changes[producer.number] = ()
-            for merged in union:
-                changes[merged.consumer.number] = merged.launch
-                kernels[merged.kernel.name] = merged.kernel
+        changes = _unions(links, free, kernels) or _unions(links, launches, kernels)
         if not changes:
             program = _explained(program, links)
             return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
@@ -116,7 +108,7 @@ class Links:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
         if launches[0].number < producer.number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
-        if len(launches) == len(others) and self._is_free(producer):  # each of them can compute it again
+        if len(launches) == len(others) and self.is_free(producer):  # each of them can compute it again
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
@@ -132,7 +124,8 @@ class Links:
             found.append(merged)
         return found
 
-    def _is_free(self, producer: Place) -> bool:
+    def is_free(self, producer: Place) -> bool:
+        """Whether all that use the results of a launch may compute them again."""
         launch = self.launches[producer]
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
@@ -191,6 +184,22 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
     """Whether a kernel computes a value more than once for want of an index; once a row is once."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
+
+
+def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
+    """By the number of an instruction what replaces it, where launches become part of those that use their results; adds to `kernels`."""
+    changes: dict[int, tree.Instruction | tree.Body] = {}
+    for producer in producers:
+        if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
+            continue  # the next round knows what they have become
+        union = links.union(producer)
+        if isinstance(union, str):
+            continue
+        changes[producer.number] = ()
+        for merged in union:
+            changes[merged.consumer.number] = merged.launch
+            kernels[merged.kernel.name] = merged.kernel
+    return changes
 
 
 # --- two kernels as one -----------------------------------------------------------------------------------------------

@@ -21,13 +21,14 @@ What lies in no window, as an input does, is not copied to one for a gather; it 
     wait_signal 0 from 1 - rank.x for %y on x
 
 Each rank signals before it waits, so that no order of ranks stops another one, and waits for all before it signals again: in a CUDA graph
-a signal is not given before its receiver has waited for the one before. What is reduced is read first, from each rank the part that a rank
-reduces, and added up by a kernel in the order of ranks, so that all ranks round alike.
+a signal is not given before its receiver has waited for the one before. Of what is reduced a rank reads the others' terms of its part,
+which a kernel adds to its own term where that lies; few elements it reads all, and adds them up in the order of ranks, so that all ranks
+round alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -41,9 +42,10 @@ from hostweave.types.tensor import BufferType
 
 SIGNAL = 0  # the only number that all libraries with signals have
 NUMBERS = 64  # of signals, for moves between meshes
+MOST_TERMS = 8  # that a kernel adds up as operands of its own
 SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
 
-Reduce = Callable[[str, str], None]  # emits the reduction of a buffer of terms, one a rank, into another one
+Reduce = Callable[[Sequence[str], str], None]  # emits the reduction of terms, and of all along the last one's outermost dim, into a buffer
 
 
 @dataclass(eq=False)
@@ -66,11 +68,15 @@ class Signals:
             emit(index)
         self.b.emit(ir.For(index.name, Size(count), tuple(body)))
 
-    def each_peer(self, emit: Callable[[Expr], None]) -> None:
+    def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
+        """For each peer, and its number among the peers of this rank."""
         if self.size == 2:
-            emit((self.rank + 1) % self.size)
+            emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
-            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size))
+            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size, hop))
+
+    def each_peer(self, emit: Callable[[Expr], None]) -> None:
+        self.each_hop(lambda peer, _: emit(peer))
 
     def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
         self.b.emit(ir.Signal(number, peer, buffer, self.channel))
@@ -112,12 +118,16 @@ class Exchange(Signals):
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduce: Reduce, along: int | None = None) -> None:
-        """What this rank reduces of all terms is read, and lies one after another; of the dim `along` blocks may differ in size."""
+        """The terms of others lie one after another; of the dim `along` blocks may differ in size."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         own = self.own_block(src, shape, along)
-        terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size), *shape)))
-        self.read(src, lambda: self.copy(own, self.block(terms, self.rank)), lambda peer: (own, self.block(terms, peer)))
-        reduce(terms, dst)
+        terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
+        self.signal(src)
+        self.each_hop(lambda peer, hop: self.take(peer, own, self.block(terms, hop)))
+        self.signal(src)
+        self.wait(src)
+        own = self.b.reshape(own, shape, f"{src}_own")
+        reduce((own, *apart(self.b, terms, terms)), dst)
 
     def all_reduce(self, src: str, dst: str, reduce: Reduce) -> None:
         """Each rank reduces its part, which the others read; where that is little, or ranks may not share it evenly, all of it."""
@@ -127,7 +137,7 @@ class Exchange(Signals):
         if part is None or (count.is_int and int(count) * type.dtype.itemsize <= SMALL):
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.all_gather(src, terms)
-            reduce(terms, dst)
+            reduce((terms,), dst)
             return
         reduced = self.b.allocate_here(f"{dst}_part", BufferType(type.dtype, (part,)))
         self.reduce_scatter(src, reduced, reduce)
@@ -144,7 +154,7 @@ class Exchange(Signals):
             self.copy(src, self.block(terms, Const(root)))
             for peer in others:
                 self.get(peer, src, self.block(terms, peer))
-            reduce(terms, dst)
+            reduce((terms,), dst)
         with self.unless(root):
             self.wait_for(Const(root), src)
 
@@ -254,6 +264,12 @@ class Exchange(Signals):
         with self.b.nested() as body:
             yield
         self.b.emit(ir.If(self.rank.equals(rank), tuple(body)))
+
+
+def apart(b: Builder, terms: str, name: str) -> list[str]:
+    """Few terms along an outermost dim as operands of a kernel each, so that it goes on to what takes their sum, whatever that reduces."""
+    count = int(b.types[terms].shape[0])
+    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:

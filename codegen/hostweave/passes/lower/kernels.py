@@ -11,6 +11,12 @@ from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
 from hostweave.types.tensor import BufferType, TensorType, f32
 
+# Of each reduction the op that reduces along a dim, and that of two terms.
+PAIRWISE = {
+    **{"sum": ("sum", "add"), "prod": ("prod", "multiply"), "max": ("max", "maximum"), "min": ("min", "minimum")},
+    **{word: (f"reduce_{word}", f"bitwise_{word}") for word in ("and", "or", "xor")},
+}
+
 
 class Kernels:
     def __init__(self, types: dict[str, BufferType]):
@@ -44,8 +50,9 @@ class Kernels:
         self.made[kernel] = kernel
         return kernel.name
 
-    def adding(self, terms: Sequence[str], target: str, op: Op) -> str:
-        """The name of the kernel that adds terms, the last of which may be all those along an outermost dim, and rounds once."""
+    def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
+        """The name of the kernel that reduces terms, the last of which may be all those along an outermost dim, and rounds once."""
+        along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
         type = replace(result.type, dtype=wide)
@@ -59,14 +66,14 @@ class Kernels:
         def term(name: str) -> str:
             here = self.tensor(name)
             widened = name if here.dtype == wide else add("astype", (name,), replace(here, dtype=wide))
-            return widened if len(here.dims) == len(type.dims) else add("sum", (widened,), type, 0)
+            return widened if len(here.dims) == len(type.dims) else add(along, (widened,), type, 0)
 
-        total = reduce(lambda total, name: add("add", (total, term(name)), type), terms[1:], term(terms[0]))
+        total = reduce(lambda total, name: add(one_more, (total, term(name)), type), terms[1:], term(terms[0]))
         if wide == result.type.dtype:
             ops[-1] = replace(ops[-1], result=result)
         else:
             ops.append(Op("astype", (total,), result, (), op.location))
-        kernel = ir.Kernel(f"add_landed_{result.name}", tuple(ir.Parameter(name, self.tensor(name)) for name in terms), tuple(ops))
+        kernel = ir.Kernel(f"{one_more}_landed_{result.name}", tuple(ir.Parameter(name, self.tensor(name)) for name in terms), tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
 

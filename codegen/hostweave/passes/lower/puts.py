@@ -18,14 +18,13 @@ from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import branch, contiguous_source
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.exchanges import SIGNAL, Signals
+from hostweave.passes.lower.exchanges import SIGNAL, Signals, apart
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.steps import Steps, chunk_shape
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 PUTS = "puts"  # the stream of what a rank puts, reads, signals and waits for
-MOST_TERMS = 8  # that a kernel adds up as operands of its own
 
 
 @dataclass(eq=False)
@@ -248,14 +247,11 @@ class Scatter(PutLoop):
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 
     def add(self, steps: Steps) -> None:
-        """Few terms are operands of the kernel each, so that it goes on to what takes the sum, whatever that reduces."""
         b, own, target = self.b, self.term(steps), self.buffers.destination(self.op, steps)
         shape = (Size(self.size - 1), *b.types[own].shape)
         if steps.subchunks == Size():
             landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
         else:
             landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
-        terms = [landed]
-        if self.size <= MOST_TERMS:
-            terms = [b.select(landed, 0, Const(sender), f"{self.landing}_{sender}") for sender in range(self.size - 1)]
-        b.emit(ir.Launch(self.kernels.adding((own, *terms), target, self.op), (own, *terms), (target,)))
+        terms = (own, *apart(b, landed, self.landing))
+        b.emit(ir.Launch(self.kernels.adding(terms, target, self.op), terms, (target,)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -170,7 +170,7 @@ class Reshards:
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
-                self._reducing(op, change)(terms, dst)
+                self._reducing(op, change)((terms,), dst)
             case "all_reduce":
                 communication.all_reduce(self.b, src, dst, change.reduction, shards, steps, self._reducing(op, change))
             case "reduce_scatter":
@@ -185,8 +185,15 @@ class Reshards:
                 communication.all_gather(self.b, src, dst, shards, steps)
 
     def _reducing(self, op: Op, change: ReshardStep) -> Reduce:
-        """Emits the reduction of terms, one a rank, that ranks make themselves."""
-        return lambda terms, dst: self.b.emit(ir.Launch(self.kernels.summing(change.reduction, terms, dst, op), (terms,), (dst,)))
+        """Emits the reduction of terms that ranks make themselves."""
+
+        def reduce(terms: Sequence[str], dst: str) -> None:
+            first, *others = terms
+            adding, summing = self.kernels.adding, self.kernels.summing
+            kernel = adding(terms, dst, op, change.reduction) if others else summing(change.reduction, first, dst, op)
+            self.b.emit(ir.Launch(kernel, tuple(terms), (dst,)))
+
+        return reduce
 
     def _is_uneven(self, op: Op) -> bool:
         """Whether ranks may hold different shares of a dim that the op changes."""

@@ -91,7 +91,7 @@ for _name, _function in {
 _binary("maximum", hw.maximum, "default")
 _binary("minimum", hw.minimum, "default")
 _binary("rsub", lambda a, b: b - a)
-_binary("pow", lambda a, b: a**b, "Tensor_Tensor Tensor_Scalar Scalar")
+_binary("pow", lambda a, b: a ** (int(b) if isinstance(b, float) and b.is_integer() else b), "Tensor_Tensor Tensor_Scalar Scalar")
 
 
 @aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "true_divide.Tensor")

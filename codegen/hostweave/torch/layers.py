@@ -1,0 +1,156 @@
+"""Modules of a list, such as the layers of a model, that compute the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from hostweave.base.names import unique_name
+from hostweave.torch.graph import Graph
+from hostweave.torch.patterns import op_of
+
+
+@dataclass(eq=False)
+class Layer:
+    """One of the modules that repeat: consecutive nodes, what they read from outside, and which of them are read there."""
+
+    path: str
+    name: str
+    nodes: list[Node]
+    arguments: list[Node]
+    results: list[Node]
+    like: Layer | None = None  # the first of those that compute the same
+    chain: list[Node | None] = field(default_factory=list)  # of each argument, the result that takes its place in the next layer
+
+
+def repeated_layers(graph: Graph) -> list[Layer]:
+    """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
+    paths = _paths_of_layers(graph)
+    graph.nodes = _together(graph.nodes, paths)
+    grouped: dict[_Path, list[Node]] = {}
+    for node in graph.nodes:
+        if node in paths:
+            grouped.setdefault(paths[node], []).append(node)
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    layers, firsts = [], dict[object, Layer]()
+    for path, nodes in grouped.items():
+        if position[nodes[-1]] - position[nodes[0]] != len(nodes) - 1:
+            continue  # other modules compute in between
+        layer = _layer(graph, path, nodes)
+        layer.like = firsts.setdefault(_signature(graph, layer), layer)
+        layers.append(layer)
+    repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
+    taken: dict[str, None] = {}
+    made = {result: (layer.like, number) for layer in layers for number, result in enumerate(layer.results)}
+    for layer in repeated:
+        assert layer.like is not None
+        origins = [made.get(argument, (None, 0)) for argument in layer.arguments]
+        chain = [layer.like.results[number] if like is layer.like else None for like, number in origins]
+        layer.like.chain = chain if any(chain) else layer.like.chain or chain
+        if layer.like is layer:
+            layer.name = unique_name(layer.name, taken)
+            taken[layer.name] = None
+    return repeated
+
+
+class _Path(NamedTuple):
+    """Of a module of a list, and its class. In a graph of a whole step what is derived from a module stands apart from its own ops."""
+
+    path: str
+    kind: str
+    is_derived: bool
+
+
+def _paths_of_layers(graph: Graph) -> dict[Node, _Path]:
+    """The module of a list in which each node is. What sums up gradients is where the last of them is made."""
+    found: dict[Node, _Path] = {}
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        own = node.meta.get("nn_module_stack")
+        stack = own or node.meta.get("fwd_nn_module_stack") or {}
+        for path, kind in stack.values():
+            if path.rpartition(".")[2].isdigit():
+                found[node] = _Path(path, kind if isinstance(kind, str) else kind.__name__, bool(graph.update) and not own)
+                break
+        before = [argument for argument in node.all_input_nodes if argument in position]
+        if not stack and before and (last := max(before, key=position.__getitem__)) in found:
+            found[node] = found[last]
+    return found
+
+
+def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
+    """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
+    groups = dict(groups)
+    while True:
+        members: dict[Any, list[Node]] = {}
+        for node in nodes:
+            members.setdefault(groups.get(node, node), []).append(node)
+        order, first = list(members), {key: number for number, key in enumerate(members)}
+        before = {
+            key: {of for node in of_key for a in node.all_input_nodes if (of := groups.get(a, a)) in members and of != key}
+            for key, of_key in members.items()
+        }
+        after: dict[Any, list[Any]] = {key: [] for key in members}
+        for key, others in before.items():
+            for other in others:
+                after[other].append(key)
+        ready = [first[key] for key in members if not before[key]]
+        heapify(ready)
+        sorted_: list[Any] = []
+        while ready:
+            sorted_.append(key := order[heappop(ready)])
+            for other in after[key]:
+                before[other].discard(key)
+                if not before[other]:
+                    heappush(ready, first[other])
+        if len(sorted_) == len(members):
+            return [node for key in sorted_ for node in members[key]]
+        done = set(sorted_)
+        torn = next(key for key in order if key not in done and len(members[key]) > 1)
+        groups = {node: key for node, key in groups.items() if key != torn}
+
+
+def _layer(graph: Graph, of: _Path, nodes: list[Node]) -> Layer:
+    inside, arguments, computed = set(nodes), dict[Node, None](), set(graph.nodes)
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in inside and (argument in graph.names or argument in computed):
+                arguments[argument] = None
+    outside = {argument for node in graph.nodes if node not in inside for argument in node.all_input_nodes} | set(graph.outputs)
+    results = [node for node in nodes if node in outside]
+    name = snake_case(of.kind.rpartition(".")[2])
+    return Layer(of.path, f"{name}_backward" if of.is_derived else name, nodes, list(arguments), results)
+
+
+def snake_case(name: str) -> str:
+    """The name of a function for that of a class: llama_decoder_layer for LlamaDecoderLayer."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _signature(graph: Graph, layer: Layer) -> object:
+    """What two layers that compute the same have in common."""
+    number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
+    number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
+    stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}
+
+    def of(node: Node) -> object:
+        if node in number:
+            return number[node]
+        value = graph.constants.get(node, node.meta.get("val"))
+        return ("constant", value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else (node.name, str(value)[:20])
+
+    types = graph.input_types
+    return (
+        tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
+        tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
+        tuple((number[node], graph.placed.get(node)) for node in layer.results),
+        tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
+        tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) in graph.bound),
+    )
