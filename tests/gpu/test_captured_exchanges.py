@@ -90,7 +90,7 @@ def replay(name: str, group: hw.Group, empty: Callable[..., Any]) -> None:
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """With graphs that the ranks agree on: of arrays in an order of each rank's own, of larger sizes, and of ones that are new on a rank."""
+    """Graphs that the ranks agree on, of arrays in an order of each rank's own; then calls of larger sizes, and arrays new on a rank."""
     fusion, program = of_name(name, group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
     first = program(*sets[0].given, group=group)

@@ -9,7 +9,7 @@ SPARE = 8  # of so many calls one may have arrays that are new
 
 
 class CommonGraphs:
-    """Whether a call is a graph, which all ranks decide together: NCCL counts the signals of graphs apart from those of calls.
+    """Whether a call is a graph, which all ranks decide together: signals of graphs are counted apart from those of calls.
 
     A rank knows of its own arrays alone whether they come again. But all make the same calls. So the ranks meet before calls 3, 5, 9, 17
     and so on, where each says whether its calls since the last time had arrays that it knew, but for a few. Where all say so, calls are
