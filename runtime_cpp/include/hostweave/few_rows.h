@@ -207,7 +207,7 @@ struct WarpPart {
 
 template <int kCount>
 __device__ WarpPart warp_part(int terms) {
-  const int warp = threadIdx.x / 32, each = (kProductThreads / 32 - 1 - warp % kCount) / kCount + 1;  // warps of a product
+  const int warp = threadIdx.x / 32, each = (static_cast<int>(blockDim.x) / 32 - 1 - warp % kCount) / kCount + 1;  // of a product
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
@@ -215,11 +215,9 @@ __device__ WarpPart warp_part(int terms) {
 // by then the first weights are on their way to the cache, and the blocks of the next kernel may come to wait for this one.
 template <bool kTransposed, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
-  constexpr int kWarps = kProductThreads / 32;
   static_assert(kCount <= kProducts);
-  __shared__ ProductSums of_warps[kWarps];
-  __shared__ ProductSums of_blocks[kCount];
-  const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;
+  __shared__ ProductSums of_warps[kProductThreads / 32];  // the first warp of each product has those of the block in the end
+  const int rank = Cluster::rank(), blocks = Cluster::size(), threads = blockDim.x, warps = threads / 32, warp = threadIdx.x / 32;
   const int64_t first = int64_t{blockIdx.x} / blocks * kProductColumns;
   const T* weights = p.weights[0];
 #pragma unroll
@@ -246,24 +244,23 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   }
   __syncthreads();
   const int elements = static_cast<int>(p.rows) * kProductColumns;
-  for (int i = threadIdx.x; i < elements; i += kProductThreads) {
+  for (int i = threadIdx.x; i < elements; i += threads) {
     const int row = i / kProductColumns, column = i % kProductColumns;
 #pragma unroll
     for (int product = 0; product < kCount; ++product) {
       float sum = 0;
-#pragma unroll
-      for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
-      of_blocks[product][row][column] = sum;
+      for (int warp = product; warp < warps; warp += kCount) sum += of_warps[warp][row][column];
+      of_warps[product][row][column] = sum;
     }
   }
   Cluster::meet();
-  for (int i = rank * kProductThreads + threadIdx.x; i < elements; i += kProductThreads * blocks) {
+  for (int i = rank * threads + threadIdx.x; i < elements; i += threads * blocks) {
     const int row = i / kProductColumns, column = i % kProductColumns;
     if (first + column >= p.columns) continue;
     float sums[kCount] = {};
     for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_blocks[product][row][column]);
+      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_warps[product][row][column]);
     }
     end(int64_t{row}, first + column, sums);
   }
