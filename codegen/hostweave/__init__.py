@@ -19,7 +19,7 @@ from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
-from hostweave.fusion_ir.frontend.trace import fusion as fusion
+from hostweave.fusion_ir.frontend.tracing import fusion as fusion
 from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
 from hostweave.fusion_ir.ir import Fusion as Fusion
 from hostweave.options import Options as Options

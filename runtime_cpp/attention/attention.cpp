@@ -31,6 +31,19 @@ Heads bias_of(const std::optional<Strided>& x) {
           .row_stride = stride(2)};
 }
 
+template <class Memory>
+void place(HeadsAt<Memory>& at, const Heads& x) {
+  at.batch_stride = x.batch_stride, at.head_stride = x.head_stride, at.row_stride = x.row_stride;
+}
+
+AttentionKernel called(const AttentionKernel& problem, const void* q, const void* k, const void* v, const void* o,
+                       const float* lse, const Beside& beside) {
+  AttentionKernel call = problem;
+  call.q.base = q, call.k.base = k, call.v.base = v, call.o.base = const_cast<void*>(o), call.bias.base = beside.bias;
+  call.lse = const_cast<float*>(lse), call.lengths = beside.lengths, call.offsets = beside.offsets;
+  return call;
+}
+
 }  // namespace
 
 bool AttentionProblem::is_empty() const { return q.batch == 0 || q.heads == 0 || q.rows == 0 || o.size == 0; }
@@ -45,6 +58,21 @@ Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions&
 
 Attentions::~Attentions() = default;
 
+PlannedAttention::PlannedAttention(const AttentionProblem& p, const AttentionOptions& options) {
+  place(problem.q, p.q), place(problem.k, p.k), place(problem.v, p.v), place(problem.o, p.o), place(problem.bias, p.bias);
+  problem.batch = p.q.batch, problem.heads = p.q.heads, problem.groups = p.k.heads;
+  problem.rows = p.q.rows, problem.columns = p.k.rows, problem.size = p.q.size, problem.value_size = p.v.size;
+  problem.sequences = p.sequences, problem.scale = static_cast<float>(options.scale), problem.causal = options.causal;
+  problem.diagonal = p.diagonal, problem.from_end = options.from_end, problem.window = options.window;
+  if (!p.gradients) return;
+  place(problem.o_gradient, p.gradients->o), place(problem.q_gradient, p.gradients->q);
+  place(problem.k_gradient, p.gradients->k), place(problem.v_gradient, p.gradients->v);
+  if (!p.gradients->bias) return;
+  const Heads& bias = *p.gradients->bias;
+  problem.bias_gradient = {{}, bias.batch, bias.heads, bias.rows};
+  place(problem.bias_gradient.at, bias);
+}
+
 void Attentions::Plans::prepare(const AttentionProblem& problem) {
   if (problem.sequences < 0)
     throw ExecutionError("attention: there are no offsets: pass one more than packed sequences, at least 1");
@@ -52,14 +80,13 @@ void Attentions::Plans::prepare(const AttentionProblem& problem) {
     if (!problem.is_empty() && !options.blind_zeros) expect_columns(problem);
     return make(problem);
   });
-  gradients = problem.gradients;
 }
 
 const std::shared_ptr<const Attentions::Plans::Plan>& Attentions::Plans::on(cudaStream_t stream) const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   HW_CHECK(cudaStreamGetCaptureInfo(stream, &status));
   const bool in_graph = status != cudaStreamCaptureStatusNone;
-  if (current && in_graph && std::ranges::find(of_graphs, current) == of_graphs.end()) of_graphs.push_back(current);
+  if (in_graph && std::ranges::find(of_graphs, current) == of_graphs.end()) of_graphs.push_back(current);
   return current;
 }
 
@@ -67,6 +94,22 @@ void AttentionPlan::prepare(const Strided& q, const Strided& k, const Strided& v
                             const BesideShapes& beside) {
   plans_->prepare(
       {heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, std::nullopt, bias_of(beside.bias), beside.sequences});
+}
+
+cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
+                                  const Beside& beside) const {
+  const auto& plan = plans_->on(stream);
+  return plan->attend(called(plan->problem, q, k, v, o, beside.lse, beside), stream);
+}
+
+cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
+                                                 const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
+                                                 cudaStream_t stream, const Beside& beside) const {
+  const auto& plan = plans_->on(stream);
+  AttentionKernel call = called(plan->problem, q, k, v, o, lse, beside);
+  call.o_gradient.base = o_gradient, call.q_gradient.base = q_gradient, call.k_gradient.base = k_gradient;
+  call.v_gradient.base = v_gradient, call.bias_gradient.at.base = beside.bias_gradient;
+  return plan->differentiate(call, stream);
 }
 
 void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o,

@@ -53,11 +53,6 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
                       stream);
 }
 
-template <class Memory>
-HeadsAt<Memory> heads_at(const Heads& x, const void* base) {
-  return {const_cast<Memory*>(base), x.batch_stride, x.head_stride, x.row_stride};
-}
-
 constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements of a head
 
 // Whether cuDNN has packed sequences such as these: what it was seen to compute right. Of heads whose elements are no multiple of
@@ -85,30 +80,6 @@ bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const Attent
 }
 
 bool wants_bias(const AttentionProblem& p) { return p.gradients && p.gradients->bias; }
-
-// A problem without the addresses of a call.
-AttentionKernel for_kernels(const AttentionProblem& p, const AttentionOptions& options) {
-  if (std::max(p.q.size, p.v.size) > kMostHead) {
-    throw ExecutionError("attention: heads have at most 256 elements where cuDNN has no attention: use smaller ones");
-  }
-  AttentionKernel result{};
-  result.sequences = p.sequences;
-  result.batch = p.q.batch, result.heads = p.q.heads, result.groups = p.k.heads, result.rows = p.q.rows,
-  result.columns = p.k.rows;
-  result.size = p.q.size, result.value_size = p.v.size, result.scale = static_cast<float>(options.scale);
-  result.causal = options.causal, result.diagonal = p.diagonal, result.from_end = options.from_end,
-  result.window = options.window;
-  return result;
-}
-
-// With those of a call.
-AttentionKernel at(AttentionKernel result, const AttentionProblem& p, const void* q, const void* k, const void* v, const void* o,
-                   const float* lse, const Beside& beside) {
-  result.q = heads_at<const void>(p.q, q), result.k = heads_at<const void>(p.k, k), result.v = heads_at<const void>(p.v, v);
-  result.o = heads_at<void>(p.o, o), result.bias = heads_at<const void>(p.bias, beside.bias);
-  result.lse = const_cast<float*>(lse), result.lengths = beside.lengths, result.offsets = beside.offsets;
-  return result;
-}
 
 // What cuDNN has planned for a problem.
 class Engine {
@@ -254,26 +225,34 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
-}  // namespace
-
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
-struct Attentions::Plans::Plan {
+struct OnCuda : PlannedAttention {
   struct Part {
     int64_t first;  // row
     Engine engine;
   };
-  std::optional<AttentionKernel> kernel;  // where kernels of this package compute something,
-  bool is_alone = false;                  // or all of it
   const AttentionProblem whole;
-  int64_t blind = 0;               // rows
-  int64_t columns = whole.k.rows;  // that some row sees
+  const AttentionKernels* kernels = nullptr;  // of this package, where they compute something,
+  bool is_alone = false;                      // or all of it
+  int64_t blind = 0;                          // rows
+  int64_t columns = whole.k.rows;             // that some row sees
   std::list<Part> parts;
 
-  Plan(const AttentionProblem& whole, const AttentionOptions& options) : is_alone(true), whole(whole) { add_kernel(options); }
+  OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 
-  Plan(cudnnHandle_t handle, const AttentionProblem& whole, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream)
-      : whole(whole) {
-    if (wants_bias(whole)) add_kernel(options);
+  void add_kernels(const AttentionOptions& options) {
+    if (std::max(whole.q.size, whole.v.size) > kMostHead) {
+      throw ExecutionError("attention: heads have at most 256 elements where cuDNN has no attention: use smaller ones");
+    }
+    if (!options.kernels) {
+      throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
+    }
+    kernels = options.kernels;
+    HW_CHECK(load_attention(*kernels));
+  }
+
+  void add_parts(cudnnHandle_t handle, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream) {
+    if (wants_bias(whole)) add_kernels(options);
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
     const bool in_corner = !options.causal || options.has_lengths || options.is_packed;
     if (!in_corner) {
@@ -286,14 +265,6 @@ struct Attentions::Plans::Plan {
     add(handle, blind, limited, type, options, stream);
     options.causal = false;
     add(handle, limited, rows, type, options, stream);
-  }
-
-  void add_kernel(const AttentionOptions& options) {
-    kernel = for_kernels(whole, options);
-    if (!options.kernels) {
-      throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
-    }
-    HW_CHECK(load_attention(*options.kernels));
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
@@ -312,12 +283,70 @@ struct Attentions::Plans::Plan {
     parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
     parts.back().engine.load_kernels(whole, stream);
   }
+
+  cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const override {
+    if (kernels) return hw::attend(*kernels, call, stream);
+    if (whole.is_empty()) return cudaSuccess;
+    const Heads &q_heads = whole.q, &o_heads = whole.o;
+    const int64_t rows = q_heads.rows;
+    if (call.offsets) {
+      const Heads of_lse{q_heads.batch, q_heads.heads, rows, 2, q_heads.heads * rows * 2, rows * 2, 2};
+      HW_CHECK(outside(call.o.base, o_heads, whole, call.offsets, 0, stream));
+      if (call.lse) HW_CHECK(outside(call.lse, of_lse, whole, call.offsets, kLeast, stream));
+    }
+    cudaError_t status = clear(call.o.base, o_heads, 0, blind, stream);
+    if (status == cudaSuccess && call.lse && blind) {
+      status = cudaMemset2DAsync(call.lse, rows * sizeof(float), kLeast & 0xff, blind * sizeof(float),
+                                 q_heads.batch * q_heads.heads, stream);
+    }
+    for (const auto& [first, engine] : parts) {
+      if (status != cudaSuccess) return status;
+      std::vector<const void*> values{static_cast<const char*>(call.q.base) + first * q_heads.row_stride * 2, call.k.base,
+                                      call.v.base, static_cast<const char*>(call.o.base) + first * o_heads.row_stride * 2};
+      if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+      if (call.lse) values.push_back(call.lse + first);
+      status = run(engine, std::move(values), call, stream);
+    }
+    return status;
+  }
+
+  cudaError_t differentiate(const AttentionKernel& call, cudaStream_t stream) const override {
+    void *const q_gradient = call.q_gradient.base, *const k_gradient = call.k_gradient.base,
+                *const v_gradient = call.v_gradient.base;
+    const Gradients& gradients = *whole.gradients;
+    if (kernels && gradients.bias) HW_CHECK(hw::differentiate_bias(*kernels, call, stream));
+    if (is_alone) return hw::differentiate(*kernels, call, stream);
+    if (call.offsets && !whole.is_empty()) {
+      HW_CHECK(outside(q_gradient, gradients.q, whole, call.offsets, 0, stream));
+      HW_CHECK(outside(k_gradient, gradients.k, whole, call.offsets, 0, stream));
+      HW_CHECK(outside(v_gradient, gradients.v, whole, call.offsets, 0, stream));
+      if (parts.empty()) return cudaSuccess;
+    }
+    const cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
+    if (status != cudaSuccess || parts.empty()) return status;
+    std::vector<const void*> values{call.q.base,          call.k.base, call.v.base, call.o.base, call.lse,
+                                    call.o_gradient.base, q_gradient,  k_gradient,  v_gradient};
+    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+    return run(parts.front().engine, std::move(values), call, stream);
+  }
+
+ private:
+  static cudaError_t run(const Engine& engine, std::vector<const void*> values, const AttentionKernel& call,
+                         cudaStream_t stream) {
+    if (call.lengths) values.push_back(call.lengths);
+    if (call.bias.base) values.push_back(call.bias.base);
+    return engine.run(std::move(values), stream, call.offsets);
+  }
 };
 
-std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const AttentionProblem& problem) const {
+}  // namespace
+
+std::shared_ptr<const PlannedAttention> Attentions::Plans::make(const AttentionProblem& problem) const {
+  auto plan = std::make_shared<OnCuda>(problem, options);
   const bool has_zeros = problem.is_empty() && wants_bias(problem);
-  if (has_zeros || is_by_kernels(dtype, problem, options)) return std::make_shared<const Plan>(problem, options);
-  if (problem.is_empty()) return nullptr;
+  plan->is_alone = has_zeros || is_by_kernels(dtype, problem, options);
+  if (plan->is_alone) plan->add_kernels(options);
+  if (plan->is_alone || problem.is_empty()) return plan;
   for (const Heads& x : problem.operands()) {
     const Dims strides = strides_of(x);
     if (x.size % kStep || std::any_of(strides.begin(), strides.end() - 1, [](int64_t stride) { return stride % kStep; })) {
@@ -327,74 +356,8 @@ std::shared_ptr<const Attentions::Plans::Plan> Attentions::Plans::make(const Att
     }
   }
   const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
-  return std::make_shared<const Plan>(handle_of(rank), problem, type, options, rank.stream("ring", 0));
-}
-
-cudaError_t AttentionPlan::attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream,
-                                  const Beside& beside) const {
-  const auto& current = plans_->on(stream);
-  if (!current) return cudaSuccess;
-  const AttentionProblem& problem = current->whole;
-  if (current->kernel) {
-    return hw::attend(*plans_->options.kernels, at(*current->kernel, problem, q, k, v, o, beside.lse, beside), stream);
-  }
-  const Heads &q_heads = problem.q, &o_heads = problem.o;
-  if (beside.offsets) {
-    const Heads of_lse{q_heads.batch, q_heads.heads, q_heads.rows, 2, q_heads.heads * q_heads.rows * 2, q_heads.rows * 2, 2};
-    HW_CHECK(outside(o, o_heads, problem, beside.offsets, 0, stream));
-    if (beside.lse) HW_CHECK(outside(beside.lse, of_lse, problem, beside.offsets, kLeast, stream));
-  }
-  const int64_t blind = current->blind, rows = q_heads.rows;
-  cudaError_t status = clear(o, o_heads, 0, blind, stream);
-  if (status == cudaSuccess && beside.lse && blind) {
-    status = cudaMemset2DAsync(beside.lse, rows * sizeof(float), kLeast & 0xff, blind * sizeof(float),
-                               q_heads.batch * q_heads.heads, stream);
-  }
-  for (const auto& [first, engine] : current->parts) {
-    if (status != cudaSuccess) return status;
-    std::vector<const void*> values{static_cast<const char*>(q) + first * q_heads.row_stride * 2, k, v,
-                                    static_cast<const char*>(o) + first * o_heads.row_stride * 2};
-    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-    if (beside.lse) values.push_back(beside.lse + first);
-    if (beside.lengths) values.push_back(beside.lengths);
-    if (beside.bias) values.push_back(beside.bias);
-    status = engine.run(std::move(values), stream, beside.offsets);
-  }
-  return status;
-}
-
-cudaError_t AttentionBackwardPlan::differentiate(const void* q, const void* k, const void* v, const void* o, const float* lse,
-                                                 const void* o_gradient, void* q_gradient, void* k_gradient, void* v_gradient,
-                                                 cudaStream_t stream, const Beside& beside) const {
-  const auto& current = plans_->on(stream);
-  const Gradients& gradients = *plans_->gradients;
-  if (!current) return clear(gradients, k_gradient, v_gradient, 0, stream);
-  if (current->kernel) {
-    AttentionKernel kernel = at(*current->kernel, current->whole, q, k, v, o, lse, beside);
-    kernel.o_gradient = heads_at<const void>(gradients.o, o_gradient);
-    kernel.q_gradient = heads_at<void>(gradients.q, q_gradient);
-    kernel.k_gradient = heads_at<void>(gradients.k, k_gradient), kernel.v_gradient = heads_at<void>(gradients.v, v_gradient);
-    if (gradients.bias) {
-      const Heads& of_bias = *gradients.bias;
-      kernel.bias_gradient = {heads_at<void>(of_bias, beside.bias_gradient), of_bias.batch, of_bias.heads, of_bias.rows};
-      HW_CHECK(hw::differentiate_bias(*plans_->options.kernels, kernel, stream));
-    }
-    if (current->is_alone) return hw::differentiate(*plans_->options.kernels, kernel, stream);
-  }
-  if (beside.offsets) {
-    HW_CHECK(outside(q_gradient, gradients.q, current->whole, beside.offsets, 0, stream));
-    HW_CHECK(outside(k_gradient, gradients.k, current->whole, beside.offsets, 0, stream));
-    HW_CHECK(outside(v_gradient, gradients.v, current->whole, beside.offsets, 0, stream));
-    if (current->parts.empty()) return cudaSuccess;
-  }
-  if (current->parts.empty()) return clear(gradients, k_gradient, v_gradient, 0, stream);
-  if (const cudaError_t status = clear(gradients, k_gradient, v_gradient, current->columns, stream); status != cudaSuccess)
-    return status;
-  std::vector<const void*> values{q, k, v, o, lse, o_gradient, q_gradient, k_gradient, v_gradient};
-  if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-  if (beside.lengths) values.push_back(beside.lengths);
-  if (beside.bias) values.push_back(beside.bias);
-  return current->parts.front().engine.run(std::move(values), stream, beside.offsets);
+  plan->add_parts(handle_of(rank), type, options, rank.stream("ring", 0));
+  return plan;
 }
 
 }  // namespace hw

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "hostweave/attention.h"
+#include "hostweave/attention_kernel.h"
 #include "hostweave/plan_cache.h"
 
 namespace hw {
@@ -38,14 +39,26 @@ struct AttentionProblem {
   std::vector<Heads> operands() const;
 };
 
+// For one problem, on one target.
+struct PlannedAttention {
+  PlannedAttention(const AttentionProblem& problem, const AttentionOptions& options);
+  virtual ~PlannedAttention() = default;
+
+  // Of a call, which has the addresses.
+  virtual cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const = 0;
+  virtual cudaError_t differentiate(const AttentionKernel& call, cudaStream_t stream) const = 0;
+
+  AttentionKernel problem{};  // without addresses
+};
+
 struct Attentions::Plans {
-  struct Plan;
+  using Plan = PlannedAttention;
 
   Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
 
   void prepare(const AttentionProblem& problem);
-  // Of the last problem, for a call on this stream; none where the device has nothing to compute. Where the stream is captured,
-  // the plan stays as long as the program: a graph may read what it owns.
+  // Of the last problem, for a call on this stream. Where that is captured, the plan stays as long as the program: a graph may
+  // read what it owns.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;
@@ -56,7 +69,6 @@ struct Attentions::Plans {
   static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> known{kMostPlans};
   std::shared_ptr<const Plan> current;
-  std::optional<Gradients> gradients;  // of the last problem
   mutable std::vector<std::shared_ptr<const Plan>> of_graphs;
 };
 

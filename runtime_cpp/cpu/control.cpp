@@ -146,9 +146,9 @@ void hw_cpu_get_counters(hw_cpu_counters* counters) {
 }
 
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
-                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count) {
+                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject) {
   Call call;
-  OpPtr op = new_op(Machine::get().intern(name), 0);
+  OpPtr op = new_op(Machine::get().intern(name), subject);
   for (int i = 0; i < range_count; ++i) {
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));
@@ -158,6 +158,12 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
   if (closure_bytes != 0) std::memcpy(copy.data(), closure, closure_bytes);
   op->work = [run, copy = std::move(copy)]() mutable { run(copy.data()); };
   return submit(call.lock, std::move(op), stream);
+}
+
+void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure) {
+  Machine::get().split(count, 1, [&](std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) run(closure, i);
+  });
 }
 
 }  // extern "C"

@@ -8,6 +8,7 @@
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "hostweave_cpu.h"
 #include "machine.h"
 #include "types.h"
 
@@ -74,20 +75,17 @@ void convert_row(void* to, const void* from, std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) static_cast<To*>(to)[i] = static_cast<To>(static_cast<const From*>(from)[i]);
 }
 
-}  // namespace
-
-void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type) {
-  if (type == CUDA_R_16BF) return convert_row<float, __nv_bfloat16>(to, from, count);
-  if (type == CUDA_R_16F) return convert_row<float, __half>(to, from, count);
-  std::memcpy(to, from, count * sizeof(float));
+template <class T>
+void load_row(T* to, const void* from, std::int64_t count, cudaDataType_t type) {
+  if (type == CUDA_R_16BF) return convert_row<T, __nv_bfloat16>(to, from, count);
+  if (type == CUDA_R_16F) return convert_row<T, __half>(to, from, count);
+  std::memcpy(to, from, count * sizeof(T));
 }
 void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type) {
   if (type == CUDA_R_16BF) return convert_row<__nv_bfloat16, float>(to, from, count);
   if (type == CUDA_R_16F) return convert_row<__half, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(float));
 }
-
-namespace {
 
 template <class T>
 void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
@@ -102,24 +100,13 @@ void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
 }
 
 template <class T>
-T bias_at(const Gemm& g, std::int64_t i) {
-  if constexpr (std::is_same_v<T, double>) {
-    return static_cast<const double*>(g.bias)[i];
-  } else {
-    float value;
-    load_row(&value, shift(g.bias, i, g.type_d), 1, g.type_d);
-    return value;
-  }
-}
-
-template <class T>
 void finish(const Gemm& g, T* d, std::int64_t ldd) {
   if (!g.bias && g.activation == Gemm::Activation::none) return;
+  std::vector<T> bias(g.bias ? g.m : 0);
+  if (g.bias) load_row(bias.data(), g.bias, g.m, g.type_d);
   for (std::int64_t column = 0; column < g.n; ++column) {
     T* const at = d + column * ldd;
-    if (g.bias) {
-      for (std::int64_t row = 0; row < g.m; ++row) at[row] += bias_at<T>(g, row);
-    }
+    for (std::size_t row = 0; row < bias.size(); ++row) at[row] += bias[row];
     activate(at, g.m, g.activation);
   }
 }
@@ -197,11 +184,6 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
 
 }  // namespace
 
-void multiply_floats(const Gemm& g) {
-  use_one_thread();
-  run_plain<float>(g);
-}
-
 void run(const Gemm& g) {
   if (g.m == 0 || g.n == 0) return;
   use_one_thread();
@@ -223,3 +205,13 @@ void run(const Gemm& g) {
 }
 
 }  // namespace hostweave::cpu
+
+void hw_cpu_multiply(const float* a, bool a_transposed, const float* b, bool b_transposed, float* c, std::int64_t m,
+                     std::int64_t n, std::int64_t k, float alpha, float beta) {
+  using namespace hostweave::cpu;
+  Gemm g;  // of column-major matrices: c' = b' a'
+  g.transpose_a = b_transposed, g.transpose_b = a_transposed;
+  g.m = n, g.n = m, g.k = k, g.alpha = alpha, g.beta = beta;
+  use_one_thread();
+  multiply<float>(g, {b, b_transposed ? k : n}, {a, a_transposed ? m : k}, {c, n});
+}

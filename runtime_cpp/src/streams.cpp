@@ -63,20 +63,16 @@ Streams::~Streams() = default;
 
 Stream Streams::operator[](int64_t i) const { return pool_->streams[mod(i, static_cast<int64_t>(pool_->streams.size()))]; }
 
-cudaError_t Streams::fork(cudaStream_t caller) { return fork(caller, joined_.count()); }
-
 cudaError_t Streams::fork(cudaStream_t caller, int64_t first) {
   if (const cudaError_t error = cudaEventRecord(forked_[0], caller)) return error;
-  for (int64_t i = 0; i < first; ++i) {
+  for (int64_t i = 0; i < first && i < joined_.count(); ++i) {
     if (const cudaError_t error = cudaStreamWaitEvent((*this)[i], forked_[0], 0)) return error;
   }
   return cudaSuccess;
 }
 
-cudaError_t Streams::join(cudaStream_t caller) { return join(caller, joined_.count()); }
-
 cudaError_t Streams::join(cudaStream_t caller, int64_t first) {
-  for (int64_t i = 0; i < first; ++i) {
+  for (int64_t i = 0; i < first && i < joined_.count(); ++i) {
     if (const cudaError_t error = cudaEventRecord(joined_[i], (*this)[i])) return error;
     if (const cudaError_t error = cudaStreamWaitEvent(caller, joined_[i], 0)) return error;
   }

@@ -8,7 +8,7 @@ from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
-from hostweave.host_ir.size_requirements import not_negative, trip_counts, types_in
+from hostweave.host_ir.size_requirements import not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import Size, Sum
 
@@ -146,6 +146,6 @@ def all_sizes(program: ir.HostProgram) -> Iterator[Size]:
     """Everything about the program's memory and loops that must be whole."""
     for parameter in (*program.inputs, *program.outputs):
         yield from parameter.type.shape
-    for type in types_in(program):
+    for _, type in ir.defined_types(program):
         yield from (*type.shape, *(type.strides or ()))
     yield from trip_counts(program)

@@ -238,10 +238,17 @@ def _symbols(program: HostProgram) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
 
+def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
+    """The local type of every parameter, buffer and view with its name, which bodies side by side may give to two."""
+    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
+    yield from types.items()
+    for instruction in walk(program.body):
+        defined = instruction.defined(types)
+        types.update(defined)
+        yield from defined.items()
+
+
 @analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
-    """The local type of every buffer and view by name."""
-    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
-    for instruction in walk(program.body):
-        types.update(instruction.defined(types))
-    return types
+    """The same by name."""
+    return dict(defined_types(program))

@@ -16,16 +16,6 @@ from hostweave.types.tensor import BufferType, TensorType
 MOST = 2**48  # elements: of no memory
 
 
-def types_in(program: ir.HostProgram) -> Iterator[BufferType]:
-    """The local types of the parameters and of all that is defined on the way."""
-    types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
-    yield from types.values()
-    for instruction in tree.walk(program.body):
-        defined = instruction.defined(types)
-        types.update(defined)
-        yield from defined.values()
-
-
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
     """What must divide each symbolic size for every dim and trip count of the program to be whole."""
     result: dict[Factor, int] = {}
@@ -36,7 +26,7 @@ def multiples(program: ir.HostProgram) -> dict[Factor, int]:
 
 
 def dims_and_trips(program: ir.HostProgram) -> Iterator[Size]:
-    for type in types_in(program):
+    for _, type in ir.defined_types(program):
         yield from type.shape
     yield from trip_counts(program)
 

@@ -13,54 +13,6 @@ namespace {
 
 __device__ inline float none() { return -INFINITY; }
 
-// The columns from one to the one before another.
-struct Span {
-  int64_t begin, end;
-
-  __device__ bool has(int64_t column) const { return column >= begin && column < end; }
-};
-
-// The columns that rows of one of the batch see: neither where they begin nor where they end decreases with the row.
-struct Sight {
-  int64_t rows, length, diagonal, window, sequences;
-  bool causal;
-  const int32_t* offsets;
-
-  __device__ Sight(const AttentionKernel& p, int64_t batch)
-      : rows(p.rows),
-        length(p.lengths ? max(int64_t{0}, min(int64_t{p.lengths[batch]}, p.columns)) : p.columns),
-        diagonal(p.diagonal + (p.from_end ? length : 0)),
-        window(p.window),
-        sequences(p.sequences),
-        causal(p.causal),
-        offsets(p.offsets ? p.offsets + batch * (p.sequences + 1) : nullptr) {}
-
-  // The sequence that a token is of; before the first one, and behind the last, what it sees is empty.
-  __device__ Span sequence(int64_t token) const {
-    int64_t low = 0, high = sequences + 1;  // how many offsets are not behind it
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      offsets[middle] <= token ? low = middle + 1 : high = middle;
-    }
-    return {offsets[max(low - 1, int64_t{0})], offsets[min(low, sequences)]};
-  }
-  __device__ Span of(int64_t row) const {
-    if (row >= rows) return {0, 0};
-    const int64_t begin = window ? max(int64_t{0}, row + diagonal + 1 - window) : 0;
-    const int64_t end = causal ? max(int64_t{0}, min(row + diagonal + 1, length)) : length;
-    if (!offsets) return {begin, end};
-    const Span own = sequence(row);
-    return {max(begin, own.begin), min(end, own.end)};
-  }
-  // The rows that see some of these columns are among them.
-  __device__ Span rows_of(int64_t first, int64_t last) const {
-    const int64_t begin = causal ? max(int64_t{0}, first - diagonal) : 0;
-    const int64_t end = window ? min(rows, last - diagonal + window) : rows;
-    if (!offsets) return {begin, end};
-    return {max(begin, sequence(first).begin), min(end, sequence(last).end)};
-  }
-};
-
 // What is added to the scores of a head.
 template <class T>
 struct Bias {

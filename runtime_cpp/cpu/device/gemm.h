@@ -22,11 +22,5 @@ struct Gemm {  // column-major D = epilogue(alpha op(A) op(B) + beta C)
 };
 
 void run(const Gemm& gemm);
-// The same of f32 alone, on the calling thread.
-void multiply_floats(const Gemm& gemm);
-
-// Elements of a row as floats, and floats rounded to them.
-void load_row(float* to, const void* from, std::int64_t count, cudaDataType_t type);
-void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type);
 
 }  // namespace hostweave::cpu

@@ -99,50 +99,16 @@ typedef struct hw_cpu_range {
 } hw_cpu_range;
 
 // Enqueues a kernel: `run` is called once with a copy of the closure and does the whole grid. `name` and the ranges are
-// copied. The seeded mode overwrites what is only written with NaN when the kernel begins.
+// copied. The seeded mode overwrites what is only written with NaN when the kernel begins. Reports name an argument of the call
+// that enqueues it, the `subject`.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
-                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count);
+                          size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
-// Operands of attention: [batch, heads, rows, size], the elements of a row side by side, other strides in elements.
-typedef struct hw_cpu_heads {
-  int64_t batch, heads, rows, size;
-  int64_t batch_stride, head_stride, row_stride;
-} hw_cpu_heads;
+// For kernels: calls run(closure, i) for each i below count, on idle workers, too.
+void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure);
 
-typedef struct hw_cpu_attention {
-  int dtype;  // cudaDataType_t: f16, bf16 or f32
-  hw_cpu_heads q, k, v, o;
-  float scale;
-  int causal;  // row i sees columns up to i + diagonal
-  int64_t diagonal;
-  int64_t window;     // and only the last so many of them; 0: all
-  int from_end;       // row i sees columns up to i + diagonal + its length
-  hw_cpu_heads bias;  // added to the scores, of the dtype: strides are 0 along what it has once
-  int64_t sequences;  // that are packed into one, of each of the batch
-} hw_cpu_attention;
-
-// What masks the scores: null, or lengths [batch], how many columns there are; the bias; offsets [batch, sequences + 1], where
-// sequences begin and the last one ends, of which a row sees its own alone.
-typedef struct hw_cpu_attention_masks {
-  const int32_t* lengths;
-  const void* bias;
-  const int32_t* offsets;
-} hw_cpu_attention_masks;
-
-// o = softmax(scale q kT) v, computed in f32 without the matrix of scores; lse, null or [batch, heads, rows], is log(sum(exp)).
-// A row that sees no column gives zeros, and the lse -inf.
-cudaError_t hw_cpu_attend(const hw_cpu_attention* problem, const void* q, const void* k, const void* v, void* o, float* lse,
-                          const hw_cpu_attention_masks* masks, cudaStream_t stream);
-
-typedef struct hw_cpu_attention_gradients {
-  hw_cpu_heads o, q, k, v, bias;
-} hw_cpu_attention_gradients;
-
-// The gradients of q, k and v from that of o, by blocks in f32, and of the bias where there is one for it: a dim that this has
-// once is summed over. o and lse are what hw_cpu_attend gave.
-cudaError_t hw_cpu_attend_backward(const hw_cpu_attention* problem, const hw_cpu_attention_gradients* gradients, const void* q,
-                                   const void* k, const void* v, const void* o, const float* lse, const void* o_gradient,
-                                   void* q_gradient, void* k_gradient, void* v_gradient, void* bias_gradient,
-                                   const hw_cpu_attention_masks* masks, cudaStream_t stream);
+// For kernels: row-major c[m, n] = alpha a[m, k] b[k, n] + beta c, on the calling thread. An operand may lie transposed.
+void hw_cpu_multiply(const float* a, bool a_transposed, const float* b, bool b_transposed, float* c, int64_t m, int64_t n,
+                     int64_t k, float alpha, float beta);
 
 }  // extern "C"

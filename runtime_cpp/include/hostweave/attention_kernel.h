@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "hostweave/device.h"
+
 // The name of one of the kernels of HW_DTYPE, for heads of up to HW_HEAD elements.
 #define HW_ATTENTION(kernel) HW_ATTENTION_OF(kernel, HW_DTYPE, HW_HEAD)
 #define HW_ATTENTION_OF(kernel, dtype, head) HW_ATTENTION_JOINED(kernel, dtype, head)
@@ -44,6 +46,58 @@ struct AttentionKernel {
   HeadsAt<const void> o_gradient;
   HeadsAt<void> q_gradient, k_gradient, v_gradient;
   BiasGradient bias_gradient;
+};
+
+// The columns from one to the one before another.
+struct Span {
+  int64_t begin, end;
+
+  HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
+};
+
+// The columns that rows of one of the batch see: neither where they begin nor where they end decreases with the row.
+struct Sight {
+  int64_t rows, length, diagonal, window, sequences;
+  bool causal;
+  const int32_t* offsets;
+
+  HW_DEVICE Sight(const AttentionKernel& p, int64_t batch)
+      : rows(p.rows),
+        length(p.lengths ? least(not_negative(p.lengths[batch]), p.columns) : p.columns),
+        diagonal(p.diagonal + (p.from_end ? length : 0)),
+        window(p.window),
+        sequences(p.sequences),
+        causal(p.causal),
+        offsets(p.offsets ? p.offsets + batch * (p.sequences + 1) : nullptr) {}
+
+  HW_DEVICE static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+  HW_DEVICE static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+  HW_DEVICE static int64_t not_negative(int64_t a) { return most(a, 0); }
+
+  // The sequence that a token is of; before the first one, and behind the last, what it sees is empty.
+  HW_DEVICE Span sequence(int64_t token) const {
+    int64_t low = 0, high = sequences + 1;  // how many offsets are not behind it
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      offsets[middle] <= token ? low = middle + 1 : high = middle;
+    }
+    return {offsets[not_negative(low - 1)], offsets[least(low, sequences)]};
+  }
+  HW_DEVICE Span of(int64_t row) const {
+    if (row >= rows) return {0, 0};
+    const int64_t begin = window ? not_negative(row + diagonal + 1 - window) : 0;
+    const int64_t end = causal ? not_negative(least(row + diagonal + 1, length)) : length;
+    if (!offsets) return {begin, end};
+    const Span own = sequence(row);
+    return {most(begin, own.begin), least(end, own.end)};
+  }
+  // The rows that see some of these columns are among them.
+  HW_DEVICE Span rows_of(int64_t first, int64_t last) const {
+    const int64_t begin = causal ? not_negative(first - diagonal) : 0;
+    const int64_t end = window ? least(rows, last - diagonal + window) : rows;
+    if (!offsets) return {begin, end};
+    return {most(begin, sequence(first).begin), least(end, sequence(last).end)};
+  }
 };
 
 // Kernels of one dtype, of heads of up to so many elements: null where they are not compiled.

@@ -60,10 +60,11 @@ HW_DEVICE T from_total(const Total& total) {
   }
 }
 
-#ifdef __CUDACC__
 struct Lanes : ThreadGroup<1> {
-  static __device__ void sync() {}
+  static HW_DEVICE void sync() {}
 };
+
+#ifdef __CUDACC__
 // A block, or each of a team of them.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
@@ -95,9 +96,6 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
   return value;
 }
 #else
-struct Lanes : ThreadGroup<1> {
-  static void sync() {}
-};
 using BlockLanes = Lanes;
 #endif
 

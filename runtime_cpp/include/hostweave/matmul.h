@@ -65,7 +65,6 @@ class MatmulPlan {
   cudaDataType_t result_;
   cublasLtEpilogue_t epilogue_;
   cublasComputeType_t compute_;
-  struct Plans;
   Hidden<Plans> plans_;
   const Plan* current_ = nullptr;
 };

@@ -80,11 +80,9 @@ class Streams {
   // Stream i modulo their number, of a negative index, too.
   Stream operator[](int64_t i) const;
   // Every stream, or the first ones, wait for what `caller` holds.
-  cudaError_t fork(cudaStream_t caller);
-  cudaError_t fork(cudaStream_t caller, int64_t first);
+  cudaError_t fork(cudaStream_t caller, int64_t first = INT64_MAX);
   // `caller` waits for what the streams hold.
-  cudaError_t join(cudaStream_t caller);
-  cudaError_t join(cudaStream_t caller, int64_t first);
+  cudaError_t join(cudaStream_t caller, int64_t first = INT64_MAX);
 
  private:
   struct Pool;

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
-
-if TYPE_CHECKING:
-    from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
 
 Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe the number of the result of each
 

@@ -9,7 +9,8 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, name_of, parameters, traced
+from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
+from hostweave.fusion_ir.frontend.tracing import name_of, parameters, traced
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import TensorType
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import INDEX
-
-if TYPE_CHECKING:
-    from hostweave.fusion_ir.frontend.trace import Tensor
 
 
 def names_of(tensors: Mapping[str, Tensor], needed: set[str]) -> dict[str, str]:
