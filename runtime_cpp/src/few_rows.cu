@@ -21,12 +21,12 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
 }
 
 // No templates: nvcc gives those no name that another file can launch them by.
-#define HW_PRODUCTS(T, Result)                                                                                               \
-  __global__ void __launch_bounds__(kProductThreads) multiply_few_rows(FewRows<T, 1> p, ProductEnd<Result> end) {            \
-    multiply<false>(p, end);                                                                                                 \
-  }                                                                                                                          \
-  __global__ void __launch_bounds__(kProductThreads) multiply_few_rows_transposed(FewRows<T, 1> p, ProductEnd<Result> end) { \
-    multiply<true>(p, end);                                                                                                  \
+#define HW_PRODUCTS(T, Result)                                                                                                  \
+  __global__ void __launch_bounds__(kProductThreads, 2) multiply_few_rows(FewRows<T, 1> p, ProductEnd<Result> end) {            \
+    multiply<false>(p, end);                                                                                                    \
+  }                                                                                                                             \
+  __global__ void __launch_bounds__(kProductThreads, 2) multiply_few_rows_transposed(FewRows<T, 1> p, ProductEnd<Result> end) { \
+    multiply<true>(p, end);                                                                                                     \
   }
 
 // The paragraphs below are compiled each by itself.

@@ -60,7 +60,7 @@ class _EachElement(Loops):
 
     @property
     def bounds(self) -> str:
-        return "hw::kProductThreads"
+        return "hw::kProductThreads, 2"
 
 
 class _Emitter(KernelEmitter):

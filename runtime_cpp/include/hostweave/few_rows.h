@@ -52,8 +52,6 @@ __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x
 // Sums of a warp, with a column for the banks of shared memory.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
-__device__ inline void put(float& into, float sum, bool adds) { into = adds ? into + sum : sum; }
-
 // The sums of a warp in a block of columns, to which it adds kDepth terms at a time, where all can be read 16 bytes at a time.
 //
 // Of 16 bits the weights are the first operand of a tensor core, transposed. Which term is which does not matter to a sum: a lane
@@ -105,11 +103,11 @@ struct WideSums {
       return {__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410), __byte_perm(c, d, 0x7632)};
     }
   }
-  __device__ void store(ProductSums& into, int rows, bool adds) const {
+  __device__ void store(ProductSums& into, int rows) const {
     const int first = threadIdx.x % 4 * 2;  // row
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (first + i % 2 < rows) put(into[first + i % 2][column + i / 4 * 2 + i % 4 / 2], sums[i / 4][i % 4], adds);
+      if (first + i % 2 < rows) into[first + i % 2][column + i / 4 * 2 + i % 4 / 2] = sums[i / 4][i % 4];
     }
   }
 };
@@ -157,14 +155,14 @@ struct WideSums<float, kTransposed> {
       }
     }
   }
-  __device__ void store(ProductSums& into, int rows, bool adds) const {
+  __device__ void store(ProductSums& into, int rows) const {
 #pragma unroll
     for (int row = 0; row < kFewRows; ++row) {
       if (row >= rows) break;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float sum = sums[row][j] + __shfl_xor_sync(~0u, sums[row][j], 16);
-        if (threadIdx.x % 32 < 16) put(into[row][column + j], sum, adds);
+        if (threadIdx.x % 32 < 16) into[row][column + j] = sum;
       }
     }
   }
@@ -194,18 +192,13 @@ struct NarrowSums {
       }
     }
   }
-  __device__ void store(ProductSums& into, int rows, bool adds) const {
+  __device__ void store(ProductSums& into, int rows) const {
 #pragma unroll
     for (int i = 0; i < 2 * kFewRows; ++i) {
-      if (i / 2 < rows) put(into[i / 2][column + i % 2 * 32], sums[i / 2][i % 2], adds);
+      if (i / 2 < rows) into[i / 2][column + i % 2 * 32] = sums[i / 2][i % 2];
     }
   }
 };
-
-constexpr int kSummedWarps = 8;  // whose sums are in shared memory at once; those of eight more are added to them
-
-// Which sums those of this warp are added to.
-__device__ inline int summed_warp() { return threadIdx.x / 32 % kSummedWarps; }
 
 // The part of the products that a warp of a block has: a step of terms in so many.
 struct WarpPart {
@@ -214,29 +207,19 @@ struct WarpPart {
 
 template <int kCount>
 __device__ WarpPart warp_part(int terms) {
-  const int warp = summed_warp(), each = (kSummedWarps - 1 - warp % kCount) / kCount + 1;  // of eight, those of a product
-  const int turn = threadIdx.x / 32 / kSummedWarps, turns = blockDim.x / 32 / kSummedWarps;
-  return {int64_t{terms} * (each * (turns * Cluster::rank() + turn) + warp / kCount),
-          int64_t{terms} * each * turns * Cluster::size()};
-}
-
-// Adds up what the warps have, eight at a time.
-template <class Sums>
-__device__ void store(const Sums& sums, ProductSums (&into)[kSummedWarps], int rows) {
-  const int turns = blockDim.x / 32 / kSummedWarps;
-  for (int turn = 0; turn < turns; ++turn) {
-    if (threadIdx.x / 32 / kSummedWarps == turn) sums.store(into[summed_warp()], rows, turn > 0);
-    __syncthreads();
-  }
+  const int warp = threadIdx.x / 32, each = (kProductThreads / 32 - 1 - warp % kCount) / kCount + 1;  // warps of a product
+  return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
 // Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait(), but that
 // by then the first weights are on their way to the cache, and the blocks of the next kernel may come to wait for this one.
 template <bool kTransposed, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
+  constexpr int kWarps = kProductThreads / 32;
   static_assert(kCount <= kProducts);
-  __shared__ ProductSums of_warps[kSummedWarps];  // the first warp of each product has those of the block in the end
-  const int rank = Cluster::rank(), blocks = Cluster::size(), threads = blockDim.x, warp = summed_warp();
+  __shared__ ProductSums of_warps[kWarps];
+  __shared__ ProductSums of_blocks[kCount];
+  const int rank = Cluster::rank(), blocks = Cluster::size(), warp = threadIdx.x / 32;
   const int64_t first = int64_t{blockIdx.x} / blocks * kProductColumns;
   const T* weights = p.weights[0];
 #pragma unroll
@@ -253,33 +236,34 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
       next = sums.load(p, weights, k + step, first);
       sums.add(here);
     }
-    store(sums, of_warps, static_cast<int>(p.rows));
+    sums.store(of_warps[warp], static_cast<int>(p.rows));
   } else {
     griddep_wait();
     NarrowSums<T, kTransposed> sums;
     const auto [begin, step] = warp_part<kCount>(sums.kDepth);
     for (int64_t k = begin; k < p.depth; k += step) sums.add(p, weights, k, first);
-    store(sums, of_warps, static_cast<int>(p.rows));
+    sums.store(of_warps[warp], static_cast<int>(p.rows));
   }
+  __syncthreads();
   const int elements = static_cast<int>(p.rows) * kProductColumns;
-  for (int i = threadIdx.x; i < elements; i += threads) {
+  for (int i = threadIdx.x; i < elements; i += kProductThreads) {
     const int row = i / kProductColumns, column = i % kProductColumns;
 #pragma unroll
     for (int product = 0; product < kCount; ++product) {
       float sum = 0;
 #pragma unroll
-      for (int warp = product; warp < kSummedWarps; warp += kCount) sum += of_warps[warp][row][column];
-      of_warps[product][row][column] = sum;
+      for (int warp = product; warp < kWarps; warp += kCount) sum += of_warps[warp][row][column];
+      of_blocks[product][row][column] = sum;
     }
   }
   Cluster::meet();
-  for (int i = rank * threads + threadIdx.x; i < elements; i += threads * blocks) {
+  for (int i = rank * kProductThreads + threadIdx.x; i < elements; i += kProductThreads * blocks) {
     const int row = i / kProductColumns, column = i % kProductColumns;
     if (first + column >= p.columns) continue;
     float sums[kCount] = {};
     for (int block = 0; block < blocks; ++block) {
 #pragma unroll
-      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_warps[product][row][column]);
+      for (int product = 0; product < kCount; ++product) sums[product] += Cluster::of(block, of_blocks[product][row][column]);
     }
     end(int64_t{row}, first + column, sums);
   }

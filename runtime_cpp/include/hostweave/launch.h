@@ -35,7 +35,7 @@ struct Grid {
 constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int64_t kProductsAtOnce = 132;  // blocks of kProductThreads: one a multiprocessor of an H200
+constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
 constexpr int64_t kBlocksOfOrders = 264;  // of kRowThreads, that run at once
 constexpr int64_t kOrderedByAll = 65536;  // elements of a row, at least, for each of the rows that all blocks order
@@ -76,20 +76,14 @@ constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_di
 
 // A cluster of blocks for each kProductColumns columns of a product of few rows: as many as run at once, and have something to
 // do. Larger clusters do not fill every group of multiprocessors, so of these some room is left.
-constexpr Grid grid_of_products(int64_t columns, int64_t depth, int threads) {
-  const int64_t clusters = ceil_div(columns, kProductColumns), at_once = kProductsAtOnce * kProductThreads / threads;
+constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
+  const int64_t clusters = ceil_div(columns, kProductColumns);
   int cluster = kMostBlocks;
-  while (cluster > 1 && (clusters * cluster > at_once - (cluster > 2 ? at_once / 11 : 0) || depth < 2 * cluster * threads)) {
+  while (cluster > 1 &&
+         (clusters * cluster > kProductsAtOnce - (cluster > 2 ? 24 : 0) || depth < 2 * cluster * kProductThreads)) {
     --cluster;
   }
-  return {clusters * cluster, threads, cluster};
-}
-
-// With blocks of half the threads, two a multiprocessor, where more threads run at once so.
-constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
-  const Grid large = grid_of_products(columns, depth, kProductThreads),
-             small = grid_of_products(columns, depth, kProductThreads / 2);
-  return large.blocks <= kProductsAtOnce && 2 * large.blocks >= small.blocks ? large : small;
+  return {clusters * cluster, kProductThreads, cluster};
 }
 
 // What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument

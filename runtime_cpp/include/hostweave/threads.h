@@ -13,6 +13,6 @@ constexpr int kSorted = 2048;     // numbers that a block orders in its own memo
 constexpr int kFewRows = 8;           // at most, of a product that takes as long as to read its weights
 constexpr int kProducts = 4;          // at most, of one operand, which one kernel computes
 constexpr int kProductColumns = 64;   // of a block
-constexpr int kProductThreads = 512;  // of a block, which a multiprocessor holds, or two of half as many
+constexpr int kProductThreads = 256;  // of a block, two of which a multiprocessor holds
 
 }  // namespace hw
