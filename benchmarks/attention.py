@@ -1,6 +1,6 @@
 """Causal attention of bf16, forward and backward, beside torch's by cuDNN: the heads of Llama 3, of one rank and of four; and with
-the sequence over two GPUs, in pieces of which each rank has a part, so that both have as much to do. Operands lie as [S, B, H, D] in
-both. A row at a time, the long sequences first; the median of timings in turn, of GPUs that do not wait for the host.
+the sequence over two GPUs, in order and in zigzag, in which both have as much to do. Operands lie as [S, B, H, D]. A row at a time, the
+long sequences first; the median of timings in turn, of GPUs that do not wait for the host.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
+from hostweave.types.numpy_dtypes import numpy_dtype
 
 HEADS = ((32, 8), (8, 1))  # of the queries, and of the keys
 ROWS = (8192, 32768, 2048)
@@ -22,7 +22,8 @@ HEAD = 128
 CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
 TORCH_TIMES = 1.03  # at most
-PIECES = 8  # of a sequence over several GPUs
+SHARED = 32768  # rows that two GPUs share
+ROUNDS = 3  # of as many calls of each program, as arrays travel in each
 SPEEDUP = 1.7  # of two GPUs, at least
 
 Attend = Callable[[], Any]
@@ -34,11 +35,11 @@ def main() -> None:
     torch.cuda.set_device(0)
     print(f"{torch.cuda.get_device_name(0)}, cuDNN {torch.backends.cudnn.version()}, heads of {HEAD}", flush=True)
     alone = {heads: [hw.compile(made(*heads), target="cuda") for made in (_fusion, _backward, _with_lse)] for heads in HEADS}
-    sequences = [_in_pieces(32768, 32, 8, ranks, PIECES if ranks > 1 else 1) for ranks in ((1, 2) if len(gpus()) > 1 else ())]
-    several = [(fusion, hw.compile(fusion, target="cuda")) for fusion in sequences]
+    shared = _shared() if len(gpus()) > 1 else {}
+    several = {name: (fusion, hw.compile(fusion, target="cuda")) for name, fusion in shared.items()}
     programs = [program for made in alone.values() for program in made]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(hw.Program.build, [*programs, *(program for _, program in several)]))
+        list(pool.map(hw.Program.build, [*programs, *(program for _, program in several.values())]))
     group = hw.init()
     for rows in ROWS:
         for heads in HEADS:
@@ -78,46 +79,68 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
         )
 
 
-def over_gpus(programs: list[tuple[hw.Fusion, hw.Program]]) -> None:
-    """A forward pass of each program."""
-    random, ms = np.random.default_rng(0), {}
-    for fusion, program in programs:
-        arrays = {}
-        for value in fusion.inputs:
-            pieces, *piece = map(int, value.type.shape)
-            drawn = random.standard_normal((1, min(piece[0], 4096), *piece[1:]), np.float32).astype(ml_dtypes.bfloat16)
-            arrays[value.name] = np.tile(drawn, (pieces, piece[0] // drawn.shape[1], 1, 1))
-        times = program.measure(warmups=3, repetitions=TIMINGS, **arrays)
-        ms[fusion.mesh.size] = statistics.median(max(rank[i].total_ms for rank in times) for i in range(TIMINGS))
+def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
+    """Passes over a sequence that two GPUs share, beside the same on one; in turn, and the slower GPU counts."""
+    arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(ROUNDS):
+        for name, (_, program) in programs.items():
+            times = program.measure(warmups=1, repetitions=ROUNDS, **arrays[name])
+            found[name] += (max(rank[i].total_ms for rank in times) for i in range(ROUNDS))
+    ms = {name: statistics.median(each) for name, each in found.items()}
+    for name, (fusion, program) in programs.items():
         program.close()
-    speedup = ms[1] / ms[2]
-    print(
-        f"32768 rows, 32 heads of 8 groups, forward: {ms[1]:.3f} ms on one GPU, {ms[2]:.3f} ms on two, "
-        f"{speedup:.2f} times as fast{'  MISSED' if speedup < SPEEDUP else ''}",
-        flush=True,
-    )
+        if fusion.mesh.size > 1:
+            times_as_fast = ms[name.split(",")[0]] / ms[name]
+            print(
+                f"{SHARED} rows, 32 heads of 8 groups, {name}: {ms[name.split(',')[0]]:.3f} ms on one GPU, {ms[name]:.3f} ms on two, "
+                f"{times_as_fast:.2f} times as fast{'  MISSED' if 'zigzag' in name and times_as_fast < SPEEDUP else ''}",
+                flush=True,
+            )
 
 
-def _in_pieces(rows: int, heads: int, groups: int, ranks: int, pieces: int) -> hw.Fusion:
-    """Of each piece of the sequence a rank has its part: later pieces see more, on all ranks."""
-    length, part = rows // pieces, f"{rows // pieces}@cp"
+def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
+    """Inputs, of which the first rows come again."""
+    random, arrays = np.random.default_rng(0), {}
+    for value in fusion.inputs:
+        rows, *row = map(int, value.type.shape)
+        drawn = random.standard_normal((min(rows, 4096), *row), np.float32).astype(numpy_dtype(value.type.dtype))
+        arrays[value.name] = np.tile(drawn, (rows // drawn.shape[0], *(1 for _ in row)))
+    return arrays
 
-    @hw.fusion(
-        mesh=hw.Mesh(cp=ranks),
-        q=hw.bf16[pieces, part, heads, HEAD],
-        k=hw.bf16[pieces, part, groups, HEAD],
-        v=hw.bf16[pieces, part, groups, HEAD],
-    )
-    def in_pieces(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
-        keys, values = (hw.concat([hw.reshard(x[i], length, groups, HEAD) for i in range(pieces)]) for x in (k, v))
-        attended = []
-        for i in range(pieces):
-            seen = (x[: (i + 1) * length] if i + 1 < pieces else x for x in (keys, values))
-            result = hw.attention(*(hw.permute_dims(x, (1, 0, 2)) for x in (q[i], *seen)), "bottom_right", enable_gqa=True)[0]
-            attended.append(hw.reshape(hw.permute_dims(result, (1, 0, 2)), 1, length, heads, HEAD))
-        return hw.concat(attended)
 
-    return in_pieces
+def _shared() -> dict[str, hw.Fusion]:
+    """Attention forward and backward, on one GPU and with the rows on two, in order and in zigzag."""
+    made = {}
+    for name, pass_ in (("forward", _forward_of), ("backward", _backward_of)):
+        made[name] = pass_(1, "cp")
+        made |= {f"{name}, {how}": pass_(2, axes) for how, axes in (("zigzag", "zigzag(cp)"), ("in order", "cp"))}
+    return made
+
+
+def _of_shared(ranks: int, axes: str, names: tuple[tuple[str, int], ...]) -> dict[str, Any]:
+    return {"mesh": hw.Mesh(cp=ranks)} | {name: hw.bf16[f"{SHARED}@{axes}", count, HEAD] for name, count in names}
+
+
+def _forward_of(ranks: int, axes: str) -> hw.Fusion:
+    @hw.fusion(**_of_shared(ranks, axes, (("q", 32), ("k", 8), ("v", 8))))
+    def forward(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        return _by_rows(hw.attention(*map(_by_rows, (q, k, v)), "top_left", enable_gqa=True)[0])
+
+    return forward
+
+
+def _backward_of(ranks: int, axes: str) -> hw.Fusion:
+    @hw.fusion(**_of_shared(ranks, axes, (("q", 32), ("k", 8), ("v", 8), ("y", 32), ("dy", 32))), lse=hw.f32[f"{SHARED}@{axes}", 32])
+    def backward(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, y: hw.Tensor, dy: hw.Tensor, lse: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        gradients = hw.attention_backward(*map(_by_rows, (q, k, v, y, dy)), lse.T, "top_left", enable_gqa=True)
+        return tuple(hw.reshard(_by_rows(x), f"{SHARED}@{axes}", *x.shape[::2]) for x in gradients)
+
+    return backward
+
+
+def _by_rows(x: hw.Tensor) -> hw.Tensor:
+    return hw.permute_dims(x, (1, 0, 2))
 
 
 def _fusion(heads: int, groups: int) -> hw.Fusion:

@@ -1,9 +1,10 @@
 """All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
 
 All in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin. First, of each case, ours as
-chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), and each way
-that the cost model predicts, as measured and as predicted. Then, as they come, the matmul and the communication alone, torch in sequence
-and its fused operators, and ours in a CUDA graph: these run one process a GPU, the others one thread a GPU. Random bf16 data.
+chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), also of those
+pulls that wait until the peer says that its shard is there, and each way that the cost model predicts, as measured and as predicted. Then,
+as they come, the matmul and the communication alone, torch in sequence and its fused operators, and ours in a CUDA graph, also where what
+is gathered lies in a window, as it does by hand: these run one process a GPU, the others one thread a GPU. Random bf16 data.
 Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
 """
 
@@ -17,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import hostweave as hw
 from hostweave.base.errors import HostweaveError
 from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
-from hostweave.fusion_ir.choice import Choice
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
 ROUNDS, REPETITIONS = 3, 5  # all variants of a case take turns
 WAIT = 2_000_000  # cycles of the GPU before each call of torch: the time of its host does not count, as it does not in ours
@@ -72,54 +73,76 @@ def main() -> None:
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
         by_hand = pool.submit(_built_by_hand, cases)
-        list(pool.map(hw.Program.build, (program for ways in programs for program in ways.values())))
+        in_windows = [_chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
+        list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
-    ours = [_measured(case, ranks, ways) for case, ways in zip(cases, programs, strict=True)]  # while no peer has work on the GPUs
-    for case, ways, times in zip(cases, programs, ours, strict=True):
-        _print_ours(case, times, ways["auto"].choices[0], {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    measured = []  # while no peer has work on the GPUs
+    for case, ways in zip(cases, programs, strict=True):
+        measured.append(_measured(case, ranks, ways))
+        _print_ours(case, measured[-1], _choice_of(ways), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})
+    for program in {program for ways in programs for program in ways.values()}:
+        program.close()
     peers = times_on_ranks(partial(_torch_calls, cases), ranks, REPETITIONS * ROUNDS, WAIT)
-    for case, times, peer in zip(cases, ours, peers, strict=True):
+    for case, ways, times, peer in zip(cases, programs, measured, peers, strict=True):
         medians = {name: statistics.median(ms) for name, ms in peer.items()}
-        ratio = medians["torch fused"] / times["auto"][0]
+        ratio = medians["torch fused"] / times[_choice_of(ways).taken.name][0]
         columns = ", ".join(f"{name} {ms:.3f}" for name, ms in medians.items())
         print(f"{case}: {columns}; ours {ratio:.2f} of fused's speed", flush=True)
 
 
 def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choice, hand: dict[str, float]) -> None:
-    pipelines = ((ms, name) for name, ms in hand.items() if name.startswith(("put", "pull")))
-    best, best_name = min(pipelines, default=(float("nan"), "not here"))
-    auto, none = times["auto"][0], times["none"][0]
-    ratios = f"{auto / none:.3f} x none, {auto / best:.2f} x by hand, {best:.3f} ({best_name})"
-    print(f"{case}: ours {auto:.3f} by {choice.taken.name}: {ratios}")
+    def best_of(*kinds: str) -> tuple[float, str]:
+        return min(((ms, name) for name, ms in hand.items() if name.startswith(kinds)), default=(float("nan"), "not here"))
+
+    (best, best_name), (asked, asked_name) = best_of("put", "pull"), best_of("signalled")
+    taken, none = times[choice.taken.name][0], times["none"][0]
+    ratios = f"{taken / none:.3f} x none, {taken / best:.2f} x by hand, {best:.3f} ({best_name}; {asked:.3f}, {asked_name})"
+    print(f"{case}: ours {taken:.3f} by {choice.taken.name}: {ratios}")
     predicted = {way.name: way.micros / 1e3 for way in choice.ways}
-    columns = (f"{way} {ms:.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items() if way != "auto")
+    columns = (f"{way} {ms:.3f} ({predicted[way]:.3f}; host {us:.0f})" for way, (ms, us) in times.items())
     print(f"  measured (predicted): {', '.join(columns)}", flush=True)
 
 
 def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
-    """As chosen, and each way that could have been."""
-    first = _compiled(case, ranks, {})
-    choice: Choice = first.choices[0]
-    of = f"@{choice.function} %{choice.value}"
-    return {"auto": first} | {way.name: _compiled(case, ranks, {of: way.name}) for way in choice.ways}
+    """By each way that could be, the one that is chosen first."""
+    chosen = _chosen(case, ranks)
+    choice: Choice = chosen.choices[0]
+    stated = {way.name: _stated(case.kind, ranks, way.algorithm, way.chunks) for way in choice.ways}
+    return stated | {choice.taken.name: chosen}
 
 
-def _compiled(case: Case, ranks: int, ways: dict[str, str]) -> hw.Program:
-    mesh, inner = hw.Mesh(x=ranks), case.K if case.kind == "ag" else case.K * ranks
+def _choice_of(ways: dict[str, hw.Program]) -> Choice:
+    return next(iter(ways.values())).choices[0]
+
+
+def _chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
+    """As the compiler chooses for these sizes."""
+    inner = case.K if case.kind == "ag" else case.K * ranks
+    return _compiled(case.kind, ranks, sizes={"M": case.M, "K": inner, "N": case.N}, **options)
+
+
+@cache
+def _stated(kind: str, ranks: int, algorithm: str, chunks: int) -> hw.Program:
+    """By one way, for all sizes: cases share it, so that each costs the build of one program."""
+    return _compiled(kind, ranks, algorithm, chunks, overlap="off")
+
+
+def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int = 0, **options: Any) -> hw.Program:
+    def streamed(y: hw.Tensor) -> hw.Tensor:
+        return y if algorithm == IN_SEQUENCE else y.stream("M", chunks=chunks, algorithm=algorithm)
 
     def ag(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        return hw.matmul(hw.reshard(x, "M", "K"), w)
+        return streamed(hw.matmul(hw.reshard(x, "M", "K"), w))
 
     def rs(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
-        return hw.reshard(hw.matmul(x, w), "M@x", "N")
+        return streamed(hw.reshard(hw.matmul(x, w), "M@x", "N"))
 
-    if case.kind == "ag":
-        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
+    if kind == "ag":
+        fusion = hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])(ag)
     else:
-        fusion = hw.fusion(mesh=mesh, x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
-    sizes = {"M": case.M, "K": inner, "N": case.N}
-    return hw.compile(fusion, target="cuda", options=hw.Options(sizes=sizes, ways=ways))
+        fusion = hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M", "K@x"], w=hw.bf16["K@x", "N"])(rs)
+    return hw.compile(fusion, target="cuda", options=hw.Options(**options))
 
 
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
@@ -135,8 +158,6 @@ def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[s
                 continue
             times.setdefault(way, []).extend(max(t.total_ms for t in call) for call in zip(*per_rank, strict=True))
             hosts.setdefault(way, []).extend(max(t.enqueue_us for t in call) for call in zip(*per_rank, strict=True))
-    for program in programs.values():
-        program.close()
     return {way: (statistics.median(times[way]), statistics.median(hosts[way])) for way in times}
 
 
@@ -180,9 +201,9 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
     if not built:
         return {}
     program, places = built
-    sections = sorted({case.kind for case in cases if case.M > SMALL})
+    names = [case.name for case in cases if case.M > SMALL]
     try:
-        ran = subprocess.run([program, *sections], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
+        ran = subprocess.run([program, *names], check=True, capture_output=True, text=True, timeout=60, env=os.environ | places)
     except subprocess.SubprocessError as why:
         print(f"by hand: not here: {why} {getattr(why, 'stderr', '')!s}", flush=True)
         return {}
@@ -193,7 +214,7 @@ def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> di
 # --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], None]]]:
+def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
     import torch
 
     for case in cases:
@@ -202,9 +223,15 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         w = torch.randn(case.K, case.N, device="cuda", dtype=torch.bfloat16)
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
-        calls = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
-        program = _compiled(case, ranks, {})
-        yield _alone(case.kind, x, w, whole, y) | calls | {"ours captured": program.capture(x, w, group=hw.init())}
+        calls: dict[str, Callable[[], Any]] = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
+        program, group = _chosen(case, ranks), hw.init()
+        calls["ours captured"] = program.capture(x, w, group=group)
+        if case.kind == "ag":
+            shared = torch.from_dlpack(group.empty(tuple(x.shape), hw.bf16, target="cuda"))
+            shared.copy_(x)
+            calls["ours in a window"] = partial(program, shared, w, group=group, out=y)
+            calls["captured"] = program.capture(shared, w, group=group)
+        yield _alone(case.kind, x, w, whole, y) | calls
         program.close()
 
 

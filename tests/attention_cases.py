@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
@@ -16,6 +17,18 @@ def grouped(ranks: int, t: DType) -> dict[str, Any]:
     """Queries of twice as many heads as keys and values, whose heads are larger."""
     sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
+
+
+def keys_in_a_loop(ranks: int, algorithm: str, t: DType) -> hw.Fusion:
+    """A causal attention to keys and values that come in a stated loop."""
+    rows = t[2, "S@x", 8]
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), q=rows, k=rows, v=rows)
+    def keys_in_a_loop(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        keys, values = (hw.reshard(x, 2, "S", 8).stream("S", chunks=ranks, algorithm=algorithm) for x in (k, v))
+        return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
+
+    return keys_in_a_loop
 
 
 def as_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType, block_of, holds
 
 Array = NDArray[Any]
@@ -49,6 +50,10 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
+        self.zigzag = Random(~seed)  # of programs that are the same otherwise
+        self.has_zigzag = self.zigzag.random() < 0.25
+        if self.has_zigzag:
+            self.sizes = {name: 2 * size for name, size in self.sizes.items()}
         self.dtype = self.random.choice([hw.f64, hw.f64, hw.i64])
         self.blocks: dict[Any, list[Function]] = {}
 
@@ -58,12 +63,18 @@ class Generator:
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
         """These dims, some of them split."""
-        axes = [name for name, _ in (mesh or self.mesh).axes]
+        mesh = mesh or self.mesh
+        axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
-        dims = []
-        for size in shape:
+        dims, in_pieces = [], []
+        for i, size in enumerate(shape):
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
             dims.append(f"{size}@{','.join(own)}" if own else size)
+            if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
+                in_pieces.append(i)
+        for i in in_pieces if self.has_zigzag else ():
+            if self.zigzag.random() < 0.6:
+                dims[i] = f"{dims[i].replace('@', '@zigzag(')})"
         return tuple(dims)
 
     def input(self, shape: Sequence[Any]) -> TensorType:

@@ -97,6 +97,7 @@ struct Lane {
 
 struct Gpu {  // one rank
   int rank, ranks;
+  std::vector<std::string> wanted;  // sections and cases; none: all
   ncclComm_t comm;
   Lane lanes[2];
   cudaStream_t main, transfers;  // main: that of the first lane
@@ -109,6 +110,10 @@ struct Gpu {  // one rank
 
   int ahead(int distance) const { return (rank + distance) % ranks; }
   int behind(int distance) const { return (rank + ranks - distance) % ranks; }
+  bool wants(const std::string& section, const std::string& name = "") const {
+    return wanted.empty() ||
+           std::any_of(wanted.begin(), wanted.end(), [&](const auto& one) { return one == section || one == name; });
+  }
 };
 
 void open_streams(Gpu& gpu) {

@@ -62,12 +62,12 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) 
     import torch.distributed as dist
 
     times: dict[str, list[float]] = {name: [] for name in calls}
+    together = torch.zeros(1, device="cuda")
     for repetition in range(repetitions + WARMUPS):
         for name, call in calls.items():
             torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
             torch.cuda._sleep(wait)
+            dist.all_reduce(together)  # which ends on all ranks at once
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

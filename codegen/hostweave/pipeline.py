@@ -13,6 +13,8 @@ from hostweave.host_ir.calls import bodies, joined
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
+from hostweave.passes.fusion.attend_by_blocks import attend_by_blocks
+from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
@@ -25,6 +27,7 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
 from hostweave.passes.fusion.stream_by_cost import stream_by_cost
+from hostweave.passes.fusion.stream_keys_in_zigzag import stream_keys_in_zigzag
 from hostweave.passes.fusion.unstack import unstack
 from hostweave.passes.host.copy_updated import copy_updated
 from hostweave.passes.host.fold_conditions import fold_conditions
@@ -53,12 +56,15 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     merge_contractions,
     propagate_sharding,
     join_blocks_of_keys,
+    stream_keys_in_zigzag,
+    attend_in_halves,
     insert_reshards,
     sink_reductions,
     unstack,
     decompose_reshards,
     share_equal_ops,
     stream_by_cost,
+    attend_by_blocks,
     choose_overlap,
     overlap_communication,
     order_stages,

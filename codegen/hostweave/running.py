@@ -187,7 +187,7 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _ready(self) -> Session:
-        """The program on every rank of a world that works."""
+        """The program on every rank, none of which was stopped."""
         compiled = self.compiled
         if compiled.host.windows:
             why = f"{', '.join(compiled.host.windows)}: is compiled for a window of the rank's"

@@ -85,7 +85,7 @@ bool wants_bias(const AttentionProblem& p) { return p.gradients && p.gradients->
 class Engine {
  public:
   Engine(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options,
-         int64_t lse_rows)
+         int64_t lse_rows, const std::vector<cudaStream_t>& streams)
       : handle(handle) {
     Graph graph;
     Pattern pattern(graph, problem, type, options, lse_rows);
@@ -114,7 +114,7 @@ class Engine {
     int64_t count = 0, bytes = 0;
     expect(cudnnBackendGetAttribute(*plan, CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &count, &bytes),
            "the workspace");
-    if (bytes > 0) workspace = allocated(bytes);
+    for (const cudaStream_t stream : streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
   }
 
   // On what a call gives.
@@ -125,7 +125,9 @@ class Engine {
       if (const cudaError_t status = place_sequences(of_call, stream); status != cudaSuccess) return status;
     }
     for (const auto& memory : owned) values.push_back(memory.get());
-    const void* const scratch = workspace.get();
+    auto of_stream = std::ranges::find(workspaces, stream, &std::pair<cudaStream_t, std::shared_ptr<void>>::first);
+    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // the caller's
+    const void* const scratch = of_stream->second.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
     }
@@ -202,7 +204,7 @@ class Engine {
   std::map<int64_t, Number> numbers;
   std::optional<PackedSequences> packed;
   std::unique_ptr<Descriptor> plan;
-  std::shared_ptr<void> workspace;
+  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>> workspaces;  // kernels count in them what they have done
   static constexpr int kMostEngines = 8;
 };
 
@@ -225,10 +227,15 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
+// Rows that lie one behind the other.
+Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
+
 // Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
+// A backward pass under a diagonal that begins further right computes also what that hides: it is of the columns that all rows
+// see, without a mask, beside the others, and the gradient of the queries is the sum of both.
 struct OnCuda : PlannedAttention {
   struct Part {
-    int64_t first;  // row
+    int64_t first;  // row; of a backward pass column
     Engine engine;
   };
   const AttentionProblem whole;
@@ -237,6 +244,8 @@ struct OnCuda : PlannedAttention {
   int64_t blind = 0;                          // rows
   int64_t columns = whole.k.rows;             // that some row sees
   std::list<Part> parts;
+  std::shared_ptr<void> terms;  // of the gradient of the queries, by the first one of two parts
+  AddedRows sums{};             // of these and the other part's
 
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 
@@ -251,7 +260,7 @@ struct OnCuda : PlannedAttention {
     HW_CHECK(load_attention(*kernels));
   }
 
-  void add_parts(cudnnHandle_t handle, cudnnDataType_t type, AttentionOptions options, cudaStream_t stream) {
+  void add_parts(cudnnHandle_t handle, cudnnDataType_t type, AttentionOptions options, const std::vector<cudaStream_t>& streams) {
     if (wants_bias(whole)) add_kernels(options);
     const int64_t rows = whole.q.rows, diagonal = whole.diagonal;
     const bool in_corner = !options.causal || options.has_lengths || options.is_packed;
@@ -260,15 +269,41 @@ struct OnCuda : PlannedAttention {
       columns = std::clamp<int64_t>(rows + diagonal, 0, columns);
     }
     if (columns == 0) blind = rows;
+    if (whole.gradients && !in_corner && !options.window && diagonal > 0 && columns == rows + diagonal && has_sums()) {
+      const Heads& q = whole.gradients->q;
+      terms = allocated(q.batch * q.heads * q.rows * q.size * 2);
+      sums = {type == CUDNN_DATA_HALF,
+              q.batch,
+              q.heads,
+              q.rows,
+              q.size,
+              {nullptr, q.batch_stride, q.head_stride, q.row_stride},
+              terms.get()};
+      add_columns(handle, diagonal, columns, type, options, streams);
+      options.causal = false;
+      add_columns(handle, 0, diagonal, type, options, streams);
+      return;
+    }
     const bool sees_more = !in_corner && diagonal + blind > 0;
     const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
-    add(handle, blind, limited, type, options, stream);
+    add(handle, blind, limited, type, options, streams);
     options.causal = false;
-    add(handle, limited, rows, type, options, stream);
+    add(handle, limited, rows, type, options, streams);
+  }
+
+  void add_columns(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
+                   const std::vector<cudaStream_t>& streams) {
+    AttentionProblem problem = whole;
+    Gradients& gradients = *problem.gradients;
+    problem.diagonal = 0;
+    problem.k.rows = problem.v.rows = gradients.k.rows = gradients.v.rows = end - first;
+    if (parts.empty()) gradients.q = packed(whole.q);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
+    parts.back().engine.load_kernels(whole, streams.front());
   }
 
   void add(cudnnHandle_t handle, int64_t first, int64_t end, cudnnDataType_t type, const AttentionOptions& options,
-           cudaStream_t stream) {
+           const std::vector<cudaStream_t>& streams) {
     if (first == end) return;
     AttentionProblem problem = whole;
     problem.q.rows = problem.o.rows = end - first, problem.diagonal += first;
@@ -280,8 +315,8 @@ struct OnCuda : PlannedAttention {
     }
     if (options.is_packed) problem = of_sequences(problem);
     if (problem.q.batch == 0) return;
-    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows));
-    parts.back().engine.load_kernels(whole, stream);
+    parts.emplace_back(first, Engine(handle, problem, type, options, whole.q.rows, streams));
+    parts.back().engine.load_kernels(whole, streams.front());
   }
 
   cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const override {
@@ -322,12 +357,23 @@ struct OnCuda : PlannedAttention {
       HW_CHECK(outside(v_gradient, gradients.v, whole, call.offsets, 0, stream));
       if (parts.empty()) return cudaSuccess;
     }
-    const cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
-    if (status != cudaSuccess || parts.empty()) return status;
-    std::vector<const void*> values{call.q.base,          call.k.base, call.v.base, call.o.base, call.lse,
-                                    call.o_gradient.base, q_gradient,  k_gradient,  v_gradient};
-    if (!are_aligned(values)) return cudaErrorMisalignedAddress;
-    return run(parts.front().engine, std::move(values), call, stream);
+    cudaError_t status = clear(gradients, k_gradient, v_gradient, parts.empty() ? 0 : columns, stream);
+    const auto at = [](const void* base, const Heads& x, int64_t row) {
+      return static_cast<const char*>(base) + row * x.row_stride * 2;
+    };
+    for (const auto& [first, engine] : parts) {
+      if (status != cudaSuccess) return status;
+      const void* const of_queries = terms && first ? terms.get() : q_gradient;
+      std::vector<const void*> values{call.q.base, at(call.k.base, whole.k, first), at(call.v.base, whole.v, first)};
+      values.insert(values.end(), {call.o.base, call.lse, call.o_gradient.base, of_queries});
+      values.insert(values.end(), {at(k_gradient, gradients.k, first), at(v_gradient, gradients.v, first)});
+      if (!are_aligned(values)) return cudaErrorMisalignedAddress;
+      status = run(engine, std::move(values), call, stream);
+    }
+    if (status != cudaSuccess || !terms) return status;
+    AddedRows rows = sums;
+    rows.to.base = q_gradient;
+    return add_rows(rows, stream);
   }
 
  private:
@@ -356,7 +402,9 @@ std::shared_ptr<const PlannedAttention> Attentions::Plans::make(const AttentionP
     }
   }
   const cudnnDataType_t type = dtype == CUDA_R_16F ? CUDNN_DATA_HALF : CUDNN_DATA_BFLOAT16;
-  plan->add_parts(handle_of(rank), type, options, rank.stream("ring", 0));
+  std::vector<cudaStream_t> streams;
+  for (int i = 0; i < options.streams; ++i) streams.push_back(rank.stream("ring", i));
+  plan->add_parts(handle_of(rank), type, options, streams);
   return plan;
 }
 

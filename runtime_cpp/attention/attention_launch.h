@@ -1,4 +1,4 @@
-// Attention by kernels of this package, and those that cuDNN's needs for packed sequences.
+// Attention by kernels of this package, and those that cuDNN's needs beside.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,5 +15,8 @@ cudaError_t differentiate_bias(const AttentionKernels& kernels, const AttentionK
 cudaError_t load_packing();
 cudaError_t place_sequences(const PackedSequences& packed, cudaStream_t stream);
 cudaError_t fill_outside(const OutsideSequences& outside, cudaStream_t stream);
+
+bool has_sums();  // they are left out where there is no nvcc
+cudaError_t add_rows(const AddedRows& rows, cudaStream_t stream);
 
 }  // namespace hw

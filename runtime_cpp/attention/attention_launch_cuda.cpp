@@ -1,4 +1,5 @@
 #include "attention_launch.h"
+#include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/launch.h"
 
@@ -46,11 +47,14 @@ cudaError_t differentiate_bias(const AttentionKernels& kernels, const AttentionK
 cudaError_t load_packing() { fail_without_nvcc(); }
 cudaError_t place_sequences(const PackedSequences&, cudaStream_t) { return cudaErrorNotSupported; }
 cudaError_t fill_outside(const OutsideSequences&, cudaStream_t) { return cudaErrorNotSupported; }
+bool has_sums() { return false; }
+cudaError_t add_rows(const AddedRows&, cudaStream_t) { return cudaErrorNotSupported; }
 
 #else
 
 __global__ void place_sequences_of(PackedSequences p);
 __global__ void fill_outside_of(OutsideSequences p);
+__global__ void add_rows_of(AddedRows p);
 
 cudaError_t load_packing() {
   const cudaError_t status = load(place_sequences_of);
@@ -63,6 +67,16 @@ cudaError_t place_sequences(const PackedSequences& p, cudaStream_t stream) {
 
 cudaError_t fill_outside(const OutsideSequences& p, cudaStream_t stream) {
   return launch(fill_outside_of, {ceil_div(p.batch * p.heads * p.tokens, kAttentionThreads), kAttentionThreads}, stream, p);
+}
+
+bool has_sums() {
+  HW_CHECK(load(add_rows_of));
+  return true;
+}
+
+cudaError_t add_rows(const AddedRows& p, cudaStream_t stream) {
+  return launch(add_rows_of, {ceil_div(p.batch * p.heads * p.rows * p.size, 8 * kAttentionThreads), kAttentionThreads}, stream,
+                p);
 }
 
 #endif

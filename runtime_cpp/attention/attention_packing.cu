@@ -1,4 +1,4 @@
-// What cuDNN asks of packed sequences, and leaves of them.
+// What cuDNN asks of packed sequences, what it leaves of them, and sums of what it gives.
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
 
@@ -24,6 +24,25 @@ __global__ void fill_outside_of(OutsideSequences p) {
   if (token >= offsets[0] && token < offsets[p.sequences]) return;
   uint16_t* const to = p.base + batch * p.batch_stride + head * p.head_stride + token * p.row_stride;
   for (int64_t i = 0; i < p.size; ++i) to[i] = p.value;
+}
+
+template <class T>
+__device__ void add_eight(void* to, const void* from) {
+  alignas(16) T sums[8], terms[8];
+  *reinterpret_cast<uint4*>(sums) = *static_cast<const uint4*>(to);
+  *reinterpret_cast<uint4*>(terms) = *static_cast<const uint4*>(from);
+  for (int i = 0; i < 8; ++i) sums[i] = T(float(sums[i]) + float(terms[i]));
+  *static_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(sums);
+}
+
+__global__ void add_rows_of(AddedRows p) {
+  const int64_t first = (blockIdx.x * int64_t{kAttentionThreads} + threadIdx.x) * 8;
+  if (first >= p.batch * p.heads * p.rows * p.size) return;
+  const int64_t row = first / p.size, head = row / p.rows, batch = head / p.heads;
+  const int64_t offset = batch * p.to.batch_stride + head % p.heads * p.to.head_stride + row % p.rows * p.to.row_stride;
+  uint16_t* const to = static_cast<uint16_t*>(p.to.base) + offset + first % p.size;
+  const uint16_t* const from = static_cast<const uint16_t*>(p.from) + first;
+  p.is_f16 ? add_eight<f16>(to, from) : add_eight<bf16>(to, from);
 }
 
 }  // namespace hw

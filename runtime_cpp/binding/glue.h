@@ -25,15 +25,11 @@ inline hw::Shape shape_of(const std::vector<int64_t>& sizes) {
   return shape;
 }
 
-// Calls `work` without the GIL. Where the wait was given up, the exception of the signal handler goes on.
+// Calls `work` without the GIL.
 template <class Work>
 auto without_gil(const Work& work) {
-  try {
-    const py::gil_scoped_release release;
-    return work();
-  } catch (const hw::Interrupted&) {
-    throw py::error_already_set();
-  }
+  const py::gil_scoped_release release;
+  return work();
 }
 
 // For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
@@ -51,9 +47,8 @@ struct DeleteWithoutGil {
 template <class T>
 using Holder = std::unique_ptr<T, DeleteWithoutGil<T>>;
 
-// Each adds its classes to the module. Types are local to the module of a program; a world or a member that another
-// program's module made is accepted all the same.
-void bind_world(py::module_& m);
+// Adds the classes to the module. Types are local to the module of a program; a member that another program's module made is
+// accepted all the same.
 void bind_member(py::module_& m);
 
 }  // namespace glue

@@ -1,4 +1,4 @@
-// This rank of a group: what calling a Program uses.
+// A rank, of a group or of those of this process: what calling and running a Program use.
 #include "hostweave/member.h"
 
 #include <pybind11/stl.h>
@@ -15,6 +15,7 @@
 #include "hostweave/errors.h"
 #include "hostweave/group_memory.h"
 #include "hostweave/instance.h"
+#include "hostweave/staging.h"
 
 namespace glue {
 namespace {
@@ -69,9 +70,7 @@ std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Me
 void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
   std::map<std::string, ncclUniqueId> known;
   for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
-  without_gil([&] {
-    member.connect(table(), [&](const hw::ProcessGroup& process_group) { return known.at(process_group.key); }, timeout);
-  });
+  without_gil([&] { member.connect(table(), known, timeout); });
 }
 
 void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
@@ -161,6 +160,22 @@ void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, co
   without_gil([&] { instance.launch(schedule, graph, stream_at(stream)); });
 }
 
+// Each (address, bytes, device).
+using Arrays = std::vector<std::tuple<uintptr_t, size_t, int>>;
+
+std::vector<hw::Array> arrays_of(const Arrays& views) {
+  std::vector<hw::Array> arrays;
+  for (const auto& [address, bytes, device] : views) arrays.push_back({reinterpret_cast<void*>(address), bytes, device});
+  return arrays;
+}
+
+// Of each call its inputs and outputs.
+void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
+  std::vector<hw::StagedCalls::Call> all;
+  for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
+  without_gil([&] { staged.prepare(std::move(all)); });
+}
+
 std::map<std::string, py::bytes> measured_algorithms() {
   std::map<std::string, py::bytes> result;
   for (const auto& [problem, algorithm] : hw::measured_algorithms().known())
@@ -186,11 +201,18 @@ py::tuple progress(hw::Instance& instance) {
 }  // namespace
 
 void bind_member(py::module_& m) {
+  py::class_<hw::Schedule>(m, "Schedule", py::module_local())
+      .def(py::init<bool, uint64_t, int, int, int, int, double>(), py::kw_only(), py::arg("seeded"), py::arg("seed"),
+           py::arg("picker"), py::arg("ordered_launches"), py::arg("buffered_sends"), py::arg("check_dependencies"),
+           py::arg("timeout_seconds"));
+
+  py::class_<hw::DeviceLease>(m, "DeviceLease", py::module_local());
   py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
       .def(py::init<std::string, int, int64_t, int64_t, bool>(), py::arg("group"), py::arg("device"), py::arg("rank"),
            py::arg("count"), py::arg("processes"))
       .def_property_readonly("device", &hw::Member::device)
       .def_property_readonly("stopped", &hw::Member::stopped)
+      .def("lease", &hw::Member::lease, py::arg("schedule"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
@@ -235,6 +257,22 @@ void bind_member(py::module_& m) {
       .def("progress", progress)
       .def_property_readonly("graphs", &hw::Instance::graphs)
       .def_property_readonly("unseen", &hw::Instance::unseen);
+
+  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init([](int ranks) {
+    return without_gil([&] { return Holder<hw::Gate>(new hw::Gate(ranks)); });
+  }));
+  py::class_<hw::Timing>(m, "Timing", py::module_local())
+      .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
+      .def_readonly("total_ms", &hw::Timing::total_ms);
+  py::class_<hw::StagedCalls, Holder<hw::StagedCalls>>(m, "StagedCalls", py::module_local())
+      .def(py::init([](hw::Instance& instance) {
+             return without_gil([&] { return Holder<hw::StagedCalls>(new hw::StagedCalls(instance)); });
+           }),
+           py::arg("instance"), py::keep_alive<1, 2>())
+      .def("prepare", stage, py::arg("calls"))
+      .def("run", &hw::StagedCalls::run, py::arg("schedule"), py::arg("poison"), py::call_guard<py::gil_scoped_release>())
+      .def("measure", &hw::StagedCalls::measure, py::arg("schedule"), py::arg("warmups"), py::arg("repetitions"), py::arg("gate"),
+           py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace glue

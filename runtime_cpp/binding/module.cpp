@@ -37,6 +37,7 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
 
-  glue::bind_world(m);
+  m.attr("prepares_together") = table().prepares_together;
+
   glue::bind_member(m);
 }

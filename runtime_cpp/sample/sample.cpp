@@ -73,21 +73,23 @@ Block::Block(Part part, std::initializer_list<Dim> dims) {
   for (const Dim& dim : dims) {
     const bool is_local = part == Part::kLocal;
     const int i = shape_.ndim;
-    shape_.ndim = global_.ndim = begin_.ndim = i + 1;
+    shape_.ndim = global_.ndim = begin_.ndim = shift_.ndim = i + 1;
     global_.dims[i] = dim.size;
     shape_.dims[i] = is_local ? local_size(dim.size, dim.shards, dim.index) : dim.size;
-    begin_.dims[i] = is_local ? dim.index * ceil_div(dim.size, dim.shards) : 0;
+    const bool is_zigzag = is_local && dim.zigzag && dim.shards > 1;
+    begin_.dims[i] = is_local ? dim.index * ceil_div(dim.size, dim.shards * (is_zigzag ? 2 : 1)) : 0;
+    shift_.dims[i] = is_zigzag ? (dim.shards - 1 - dim.index) * shape_.dims[i] : 0;
   }
 }
 
 int64_t Block::count() const { return std::accumulate(shape_.dims, shape_.dims + shape_.ndim, int64_t{1}, std::multiplies<>()); }
 
 void Block::each(const std::function<void(int64_t, int64_t)>& visit) const {
-  const int64_t elements = count(), row = shape_.ndim ? shape_[shape_.ndim - 1] : 1;
-  for (int64_t first = 0; first < elements; first += row) {
-    int64_t global = 0, stride = 1, rest = first;
-    for (int i = shape_.ndim; i-- > 0; stride *= global_[i], rest /= shape_[i]) global += (begin_[i] + rest % shape_[i]) * stride;
-    for (int64_t i = 0; i < row; ++i) visit(first + i, global + i);
+  const auto place = [&](int dim, int64_t i) { return begin_[dim] + i + (2 * i < shape_[dim] ? 0 : shift_[dim]); };
+  for (int64_t element = 0, elements = count(); element < elements; ++element) {
+    int64_t global = 0, stride = 1, rest = element;
+    for (int i = shape_.ndim; i-- > 0; stride *= global_[i], rest /= shape_[i]) global += place(i, rest % shape_[i]) * stride;
+    visit(element, global);
   }
 }
 

@@ -46,6 +46,14 @@ def build(fusion: Fusion, folder: Path, *settings: str) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
 
 
+def in_zigzag() -> Fusion:
+    @hw.fusion(mesh=hw.Mesh(cp=4), x=hw.f32[3, "S@zigzag(cp)"], y=hw.f32[3, "S"])
+    def in_zigzag(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return x + y, hw.reshard(x * 2, 3, "S"), hw.reshard(x, 3, "S@cp")
+
+    return in_zigzag
+
+
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In one folder, so that the runtime is built once, and by what `hostweave export` prints, as it is printed."""
     folder = tmp_path / "a project"
@@ -79,6 +87,11 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert result.returncode == 1
     assert re.search(r"rank \d: y: element 0 of this rank's block is \S+, and \S+ in the reference: they differ by", result.stderr)
     kernels.unlink()
+
+    build(in_zigzag(), folder)
+    for sizes in ("S=16", "S=40"):
+        result = run(folder, "build/in_zigzag", sizes, "repetitions=2")
+        assert (result.returncode, result.stderr) == (0, "")
 
     build(recurrent, folder)  # calls that take and give structs of their own
     result = run(folder, "build/recurrent", "M=15", "K=8", "repetitions=1")

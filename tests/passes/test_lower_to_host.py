@@ -142,11 +142,11 @@ fusion @f(%x: f32[M@x, 8]) mesh(x=2) {
   join ring
   %v_2 = reshape %h to [M, 8, 1]
   fork ring
-  for %j in 0..2 {
-    stream ring[%j] {
-      %h_j = chunk %h[0: %j of 2]
-      %y_j = chunk %y[0: %j of 2]
-      launch @exp_y %h_j -> %y_j
+  for %i in 0..2 {
+    stream ring[%i] {
+      %h_i_2 = chunk %h[0: %i of 2]
+      %y_i = chunk %y[0: %i of 2]
+      launch @exp_y %h_i_2 -> %y_i
     }
   }
   join ring

@@ -220,6 +220,27 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
 
+# The same of causal attention whose rows and keys are sharded, heads of 128: rows, heads and groups; in sequence, by puts, by sends.
+ATTENDED = [
+    (8192, 32, 8, 838, 729, 788),
+    (8192, 32, 32, 1165, 752, 994),
+    (32768, 32, 8, 11141, 10746, 11045),
+    (4096, 32, 32, 467, 283, 375),
+]
+
+
+@pytest.mark.parametrize(("rows", "heads", "groups", *("none", "put", "p2p")), ATTENDED)
+def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put: float, p2p: float) -> None:
+    keys = f"bf16[{groups}, S@x, 128]"
+    gathers = "\n".join(f"%{name}: bf16[{groups}, S, 128] = all_gather(%{name[0]}, dim=1, axes=(x))" for name in ("k_all", "v_all"))
+    attention = f"%y: bf16[{heads}, S@x, 128] = attention(%q, %k_all, %v_all, scale=0.1, causal=top_left)"
+    given = fusion(f"%q: bf16[{heads}, S@x, 128], %k: {keys}, %v: {keys}", f"{gathers}\n{attention}", "x=2")
+    (choice,) = stream_by_cost(given, Options(sizes={"S": rows})).choices
+    predicted = {way.name: way.micros for way in choice.ways}
+    assert (predicted["put(2)"], predicted["p2p(2)"]) == pytest.approx((put, p2p), rel=0.15)
+    assert predicted["none"] == pytest.approx(none, rel=0.2)
+
+
 IN_SEQUENCE = [
     *((GATHER, 512, 8192, 7168, 128), (GATHER, 16, 8192, 7168, 49.5)),
     *((SCATTER, 512, 3584, 8192, 79), (SCATTER, 16, 3584, 8192, 31)),

@@ -79,7 +79,8 @@ def test_the_arena_is_as_large_as_the_plan_says() -> None:
     program, before = hw.compile(fusion), held()["live_bytes"]
     program.run(**arrays)
     arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))
-    assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments)
+    word = 4  # that launches of graphs copy to the host as they begin
+    assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments + word)
     program.close()
 
 

@@ -7,11 +7,12 @@ schedule gives a wrong answer, and the device's own check of dependencies report
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import pytest
 from _pytest.mark import ParameterSet
+from attention_cases import keys_in_a_loop
 from whole_programs import ONE_DEVICE, SEVERAL, Arrays, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
@@ -57,17 +58,24 @@ MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, stream
 
 
 def table(variant: Variant, names: tuple[str, ...]) -> list[ParameterSet]:
+    return rows_of(variant, {name: fusion_of(name, variant.ranks, variant.chunks, hw.bf16) for name in names})
+
+
+def rows_of(variant: Variant, fusions: Mapping[str, Fusion]) -> list[ParameterSet]:
     rows = []
-    for name in names:
-        fusion = fusion_of(name, variant.ranks, variant.chunks, hw.bf16)
+    for name, fusion in fusions.items():
         for dropped, mutant in mutants(lower(fusion, Options(streams=variant.streams))):
             if TURNS not in dropped:
                 rows.append(pytest.param(fusion, mutant, id=f"{name}-{variant}-{dropped}"))
     return rows
 
 
+KEYS = {f"keys_in_a_loop_{by}": keys_in_a_loop(SMALL.ranks, by, hw.bf16) for by in ("p2p", "ring")}
+
+
 @pytest.mark.parametrize(
-    ("fusion", "mutant"), [*table(SMALL, (*SEVERAL, *ONE_DEVICE)), *table(ONE_STREAM, ("ag_matmul_ring", "matmul_rs_ring"))]
+    ("fusion", "mutant"),
+    [*table(SMALL, (*SEVERAL, *ONE_DEVICE)), *table(ONE_STREAM, ("ag_matmul_ring", "matmul_rs_ring")), *rows_of(SMALL, KEYS)],
 )
 def test_dropped(fusion: Fusion, mutant: HostProgram) -> None:
     sizes = sizes_of(fusion, times=1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from attention_cases import keys_in_a_loop
 from whole_programs import compiled, fusion_of, integer_arrays
 
 import hostweave as hw
@@ -100,6 +101,12 @@ def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
     """Also of memory that ranks share, which the caller may write before a call and after it."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
+    assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
+
+
+def test_every_one_is_needed_of_keys_that_travel() -> None:
+    host = lower(keys_in_a_loop(3, "put", hw.bf16), Options())
+    assert any(isinstance(i, ir.Get) for i in tree.walk(host.body))
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 

@@ -104,6 +104,23 @@ def test_another_placement(mesh: Any, placements: tuple[Any, ...], found: str) -
     assert [bool(re.fullmatch(expected, message)) for message in on_ranks(call)] == [True] * 4
 
 
+def test_zigzag(mesh: Any) -> None:
+    """Which no placement says."""
+
+    @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@zigzag(dp)", 3])
+    def negated(x: hw.Tensor) -> hw.Tensor:
+        return -x
+
+    program = hw.compile(negated)
+
+    def call(rank: int) -> str:
+        x = DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
+        return message_of(lambda: program(x))
+
+    why = "negated: x: expected f32[M@zigzag(dp), 3], and no placement of a DTensor is zigzag; pass a tensor of this rank's two pieces"
+    assert on_ranks(call) == [why] * 4
+
+
 def test_another_mesh(mesh: Any) -> None:
     unnamed = dist.init_device_mesh("cpu", (4,))
 

@@ -94,7 +94,7 @@ def openblas_root() -> Path:
 
 def glue() -> tuple[Path, ...]:
     """The objects that make a Python module of a program's objects."""
-    return tuple(NATIVE / "glue" / f"{name}.cpp.o" for name in ("member", "module", "world"))
+    return tuple(NATIVE / "glue" / f"{name}.cpp.o" for name in ("member", "module"))
 
 
 def native() -> tuple[Path, ...]:

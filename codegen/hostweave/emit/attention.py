@@ -11,8 +11,8 @@ from hostweave.types.tensor import BufferType
 EitherAttention = ir.Attention | ir.AttentionBackward
 
 
-def made_with(i: EitherAttention, type: BufferType, blind: str) -> tuple[str, str]:
-    """The type of its elements, and the pattern: what holds for every size."""
+def made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
+    """The type of its elements, the pattern, and on how many streams it runs at once: what holds for every size."""
     pattern = {
         "scale": repr(i.scale) if i.scale != 1 else "",
         "causal": i.diagonal is not None,
@@ -23,6 +23,7 @@ def made_with(i: EitherAttention, type: BufferType, blind: str) -> tuple[str, st
         "has_bias": bool(i.bias),
         "is_packed": bool(i.offsets),
         "blind_zeros": bool(blind),
+        "streams": str(streams) if streams > 1 else "",
         "kernels": f"&hw::attention_{i.kernels}" if i.kernels else "",
     }
     words = [f".{name} = {'true' if value is True else value}" for name, value in pattern.items() if value]

@@ -84,7 +84,7 @@ class ProgramContext:
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
-        self.flags: dict[Mesh, str] = {}  # of meshes of some of the ranks
+        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # of some of the ranks, and a mesh of these
         self.channels: dict[str, ChannelMember] = {}
         self.exchanges: dict[str, str] = {}  # members, by the channels whose ranks' kernels add up terms
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
@@ -134,11 +134,12 @@ class ProgramContext:
 
     def flag(self, mesh: Mesh) -> str:
         """Whether this rank is in a mesh of some of the ranks."""
-        if mesh not in self.flags:
-            self.flags[mesh] = self.members.of(f"on_{mesh.label}", str(mesh))
-        return self.flags[mesh]
+        ranks = frozenset(mesh.all_ranks)
+        if ranks not in self.flags:
+            self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
+        return self.flags[ranks][0]
 
     def flag_of_plan(self, key: PlanKey) -> str:
         """Which ranks need a plan, where that are those of one mesh."""
-        meshes = self.uses_of_plan[key]
-        return self.flags[next(iter(meshes))] if len(meshes) == 1 and not meshes & {self.integers.program} else ""
+        ranks = {frozenset(mesh.all_ranks) for mesh in self.uses_of_plan[key]}
+        return self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

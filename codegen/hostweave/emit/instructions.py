@@ -57,7 +57,7 @@ class Emitter:
         self.steps = live_ranges(program, is_function=bool(function))
         self.begins = iter(begins(self.steps))  # of each allocate, in the order of the text
         self.used: set[str] = set()  # parameters and temporaries that some call names
-        self.stream = CALLER
+        self.stream, self.streams = CALLER, 1  # and how many the pool has
         self.in_group = False
         self.comments: list[str] = []  # the last ones
         self.others = _other_names(program)
@@ -91,7 +91,8 @@ class Emitter:
 
     def lines_of(self, body: tree.Body) -> list[str]:
         """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
-        i = next((i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i)), tree.Instruction())
+        works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
+        i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
         if i.location not in locations:  # the kernel was made for another launch
@@ -285,7 +286,7 @@ class Emitter:
     def attention_plan(
         self, kind: str, i: EitherAttention, dst: str, operands: tuple[str, ...], dbias: tuple[str, ...] = (), blind: str = ""
     ) -> str:
-        made_with = attention.made_with(i, self.type_of(i.q), blind)
+        made_with = attention.made_with(i, self.type_of(i.q), blind, self.streams)
         prepared_with = attention.prepared_with(i, operands, dbias, self.type_of, self.integers)
         return self.planned(kind, i, self.buffers[dst].root, made_with, prepared_with)
 
@@ -418,9 +419,9 @@ class Emitter:
 
     def emit_on_stream(self, i: ir.OnStream) -> str:
         index = self.expr(i.index)
-        self.stream = "stream"
+        self.stream, self.streams = "stream", next(pool.count for pool in self.program.streams if pool.name == i.stream)
         body = self.body(i.body)
-        self.stream = CALLER
+        self.stream, self.streams = CALLER, 1
         return lay_out("on_stream", pool=self.pool(i), index=index, body=body)
 
     def emit_let(self, i: ir.Let) -> str:

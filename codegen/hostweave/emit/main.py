@@ -15,6 +15,7 @@ from hostweave.host_ir.ir import Parameter
 from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
+from hostweave.types.zigzag import Zigzag
 
 SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
 RANK, INDEX = "r", "i"
@@ -122,6 +123,7 @@ def main_view(view: Program, reference: Reference | str) -> Main:
         cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
         own = parameter.type.mesh_in(mesh)
         shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
+        shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
         dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
         return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 

@@ -174,7 +174,7 @@ class Program:
         """The members of its class as they are made: type, name, what each is made of, where it is not by default, and a comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "which peers write to and read from"
-        flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for mesh, flag in context.flags.items()]
+        flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
         return [
             *(("const bool", flag, is_in, f"whether this rank is in {mesh}") for flag, is_in, mesh in flags),
             *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),
@@ -256,7 +256,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
         ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in instructions)),
         ("group.h", any(i.grouped for i in instructions)),
         ("index.h", context.integers.calls_runtime),
-        ("mesh.h", not all(mesh.is_run for mesh in context.flags)),
+        ("mesh.h", not all(mesh.is_run for _, mesh in context.flags.values())),
         ("route.h", context.routes),
         ("shards.h", parts_of(flat)),
         ("types.h", not (context.temporaries or context.functions)),

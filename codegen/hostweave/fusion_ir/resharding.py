@@ -1,6 +1,6 @@
 """From one sharding to another: what one collective can change, and the sequence of them that moves the fewest bytes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -19,6 +19,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer, transfer
 from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
+from hostweave.types.zigzag import Zigzag
 
 DEFAULT_SIZE = 4096  # of a dim that has no size yet
 
@@ -71,6 +72,8 @@ class ReshardStep:
                 raise Mismatch(f"{type} is not {Partial(self.reduction, self.axes)}; reduce what is partial")
             left = tuple(axis for axis in partial.axes if axis not in self.axes)
             partial = replace(partial, axes=left) if left else None
+        if self.kind in ("transfer", "reduce") and is_in_zigzag(type):
+            raise Mismatch(f"{type} is in zigzag, and stays on its mesh")
         if self.target is not None:
             if not self._leads_to(self.target, type, mesh):
                 raise Mismatch(f"what it states does not take {type} to {self.target}")
@@ -83,8 +86,10 @@ class ReshardStep:
         if self.gains is not None:
             dim = type.dims[self.gains]
             after[self.gains] = (*dim.axes, *self.axes)
-            if (dim.axes and not divides(after[self.gains], dim, on)) or (
-                self.kind == "shard" and set(self.axes) & set(partial_axes(type))
+            if (
+                isinstance(dim.axes, Zigzag)
+                or (dim.axes and not divides(after[self.gains], dim, on))
+                or (self.kind == "shard" and set(self.axes) & set(partial_axes(type)))
             ):
                 raise Mismatch(f"{axes} cannot split dim {self.gains} of {type} further")
         return with_layout(type, tuple(after), partial)
@@ -133,12 +138,41 @@ def plan(
     `sizes` are those of dims that are known by name alone; ties go to fewer steps, then to the order of RESHARD_STEPS and of dims. Raises
     ProgramError where there is no way.
     """
-    steps = _plan(source, target, mesh, tuple(sorted(sizes.items())))
-    if steps is None:
+    if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
+        why = f"{source} cannot become {target}: what is in zigzag does not move between meshes"
+        raise ProgramError(f"reshard: {why}; reshard it on its own mesh first, or after", location)
+    legs = [_plan(*ends, mesh, tuple(sorted(sizes.items()))) for ends in in_rank_order(source, target)]
+    if None in legs:
         raise ProgramError(
             f"reshard: {source} cannot become {target}: what is partial in it was reduced before; leave {target.partial} out", location
         )
-    return steps
+    return tuple(step for steps in legs for step in steps or ())
+
+
+def is_in_zigzag(type: TensorType) -> bool:
+    return any(isinstance(axes, Zigzag) for axes in layout(type))
+
+
+def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
+    """The dims that are in zigzag before or after, and not both."""
+    pairs = enumerate(zip(layout(source), layout(target), strict=True))
+    return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
+
+
+def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
+    """The reshards of which one is made: itself, or where a dim is in zigzag before or after alone one to where a rank has all of
+    it, and one from there, between which its pieces change places. In both the pieces are numbered as the ranks have them."""
+    changed = zigzag_changes(source, target)
+    if not changed:
+        return [(source, target)]
+
+    def with_dims(type: TensorType, axes_of: Callable[[Axes], Axes]) -> TensorType:
+        axes = tuple(axes_of(axes) if i in changed else axes for i, axes in enumerate(layout(type)))
+        return with_layout(type, axes, type.partial)
+
+    nearer = target if any(isinstance(layout(source)[i], Zigzag) for i in changed) else source
+    between = with_dims(nearer, lambda axes: ())
+    return [(with_dims(source, tuple), between), (between, with_dims(target, tuple))]
 
 
 @lru_cache(maxsize=4096)
@@ -221,10 +255,11 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
     """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
     moved, count = Fraction(0), 0
-    for step in plan(source, target, mesh, sizes, None):
-        moved += source.dtype.itemsize * step.received(prod(local_dims(source, mesh, sizes), start=Fraction(1)), source.mesh_in(mesh))
-        count += step.kind != "shard"
-        source = step.applied(source, mesh)
+    for now, end in in_rank_order(source, target):
+        for step in plan(now, end, mesh, sizes, None):
+            moved += now.dtype.itemsize * step.received(prod(local_dims(now, mesh, sizes), start=Fraction(1)), now.mesh_in(mesh))
+            count += step.kind != "shard"
+            now = step.applied(now, mesh)
     return moved, count
 
 
@@ -256,6 +291,8 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
         """Blocks of a dim that some axes split unevenly are not those that more axes split further."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
+        if isinstance(dim.axes, Zigzag):
+            return False
         return divides(split, dim, mesh) or (not dim.axes and split == target.dims[i].axes)
 
     for i, dim in enumerate(now.dims):
@@ -265,6 +302,8 @@ def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardS
         for axes in _orders(open_axes):
             if is_scattered and can_gain(i, axes):
                 yield ReshardStep("reduce_scatter", axes, i, reduction=reduction)
+        if isinstance(dim.axes, Zigzag):
+            continue
         for inner in (dim.axes[k:] for k in range(len(dim.axes) if divides(dim.axes, dim, mesh) else 1)):
             yield ReshardStep("all_gather", inner, i)
             for j in range(len(now.dims)):
@@ -283,7 +322,8 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
     """To the target, and to other orders of one dim's axes: every dim is split into as many blocks as before."""
     have, want = layout(now), layout(target)
-    layouts = [(*have[:i], order, *have[i + 1 :]) for i, axes in enumerate(have) for order in permutations(axes)]
+    orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
+    layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
     if all(mesh.size_of(a) == mesh.size_of(b) for a, b in zip(have, want, strict=True)) and not set(partial_axes(now)) & set(target.axes):
         layouts.append(want)
     for axes in layouts:

@@ -10,6 +10,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS, index_map
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, Partial, TensorType
+from hostweave.types.zigzag import Zigzag, pieces, some_of
 
 Axes = tuple[str, ...]
 Layout = tuple[Axes, ...]  # the mesh axes of each dim
@@ -38,13 +39,13 @@ class ShardingRule:
     reduced: dict[str, Axes]
     taken: tuple[Layout, ...] | None = None  # how an op takes its operands where labels do not say it, as a function or a user kernel
 
-    def takes(self, dim: int, axes: Axes, mesh: Mesh) -> bool:
-        """Whether a dim of the result can be split along `axes` by splitting the dims of operands that it comes from."""
+    def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
+        """Whether a dim of the result can be split as `wanted` is, by splitting the dims of operands that it comes from."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
-        is_shared = label is not None and self.indices.shared_by(label, mesh.size_of(axes))
-        return bool(sources) and is_shared and all(divides(axes, source, mesh) for source in sources)
+        is_shared = label is not None and _is_shared(self.indices, label, wanted.axes, mesh)
+        return bool(sources) and is_shared and all(divides_alike(wanted, source, mesh) for source in sources)
 
     @property
     def partial_axes(self) -> Axes:
@@ -60,7 +61,7 @@ class ShardingRule:
     def computed(self, result: Layout) -> Layout:
         """The layout in which the op itself gives a value that ends up as `result`: a partial axis splits nothing yet."""
         partial = self.partial_axes
-        return tuple(tuple(axis for axis in axes if axis not in partial) for axes in result)
+        return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
@@ -79,7 +80,8 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     used: set[str] = set()
 
     def claim(into: dict[str, Axes], label: str, axes: Axes) -> None:
-        free = tuple(takewhile(lambda axis: axis not in used, axes))  # the outermost ones
+        outermost = tuple(takewhile(lambda axis: axis not in used, axes))
+        free = some_of(axes, outermost.__contains__)
         if free and label not in into:
             into[label] = free
             used.update(free)
@@ -94,11 +96,11 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             walked.setdefault(label, []).append(dim)
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
-            if label in kept and all(dim.size == other.size or divides(dim.axes, other, mesh) for other in walked[label]):
+            if label in kept and all(divides_alike(dim, other, mesh) for other in walked[label]):
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
-            if label not in kept and definition.partial:
+            if label not in kept and definition.partial and _is_shared(indices, label, dim.axes, mesh):
                 claim(reduced, label, dim.axes)
     result = tuple(claimed.get(label, ()) if label else () for label in indices.result)
     is_losing = definition.carried and not op.result.stream and sum(map(len, result)) < len(operands[0].axes)
@@ -109,8 +111,15 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
     """The outermost axes with as many ranks as can share the dims of a label."""
-    prefixes = (axes[:end] for end in range(len(axes), 0, -1))
-    return next((prefix for prefix in prefixes if indices.shared_by(label, mesh.size_of(prefix))), ())
+    prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
+    return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
+
+
+def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
+    """Whether the ranks along axes can share the dims of a label; in zigzag where no index in it, or of its blocks, counts from the rank's
+    first."""
+    counts = label in indices.unwalked or label in dict(indices.blocks)
+    return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
@@ -148,4 +157,14 @@ def partial_axes(type: TensorType) -> Axes:
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
     """Whether the ranks along `axes` can split the dim evenly, as far as its size is known."""
-    return not dim.size.is_int or int(dim.size) % mesh.size_of(axes) == 0
+    return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
+
+
+def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
+    """Whether another dim of the same index can be split as one is; in zigzag where it has as many of the other's elements in each."""
+    if dim.size == other.size:
+        return True
+    if isinstance(dim.axes, Zigzag) and not other.size.is_int:
+        times = other.size.divided_by(dim.size)
+        return times is not None and times.divisor == 1
+    return divides(dim.axes, other, mesh)

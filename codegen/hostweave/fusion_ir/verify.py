@@ -7,13 +7,14 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 # What passes settle stays so after the later ones: "input" is a fusion as traced, each other one the pass after which more must hold.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
@@ -162,6 +163,8 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
     if op.kind in RESHARDS:
         _verify_reshard(op, operands[0], mesh, level)
         return
+    if op.kind == "renumber":
+        _verify_renumber(op, operands[0], mesh)
     passed = flow(op, operands, mesh)
     derived = with_layout(op.result.type, passed.result, partial_of(op, operands, passed))
     if derived != op.result.type:
@@ -169,6 +172,16 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
     for name, type, needed in zip(op.operands, operands, passed.operands(passed.result), strict=True):
         if layout(type) != needed:
             raise ProgramError(f"{op.kind}: %{name} is {type}, but {with_layout(type, needed)} is needed; reshard it", op.location)
+
+
+def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
+    """It goes between zigzag and the order of the ranks, of those that have the pieces."""
+    have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
+    order = order_of_pieces(source.mesh_in(mesh).size_of(have))
+    order = order if isinstance(have, Zigzag) else inverse(order)
+    if isinstance(have, Zigzag) == isinstance(want, Zigzag) or op[SOURCES] != order:
+        why = f"sources={op[SOURCES]} do not take {source} to {op.result.type}"
+        raise ProgramError(f"renumber: {why}; between zigzag and the order of the ranks they are {order}", op.location)
 
 
 def _verify_reshard(op: Op, source: TensorType, mesh: Mesh, level: int) -> None:

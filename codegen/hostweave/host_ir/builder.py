@@ -29,6 +29,7 @@ class _Scope:
         self.views: dict[tree.Instruction, str] = {}
         self.mesh: Mesh | None = None
         self.views_on_mesh: dict[tree.Instruction, str] = {}
+        self.integers: list[str] = []
 
     def move_to(self, mesh: Mesh | None) -> None:
         """What is emitted next is for these ranks: what another `on` body defined ends with that."""
@@ -46,6 +47,8 @@ class Builder:
         self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
         self.aside: list[tree.Instruction] | None = None  # of a communication beside the rest: copies that need not hold up the next
         self._taken: set[str] = set()
+        self._indices: list[str] = []  # of loops, by how many are around them
+        self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
         self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
         self._made_of: dict[str, ir.View] = {}  # every view by its name
@@ -59,8 +62,10 @@ class Builder:
         return claim_unique(wanted, self._taken)
 
     def loop_index(self) -> str:
-        """i, j, k, l, then i_2 and so on."""
-        return self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i"))
+        """Of a loop in the present body: i, in that j, k, l, then i_2 and so on."""
+        if self._depth == len(self._indices):
+            self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i")))
+        return self._indices[self._depth]
 
     def emit(self, instruction: tree.Instruction) -> None:
         scope = self._scopes[-1]
@@ -100,6 +105,15 @@ class Builder:
         self._scopes.append(_Scope())
         yield self._scopes[-1].instructions
         self._scopes.pop()
+
+    @contextmanager
+    def looped(self) -> Iterator[list[tree.Instruction]]:
+        """The same as the body of a loop, after which its names of integers are free again."""
+        self._depth += 1
+        with self.nested() as body:
+            yield body
+            self._taken.difference_update(self._scopes[-1].integers)
+        self._depth -= 1
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
@@ -163,6 +177,7 @@ class Builder:
     def let(self, wanted: str, value: Expr) -> str:
         name = self.name(wanted)
         self.emit(ir.Let(name, value))
+        self._scopes[-1].integers.append(name)
         return name
 
     def select(self, src: str, dim: int, index: Expr, wanted: str) -> str:

@@ -12,6 +12,7 @@ from hostweave.host_ir.calls import dedupe_functions, launched
 from hostweave.host_ir.expr import Binary, Const, Expr, Symbol
 from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
+from hostweave.types.zigzag import Zigzag, pieces
 
 MOST = 2**48  # elements: of no memory
 
@@ -29,6 +30,9 @@ def dims_and_trips(program: ir.HostProgram) -> Iterator[Size]:
     for _, type in ir.defined_types(program):
         yield from type.shape
     yield from trip_counts(program)
+    for parameter in (*program.inputs, *program.outputs):
+        on = parameter.type.mesh_in(program.mesh)
+        yield from (dim.size // pieces(dim.axes, on) for dim in parameter.type.dims if isinstance(dim.axes, Zigzag))
 
 
 def trip_counts(program: ir.HostProgram) -> Iterator[Size]:

@@ -12,6 +12,7 @@ from hostweave.runtime.arrays import Array, Library, View, library_of, view
 from hostweave.targets.target import Target
 from hostweave.types.mesh import Mesh, local_range
 from hostweave.types.tensor import Shape, TensorType, block_of, holds
+from hostweave.types.zigzag import Zigzag
 
 
 def in_order(
@@ -24,18 +25,21 @@ def in_order(
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
-    signature = f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
+
+    def signature() -> str:  # in errors: to write it takes longer than all the rest
+        return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
+
     if len(given) > len(names):
-        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature}")
+        raise ArgumentError(f"{program}: {len(given)} arrays by position, and there are {len(names)} inputs; {signature()}")
     if twice := [name for name in named if name in arrays]:
         raise ArgumentError(f"{program}: argument {twice[0]} is given by position and by name; leave one of them out")
     arrays |= named
     if again := [name for name in named if name in bound]:
         raise ArgumentError(f"{program}: argument {again[0]} is bound; leave it out, or call the program that has it not bound")
     if unknown := [name for name in named if name not in names]:
-        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature}")
+        raise ArgumentError(f"{program}: unknown argument {', '.join(sorted(unknown))}; {signature()}")
     if missing := [name for name in names if name not in arrays]:
-        raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature}")
+        raise ArgumentError(f"{program}: missing argument {', '.join(sorted(missing))}; {signature()}")
     return tuple(arrays[name] for name in names)
 
 
@@ -79,6 +83,9 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
     if not hasattr(type(array), "to_local"):
         return array
     axes, placements = tuple(array.device_mesh.mesh_dim_names or ()), tuple(array.placements)
+    if any(isinstance(dim.axes, Zigzag) for dim in type_.dims):
+        why = f"expected {type_}, and no placement of a DTensor is zigzag"
+        raise ArgumentError(f"{program}: {name}: {why}; pass a tensor of this rank's two pieces")
     sizes = dict(type_.mesh_in(mesh).axes)
     others = [axis for axis, size in zip(axes, array.device_mesh.shape, strict=False) if size != sizes.get(axis, 1)]
     if not axes or others:

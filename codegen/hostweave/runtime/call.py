@@ -13,7 +13,7 @@ from hostweave.runtime.arguments import Bound, accept, block, expect_writable, i
 from hostweave.runtime.arrays import Array, Library, View, view
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import TensorType, bind_sizes, block_of, block_shape, global_shape, holds
+from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, block_shape, global_shape, holds
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,14 @@ class Call:
     outputs: LocalArrays
     results: tuple[Result, ...]  # of each output
 
-    def for_glue(self) -> tuple[list[list[Any]], list[list[Any]]]:
-        return [[v[:-1] for v in rank] for rank in self.inputs], [[v[:-1] for v in rank] for rank in self.outputs]
+    def global_shapes(self) -> list[Shape]:
+        """Of the inputs."""
+        return [view.global_shape for view in self.inputs[0]]
+
+    def places(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+        """Address, bytes and device of each of the rank's inputs and outputs."""
+        inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
+        return inputs, outputs
 
     def expect_shapes_of(self, other: Call) -> None:
         """Raises ArgumentError where the arrays of two calls that are run together differ in shape."""
@@ -92,7 +98,7 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     shapes = {**bound.shapes(), **{name: tuple(array.shape) for name, (_, array) in taken.items()}}
     expect_divided(program, [shapes[name] for name in expected])
     sizes = bind_sizes(program.name, program.mesh, expected, shapes, program.uneven)
-    _check_outputs(program, sizes)
+    of_outputs = [_shape_of_output(program, parameter, sizes) for parameter in program.outputs]
     accepted, given_by_name = {**bound.arrays, **taken}, {p.name: array for p, array in zip(bound.free, arrays, strict=True)}
     first = next(iter(taken or bound.arrays))
     results = tuple(_result_of(program, p.memory or first, accepted, given_by_name if p.memory else {}) for p in program.outputs)
@@ -101,7 +107,8 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     blocks = [{**held, **given_blocks} for held, given_blocks in zip(bound.blocks, own, strict=True)]
     inputs = tuple(tuple(of_rank[name] for name in expected) for of_rank in blocks)
     outputs = tuple(
-        tuple(_local(to, p.type, program.mesh, rank, sizes) for p, to in zip(program.outputs, results, strict=True)) for rank in ranks
+        tuple(_local(to, p.type, program.mesh, rank, shape) for p, to, shape in zip(program.outputs, results, of_outputs, strict=True))
+        for rank in ranks
     )
     places = {(type(one), one.device(array)): one for one, array in accepted.values()}
     for (_, on), used in places.items():
@@ -112,12 +119,11 @@ def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequenc
     return Call(program, sizes, inputs, outputs, results)
 
 
-def _check_outputs(program: HostProgram, sizes: Mapping[str, int]) -> None:
-    for parameter in program.outputs:
-        try:
-            global_shape(parameter.type, sizes)
-        except ValueError as error:
-            raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
+def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[str, int]) -> Shape:
+    try:
+        return global_shape(parameter.type, sizes)
+    except ValueError as error:
+        raise ArgumentError(f"{program.name}: output {parameter.name}: {error}; pass a size that it divides") from None
 
 
 def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> Result:
@@ -132,8 +138,7 @@ def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Lib
     return Result(library, library.device(array), array, given[name])
 
 
-def _local(to: Result, type_: TensorType, mesh: Mesh, rank: int, sizes: Mapping[str, int]) -> View:
-    shape = global_shape(type_, sizes)
+def _local(to: Result, type_: TensorType, mesh: Mesh, rank: int, shape: Shape) -> View:
     if not holds(type_, mesh, rank):
         return View(shape)
     device = CPU_DEVICE if to.device == CPU_DEVICE else rank

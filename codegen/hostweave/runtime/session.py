@@ -1,4 +1,4 @@
-"""A loaded program on the ranks of this process."""
+"""A loaded program on the ranks of this process: what `Program.run` uses."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
+from hostweave.base.errors import ExecutionError
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.call import Call
-from hostweave.runtime.cpu import schedule
+from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.lifetime import expect_own_devices
+from hostweave.runtime.lifetime import expect_going_on, expect_own_devices
+from hostweave.runtime.ranks import Ranks
 from hostweave.targets.target import Target
 
-_worlds: dict[tuple[str, int], Any] = {}  # the ranks, by target and number: a thread and a device each, for all programs
+_ranks: dict[tuple[str, int], Ranks] = {}  # by target and number, for all programs
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_lock = threading.Lock()
+_turn = threading.RLock()  # two programs that all ranks run at the same time could wait for each other
 
 
 @dataclass(frozen=True)
@@ -32,64 +36,110 @@ class Timing:
 
 
 class Session:
-    """A program on every rank of a world. Raises ExecutionError where there are too few devices."""
+    """A program on every rank. Raises ExecutionError where there are too few devices."""
 
     def __init__(self, module: ModuleType, target: Target, ranks: int, tune: bool = False):
-        self._module = module
-        with native_calls:
-            self._world = _world_of(module, target.name, ranks)
-            self._runner = module.Runner(self._world, tune)
+        self._module, self._target = module, target
+        self._instances: list[Any] = []
+        self._staged: list[Any] = []
+        self._ready_for: object = None  # the shapes of the last calls
+        self._at_rest = at_rest = self._native(Schedule())  # by which each rank does what it does alone
+        with _turn, native_calls:
+            expect_own_devices()
+            self._ranks = _ranks_of(module, target.name, ranks)
+            members = self._ranks.members
+            ids: dict[str, bytes] = {}  # of channels that are to be made
+
+            def find(rank: int) -> None:
+                for key, _ in module.missing_process_groups(members[rank]):
+                    ids[key] = ids.get(key) or module.new_id(members[rank])
+
+            self._ranks.each_here(at_rest, find)
+            if ids:
+                self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
+            self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
+            self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None
         _sessions.add(self)
 
     @property
     def broken(self) -> bool:
-        """Whether an error has stopped the ranks midway, so that a new session is needed."""
-        return self._runner is None or bool(self._world.broken)
+        """Whether it was closed, or an error has stopped the ranks midway, so that a new session is needed."""
+        return not self._instances or self._ranks.broken
 
     def run(self, calls: Sequence[Call], poison: bool) -> None:
         """Runs calls one after another and waits for the last. Interrupted by Ctrl-C, it stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
-        with native_calls:
-            self._runner.run(self._schedule(), [call.for_glue() for call in calls], poison)
-        if self._measured:
-            self._measured.keep()
+        self._each(calls, lambda staged, schedule: staged.run(schedule, poison), len(calls))
 
     def measure(self, call: Call, warmups: int, repetitions: int) -> list[list[Timing]]:
-        with native_calls:
-            times = self._runner.measure(self._schedule(), call.for_glue(), warmups, repetitions)
-        if self._measured:
-            self._measured.keep()
+        gate = self._module.Gate(len(self._ranks.members))
+        times = self._each([call], lambda staged, schedule: staged.measure(schedule, warmups, repetitions, gate), 1)
         return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
 
     def close(self) -> None:
         """Frees what the program holds on every rank."""
-        self._runner = None
+        self._instances, self._staged = [], []
 
-    def _schedule(self) -> Any:
-        return self._module.Schedule(**vars(schedule()))
+    def _each(self, calls: Sequence[Call], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
+        """What `work` gives on every rank, which is ready for these calls, of which so many may be under way at a time."""
+        native_schedule = self._native(schedule())
+        with _turn, native_calls:
+            if self.broken:
+                raise ExecutionError(f"{self._module.name}: an error in another call has stopped the ranks; call again")
+            self._prepare(calls)
+            staged = self._staged
+            look = partial(self._expect_progress, schedule().timeout_seconds * in_flight)
+            results = self._ranks.each(native_schedule, lambda rank: work(staged[rank], native_schedule), look=look)
+        if self._measured:
+            self._measured.keep()
+        return results
+
+    def _prepare(self, calls: Sequence[Call]) -> None:
+        instances, staged, first = self._instances, self._staged, calls[0]
+        ready_for, before, self._ready_for = first.global_shapes(), self._ready_for, None
+
+        def prepare(rank: int) -> None:
+            instances[rank].prepare([view.shape for view in first.inputs[rank]], ready_for, 0)
+
+        def stage(rank: int) -> None:
+            staged[rank].prepare([call.places(rank) for call in calls])
+
+        if before != ready_for:
+            self._ranks.each(self._at_rest, prepare, alone=not self._module.prepares_together)
+        self._ranks.each_here(self._at_rest, stage)
+        self._ready_for = ready_for
+
+    def _expect_progress(self, patience: float) -> None:
+        """Raises ExecutionError where the interpreter ends, or ranks stand still; the CPU device sees that by itself."""
+        expect_going_on()
+        states = [instance.progress() for instance in self._instances if self._target.is_asynchronous]
+        if any(seconds > patience for _, _, seconds in states):
+            text = "".join(f"\n  rank {rank}: {made} calls, {done} done" for rank, (made, done, _) in enumerate(states))
+            raise ExecutionError(f"{self._module.name}: no rank has come further for {patience:g} seconds{text}")
+
+    def _native(self, schedule: Schedule) -> Any:
+        return self._module.Schedule(**vars(schedule))
 
 
-def _world_of(module: ModuleType, target: str, ranks: int) -> Any:
-    """The world of that size, which any program's module of that target can make for all of them; a broken one is replaced."""
-    with _lock:
-        expect_own_devices()
-        world = _worlds.get((target, ranks))
-        if world is None or world.broken:
-            world = _worlds[target, ranks] = module.World(ranks)
-        return world
+def _ranks_of(module: ModuleType, target: str, count: int) -> Ranks:
+    """So many ranks, which any program's module of that target can make for all of them; broken ones are replaced."""
+    ranks = _ranks.get((target, count))
+    if ranks is None or ranks.broken:
+        ranks = _ranks[target, count] = Ranks(module, count)
+    return ranks
 
 
 def _close_all() -> None:
     for session in list(_sessions):
         session.close()
-    _worlds.clear()
+    _ranks.clear()
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
+    global _turn
+    _turn = threading.RLock()
     _close_all()
 
 

@@ -21,6 +21,7 @@ from hostweave.types.machine import H200, Machine
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import product
 from hostweave.types.tensor import BufferType, DType
+from hostweave.types.zigzag import Zigzag
 
 # Tiles of one matmul's result: rows, columns, and how fast they are beside those of 128 x 256.
 TILES = (
@@ -36,7 +37,8 @@ LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
 EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
 PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
-ATTENTION = 0.75  # of what tensor cores do, that attention of 16-bit floats reaches; kernels of ours take about 32 times as long
+ATTENTION = 0.74  # of what tensor cores do, that attention of 16-bit floats reaches; kernels of ours take about 32 times as long
+ATTENTION_ROWS = 128  # of a head that a multiprocessor takes together; the last ones under a diagonal see more, and others wait for them
 
 
 # --- matmuls ----------------------------------------------------------------------------------------------------------
@@ -65,6 +67,10 @@ class Product:
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / (machine.memory * READS))
 
+    def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
+        """One of so many parts of its rows, or of its columns."""
+        return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)
+
     def _in_tiles(self, machine: Machine, m: int, n: int, fast: float, parts: int) -> float:
         """Each tile by as many multiprocessors as the inner dim has parts, which are added in f32 afterwards."""
         waves = ceil(self.count * ceil(self.rows / m) * ceil(self.columns / n) * parts / machine.multiprocessors)
@@ -81,6 +87,54 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     is_one = len(values[op.tensors[1]].type.dims) == op[CONTRACTED] + 1  # matrix for all: its rows follow one another
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention of one rank: the rows of so many heads to columns, under a causal mask those of the last rows."""
+
+    heads: float
+    rows: float
+    columns: float
+    width: float  # of a row of keys and a row of values
+    is_causal: bool
+    is_balanced: bool = False  # rows are in zigzag: they see half of the columns, and half of each block
+    speed: float = ATTENTION
+    products: float = 2.0  # of the scores' size, for every element of a row: of a gradient more
+
+    def seconds(self, machine: Machine) -> float:
+        seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
+        seen = self.columns / 2 if self.is_balanced else seen
+        of_score = self.products * self.width / (machine.flops * self.speed)
+        waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
+        return machine.launch + of_score * (self.heads * self.rows * seen + waits)
+
+    def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
+        """A block of the columns. All rows see those that others have."""
+        return replace(self, columns=self.columns / chunks, is_causal=self.is_causal and is_own)
+
+
+def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:
+    """The attention of one rank, or a third of its gradients."""
+    types = [value.type for value in map(fusion.values().__getitem__, op.tensors[:3])]
+    q, k, v = (list(map(float, local_dims(type, fusion.mesh, sizes))) for type in types)
+    products, by = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0, 32 if is_by_kernels(op, *types) else 1
+    columns = min(op[WINDOW], k[-2]) if op[WINDOW] else k[-2]
+    is_causal = bool(op[CAUSAL]) and not op[WINDOW]
+    is_balanced = is_causal and isinstance(types[0].dims[-2].axes, Zigzag)
+    return Attended(prod(q[:-2]), q[-2], columns, q[-1] + v[-1], is_causal, is_balanced, ATTENTION / by, products)
+
+
+def around_attention(machine: Machine, ranks: int, gathered: float, result: float) -> tuple[float, float]:
+    """Of keys and values of so many bytes that travel to an attention, and of its result: in sequence a second gather begins, and what
+    is gathered is laid out; with blocks a rank's own keys and values are packed, and all results joined."""
+    begins = machine.link("collective", ranks).seconds(0)
+    in_sequence = begins + 2 * (machine.launch + gathered / machine.memory)
+    packed, joined = 2 * gathered / ranks, (ranks + 1) * result
+    return in_sequence, 5 * machine.launch + (packed + joined) / machine.memory
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------
@@ -113,20 +167,10 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         if op.kind == "matmul":
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
-            speed = ATTENTION / (32 if is_by_kernels(op, *(types[name] for name in op.tensors[:3])) else 1)
-            work = _of_attention(op, [list(map(float, dims[name])) for name in op.tensors], speed) / machine.flops
-            return machine.launch + max(work, sum(moved) / machine.memory)
+            return max(attended_of(op, fusion, sizes).seconds(machine), machine.launch + sum(moved) / machine.memory)
         return machine.launch + sum(moved) / machine.memory
 
     return {op.result.name: of_op(op) for op in fusion.ops}
-
-
-def _of_attention(op: Op, operands: Sequence[Sequence[float]], speed: float) -> float:
-    """The operations of one rank, as many as tensor cores do in that time; a third of those of its three for a gradient."""
-    q, k, v = operands[:3]
-    products = 5 / 3 if op.kind in GRADIENTS[:3] else 2.0
-    seen = min(op[WINDOW] or k[-2], k[-2] if k[-2] > q[-2] else k[-2] / 2) if op[CAUSAL] else k[-2]
-    return products * prod(q[:-1]) * seen * (q[-1] + v[-1]) / speed
 
 
 def _ranks(op: Op, mesh: Mesh) -> int:
@@ -179,7 +223,7 @@ def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) ->
 
 @dataclass(frozen=True)
 class Overlap:
-    """A gather and the matmuls of what it makes, or a matmul and the reduction of what that makes, over a dim of both.
+    """A gather and the matmuls or the attention of what it makes, or a matmul and the reduction of what that makes, over a dim of both.
 
     `size` is that of the gathered or partial tensor on one rank, in bytes. `rows` says whether the dim is one of rows of the results.
     """
@@ -187,16 +231,18 @@ class Overlap:
     kind: str  # all_gather, reduce_scatter or all_reduce
     ranks: int
     size: float
-    products: tuple[Product, ...]
+    products: tuple[Product | Attended, ...]
     rows: bool = True
     computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
     beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
     goes_on: bool = False  # whether the kernel that takes what is reduced, which reads it anyway, adds up what was put here
+    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and around the chunks
 
     def in_sequence(self, machine: Machine) -> float:
         communicated = communication(machine, self.kind, self.ranks, self.size)
         hidden = min(communicated, self.beside)  # but for what it takes of the multiprocessors
-        return sum(p.seconds(machine) for p in self.products) + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
+        computed = self.around[0] + sum(p.seconds(machine) for p in self.products)
+        return computed + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
 
     def in_chunks(self, machine: Machine, algorithm: str, chunks: int) -> float:
         """By p2p or puts as many chunks of each shard, or as many slices of all shards by a collective."""
@@ -204,12 +250,13 @@ class Overlap:
         own = chunks // self.ranks if by_shard else 0  # chunks that travel nowhere
         size, others = self.size / chunks, chunks - own
         transfer = self.transfer(machine, one_sided, size) if by_shard else communication(machine, self.kind, self.ranks, size)
-        multiply = sum(self.chunk(product, chunks).seconds(machine) for product in self.products)
-        beside = min(1.0, others * transfer / (chunks * multiply))  # for how much of the time both run
-        multiply = multiply * (1 + beside * ((BESIDE_COPIES if one_sided else BESIDE_KERNELS) - 1)) + CHUNK
+        here, there = (sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False))
+        beside = min(1.0, others * transfer / (own * here + others * there))  # for how much of the time both run
+        slower = 1 + beside * ((BESIDE_COPIES if one_sided else BESIDE_KERNELS) - 1)
+        here, multiply = here * slower + CHUNK, there * slower + CHUNK
         transfer *= 1.0 if one_sided else _kernels_beside(self.ranks)
         if self.kind == "all_gather":
-            return LOOP + _after_arrival(own * multiply, [transfer] * others, multiply)
+            return LOOP + self.around[1] + _after_arrival(own * here, [transfer] * others, multiply)
         summed = self.adding(machine, one_sided) if by_shard else 0.0
         return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
 
@@ -223,11 +270,6 @@ class Overlap:
         if one_sided:
             return machine.link("get" if self.computed else "put", self.ranks).seconds(size)
         return machine.link("collective", 2).seconds(size)
-
-    def chunk(self, product: Product, chunks: int) -> Product:
-        if self.rows:
-            return replace(product, rows=product.rows / chunks)
-        return replace(product, columns=product.columns / chunks)
 
 
 def _kernels_beside(ranks: int) -> float:

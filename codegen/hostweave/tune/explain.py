@@ -39,11 +39,18 @@ def _basis(options: Options) -> Iterator[str]:
 
 
 def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kernels: Set[str]) -> Iterator[str]:
-    possible = {candidate.reshard.result.name: candidate for candidate in candidates(body, options.sizes)}
+    found = list(candidates(body, options.sizes))
+    possible = {candidate.reshard.result.name: candidate for candidate in found}
+    with_keys = {candidate.keys.values.result.name: candidate.reshard.result.name for candidate in found if candidate.keys}
     types = {name: value.type for name, value in body.values().items()}
+    for choice in chosen.values():
+        if choice.value not in types:
+            yield f"%{choice.value} of keys in zigzag, and their values: in sequence{_times(choice)}"
     for op in body.ops:
         name = op.result.name
-        if op.kind in RESHARD_STEPS and op.kind != "shard":
+        if name in with_keys:
+            yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, with which it would travel in a loop"
+        elif op.kind in RESHARD_STEPS and op.kind != "shard":
             how = _how(op, chosen.get(name), possible.get(name), options)
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
@@ -51,6 +58,8 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = {op.kind} of %{op.tensors[0]}: {how}"
         elif op.kind == "attention":
             joined = ", of the keys that a rank has; ranks join theirs by log-sum-exps" if op[KEY_BLOCKS] else ""
+            if op.result.stream:
+                joined = f", to the keys of {op[KEY_BLOCKS]} ranks as they come, joined by log-sum-exps"
             is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
             by = f"a kernel of this package{', without tensor cores' * (types[name].dtype == f32)}" if is_own else "one call of the library"
             yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
@@ -63,15 +72,18 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
     stream = op.result.stream
     beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
     if choice:
-        word = "measured" if choice.is_measured else "predicted"
-        others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
         taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
         if op.result.transport:
             taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {op.result.transport}"
-        return f"{taken}, {word} {choice.taken.micros:.1f} us; instead of {others}" if others else taken
+        return f"{taken}{_times(choice)}"
     if stream and stream.algorithm:
         return f"{_loop(stream.algorithm, stream.chunks)}, as stated"
     return f"in sequence{beside}: {_why_not(stream, candidate, options)}"
+
+
+def _times(choice: Choice) -> str:
+    others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
+    return f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}" if others else ""
 
 
 def _loop(algorithm: str, chunks: int | None) -> str:
@@ -84,7 +96,8 @@ def _why_not(stream: Stream | None, candidate: Candidate | None, options: Option
     if options.overlap == "off":
         return 'overlap="off"'
     if candidate is None:
-        return "no matmul is beside it whose outermost dim it gathers or reduces, and which alone takes or makes it"
+        of_keys = "no attention, under a causal mask or none, whose keys it gathers"
+        return f"no matmul is beside it whose outermost dim it gathers or reduces, and which alone takes or makes it, and {of_keys}"
     if candidate.unknown:
         stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
         return f"sizes are not known; state them for a chunk loop, hw.Options(sizes={{{stated}}})"

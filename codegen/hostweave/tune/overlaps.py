@@ -1,4 +1,4 @@
-"""Which reshards could be hidden behind the matmuls beside them in a chunk loop, and how long each way to do that takes."""
+"""Which reshards could be hidden behind matmuls or an attention in a chunk loop, and how long each way to do that takes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from math import prod
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
+from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import Overlap, product_of, seconds
+from hostweave.tune.cost import Attended, Overlap, Product, around_attention, attended_of, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
+from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
 LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
@@ -27,7 +29,10 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can be done in chunks beside matmuls, and the dim of their results, or of its own, that the chunks cut."""
+    """A reshard that can be done in chunks beside matmuls, and the dim of their results, or of its own, that the chunks cut.
+
+    Where it gathers keys there is an attention in place of the matmuls, whose values are gathered with them.
+    """
 
     reshard: Op
     matmuls: tuple[Op, ...]
@@ -37,11 +42,16 @@ class Candidate:
     shards: int  # in how many parts ranks have it meanwhile
     unknown: tuple[str, ...]  # sizes that are not stated, on which it depends
     is_even: bool  # whether all that is sharded is known to be shared evenly, as windows want it
+    keys: GatheredKeys | None = None
+
+    @property
+    def reshards(self) -> tuple[Op, ...]:
+        return self.keys.gathers if self.keys else (self.reshard,)
 
     @property
     def streamed(self) -> tuple[Op, ...]:
         """The ops that a user would stream."""
-        return self.matmuls if self.reshard.kind == "all_gather" else (self.reshard,)
+        return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
@@ -59,13 +69,15 @@ class _Finder:
         self.producer = {op.result.name: op for op in fusion.ops}
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.is_on_all_ranks = all(type.mesh is None for type in self.types.values())
+        self.keys = {keys.keys.result.name: keys for keys in gathered_keys(fusion)}
 
     def candidate(self, op: Op) -> Candidate | None:
         step = step_of(op)
         ranks = op.result.type.mesh_in(self.fusion.mesh).size_of(step.axes)
         if op.result.type.mesh or ranks < 2 or step.reduction not in ("", "sum"):
             return None
-        matmuls, dim = self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
+        keys = self.keys.get(op.result.name)
+        matmuls, dim = self.beside(op, keys)
         if not matmuls:
             return None
         types = [self.types[name] for matmul in matmuls for name in (*matmul.tensors, matmul.result.name)]
@@ -74,9 +86,14 @@ class _Finder:
         size = whole.shape[dim if op.kind != "all_gather" else step.dim or 0]
         shards = whole.mesh_in(self.fusion.mesh).size_of(whole.dims[dim].axes) if op.kind == "all_reduce" else 1
         unknown = tuple(name for name in symbols if name not in self.sizes)
-        return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even())
+        return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
 
     # --- what is beside a reshard ---
+
+    def beside(self, op: Op, keys: GatheredKeys | None) -> tuple[tuple[Op, ...], int]:
+        if keys:
+            return (keys.attention,), keys.dim
+        return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """All that takes what is gathered, if that is matmuls whose rows are gathered, and nothing that they take is made later."""
@@ -122,7 +139,7 @@ class _Finder:
     def is_even(self) -> bool:
         for type in self.types.values():
             for dim in type.dims:
-                ranks = self.fusion.mesh.size_of(dim.axes)
+                ranks = pieces(dim.axes, self.fusion.mesh)
                 if ranks > 1 and (not self.sizes.keys() >= set(dim.size.symbols) or dim.size.bind(self.sizes) % ranks):
                     return False
         return True
@@ -135,15 +152,23 @@ def ways(
     candidate: Candidate, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str = "auto", tf32: bool = False
 ) -> tuple[Way, ...]:
     """In sequence, and in chunks by each algorithm that can be, the fastest first."""
-    op, values = candidate.reshard, fusion.values()
-    whole = op.result if op.kind == "all_gather" else values[op.tensors[0]]
-    bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
-    products = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls)
-    is_made = _is_made(op.tensors[0], fusion)
+    op, values, keys = candidate.reshard, fusion.values(), candidate.keys
+
+    def bytes_of(op: Op) -> float:
+        whole = op.result if op.kind != "reduce_scatter" else values[op.tensors[0]]
+        return float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
+
+    size = sum(map(bytes_of, candidate.reshards))
+    products: tuple[Product | Attended, ...] = tuple(product_of(matmul, fusion, sizes, tf32) for matmul in candidate.matmuls if not keys)
+    around = 0.0, 0.0
+    if keys:
+        products = (attended_of(keys.attention, fusion, sizes),)
+        around = around_attention(machine, candidate.ranks, size, bytes_of(keys.attention))
+    is_made = keys is not None or _is_made(op.tensors[0], fusion)
     is_rows = candidate.dim < len(candidate.matmuls[0].result.type.dims) - 1
     beside, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
     goes_on = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
-    overlap = Overlap(op.kind, candidate.ranks, bytes_of, products, is_rows, is_made, beside, goes_on)
+    overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, beside, goes_on, around)
     found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
     for algorithm, chunks in _chunked(candidate, candidate.size.bind(sizes)):
         if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):
@@ -195,7 +220,7 @@ def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
     if candidate.reshard.kind == "all_reduce":
         counts = [("all_reduce", slices) for slices in SLICES]
     else:
-        counts = [("put", subchunks * ranks) for subchunks in SUBCHUNKS] + [("p2p", ranks)]
+        counts = [("put", subchunks * ranks) for subchunks in SUBCHUNKS if subchunks == 1 or not candidate.keys] + [("p2p", ranks)]
     yield from ((algorithm, chunks) for algorithm, chunks in counts if size and not rest and size % chunks == 0 and chunks <= MAX_STEPS)
 
 

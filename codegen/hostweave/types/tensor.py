@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, Location, ProgramError
 from hostweave.base.lexer import MAX_INT
-from hostweave.types.mesh import Mesh, local_range
+from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
+from hostweave.types.zigzag import ZIGZAG, Zigzag, indices, pieces, runs
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,20 +87,23 @@ class Dim:
     """A dim of a global tensor: its global size and the mesh axes that split it, the first one outermost."""
 
     size: Size
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # Zigzag where each rank has two pieces
 
     def __str__(self) -> str:
-        return f"{self.size}@{','.join(self.axes)}" if self.axes else str(self.size)
+        axes = str(self.axes) if isinstance(self.axes, Zigzag) else ",".join(self.axes)
+        return f"{self.size}@{axes}" if axes else str(self.size)
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, an size, or text such as `M@x`, `8@x` and `M/4@dp,tp`. Raises ValueError."""
+        """A dim from an int, an size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError."""
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
             return Dim(Size.of(value))
         size, at, axes = value.partition("@")
-        names = tuple(axis.strip() for axis in axes.split(",")) if at else ()
+        is_zigzag = axes.startswith(f"{ZIGZAG}(") and axes.endswith(")")
+        axes = axes[len(ZIGZAG) + 1 : -1] if is_zigzag else axes
+        names = (Zigzag if is_zigzag else tuple)(axis.strip() for axis in axes.split(",")) if at else ()
         try:
             if all(name.isidentifier() and name.isascii() for name in names):
                 return Dim(Size.of(size), names)
@@ -216,13 +220,22 @@ class TensorType:
             if axis not in dict(mesh.axes):
                 known = ", ".join(name for name, _ in mesh.axes) or "none"
                 raise ProgramError(f"{self}: no axis {axis} in {mesh}; its axes: {known}", location)
+        for dim in self.dims:
+            if isinstance(dim.axes, Zigzag) and dim.size.is_uneven(count := pieces(dim.axes, mesh), ()):
+                why = f"{mesh.size_of(dim.axes)} ranks have two pieces each of dim {dim}, and {count} do not divide {dim.size}"
+                raise ProgramError(f"{self}: {why}; pad it to {-(-int(dim.size) // count) * count}", location)
 
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """What `rank` of the mesh holds of a global array: a view of its block. Raises ArgumentError where the shape does not fit."""
+        """What `rank` of the mesh holds of a global array: a view of its block, or a copy of its two pieces.
+
+        Raises ArgumentError where the shape does not fit.
+        """
         return shard(self, array, rank, mesh)
 
-    def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[slice, ...]:
+    def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
         """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
+
+        A slice of each dim, or an array of the indices of two pieces.
 
         Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
         """
@@ -260,11 +273,15 @@ Shape = tuple[int, ...]
 
 
 def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-    """The block of a global array that `rank` holds, a view. Raises ArgumentError where the shape does not fit, or the rank has none."""
-    return array[checked_block(type_, array.shape, rank, mesh, "shard")]
+    """The block of a global array that `rank` holds, a view, or a copy of two pieces.
+
+    Raises ArgumentError where the shape does not fit, or the rank has none.
+    """
+    own: NDArray[Any] = array[checked_block(type_, array.shape, rank, mesh, "shard")]
+    return own
 
 
-def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[slice, ...]:
+def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
     """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
@@ -318,16 +335,17 @@ def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
 
 def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
     """The shape of what a rank holds of a global array of `shape`."""
-    return tuple(part.stop - part.start for part in block_of(type_, mesh, rank, shape))
+    return tuple(sum(map(len, own)) for own in _runs(type_, mesh, rank, shape))
 
 
-def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
-    """The block of a global array of `shape` that `rank`, one of its mesh, holds. The first axis of a dim splits it outermost."""
+def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[Any, ...]:
+    """What indexes the block of a global array of `shape` that `rank`, one of its mesh, holds. A dim's first axis splits it outermost."""
+    return indices(_runs(type_, mesh, rank, shape))
+
+
+def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> list[Sequence[range]]:
     mesh = type_.mesh_in(mesh)
-    ranges = [
-        local_range(size, mesh.size_of(dim.axes), mesh.rank_in_group(rank, dim.axes)) for dim, size in zip(type_.dims, shape, strict=True)
-    ]
-    return tuple(slice(part.start, part.stop) for part in ranges)
+    return [runs(size, dim.axes, mesh, rank) for dim, size in zip(type_.dims, shape, strict=True)]
 
 
 def local_outputs(
@@ -374,10 +392,11 @@ def bind_sizes(
                 raise ArgumentError(f"{place} is {size}; no size fits, because {error}") from None
             if wanted != size:
                 raise ArgumentError(f"{place} is {size}; {wanted} is wanted{'' if dim.size.is_int else f' for {dim.size}'}")
-            parts = type_.mesh_in(mesh).size_of(dim.axes)
-            if size % parts and uneven is not None and not dim.size.is_uneven(parts, uneven):
+            parts, ranks = pieces(dim.axes, type_.mesh_in(mesh)), type_.mesh_in(mesh).size_of(dim.axes)
+            if size % parts and (parts > ranks or (uneven is not None and not dim.size.is_uneven(parts, uneven))):
+                of_each = " in two pieces each" if parts > ranks else ""
                 raise ArgumentError(
-                    f"{place} ({dim.size} = {size}) cannot be shared evenly by {parts} ranks along {', '.join(dim.axes)}; "
+                    f"{place} ({dim.size} = {size}) cannot be shared evenly by {ranks} ranks along {', '.join(dim.axes)}{of_each}; "
                     f"pad it to {-(-size // parts) * parts}"
                 )
     return sizes

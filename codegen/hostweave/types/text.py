@@ -5,6 +5,7 @@ import re
 from hostweave.types.routes import Route
 from hostweave.types.size import SizeReader
 from hostweave.types.tensor import DTYPES, Dim, DType, Partial, TensorType
+from hostweave.types.zigzag import ZIGZAG, Zigzag
 
 
 class Reader(SizeReader):
@@ -22,6 +23,9 @@ class Reader(SizeReader):
         size = self.size()
         axes: list[str] = []
         if self.accept("@"):
+            if self.peek() == ZIGZAG and self.peek(1) == "(":
+                self.take()
+                return Dim(size, Zigzag(self.enclosed(lambda: self.word("a mesh axis"))))
             axes.append(self.word("a mesh axis"))
             while self.peek() == "," and self.peek(1) in self.axes:
                 self.take()

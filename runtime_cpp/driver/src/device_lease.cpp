@@ -8,12 +8,10 @@
 #include <thread>
 #include <utility>
 
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {
-
-using namespace std::chrono_literals;
 
 struct Devices {
   std::mutex mutex;
@@ -27,7 +25,6 @@ struct Devices {
 };
 Devices& devices = *new Devices;  // its reaper outlives main
 
-constexpr auto kPoll = 50ms;
 const std::string kReaper = "what is freed";
 thread_local bool is_freeing = false;  // this thread has the turn that all it does is a part of
 
@@ -66,29 +63,19 @@ void deferred_free() {
 
 }  // namespace
 
-std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up) {
-  std::unique_lock turn(mutex, std::defer_lock);
-  while (!turn.try_lock_for(kPoll)) {
-    if (give_up && give_up()) throw Interrupted();
-  }
-  return turn;
-}
-
-DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up) {
+DeviceLease::DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds) {
   if (is_freeing) return;
   std::unique_lock lock(devices.mutex);
   const auto ours = [&] { return devices.turns == 0 || (devices.party == party && devices.schedule == schedule); };
-  while (!devices.free.wait_for(lock, kPoll, ours)) {
-    lock.unlock();
-    if (give_up && give_up()) throw Interrupted();
-    lock.lock();
-  }
+  if (!seconds) devices.free.wait(lock, ours);
+  if (seconds && !devices.free.wait_for(lock, std::chrono::duration<double>(*seconds), ours)) return;
   if (devices.turns == 0) {
     target::configure(schedule, ranks);
     devices.party = party;
     devices.schedule = schedule;
   }
   ++devices.turns;
+  held_ = true;
 }
 
 void DeviceLease::stop(const std::string& party, const std::string& reason) {
@@ -114,7 +101,7 @@ void DeviceLease::free(std::function<void()> release) {
 }
 
 DeviceLease::~DeviceLease() {
-  if (is_freeing) return;
+  if (!held_) return;
   const std::lock_guard lock(devices.mutex);
   if (--devices.turns == 0) devices.free.notify_all();
 }

@@ -7,7 +7,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {

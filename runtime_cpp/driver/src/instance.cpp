@@ -8,7 +8,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {
@@ -240,13 +240,7 @@ void Instance::run(const Schedule& schedule, const Table& table, const std::vect
   take(table, inputs, outputs);
   if (is_captured(caller)) return enqueue_captured(caller);
   const Graph* const graph = graphs == Graphs::never ? nullptr : graph_of_taken(graphs);
-  make_call(caller, [&] {
-    if (graph) {
-      launch(*graph, caller);
-    } else {
-      program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
-    }
-  });
+  or_stop([&] { make_call(caller, [&] { graph ? launch(*graph, caller) : enqueue(caller); }); });
 }
 
 void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller) {
@@ -254,7 +248,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   const Member::Use use(member_, schedule);
   if (is_captured(caller))
     throw CaptureError("the stream is being captured, and a graph is no part of another; call the program there");
-  make_call(caller, [&] { launch(graph, caller); });
+  or_stop([&] { make_call(caller, [&] { launch(graph, caller); }); });
 }
 
 void Instance::launch(const Graph& graph, cudaStream_t caller) const {
@@ -271,11 +265,27 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
   return capture_taken();
 }
 
-void Instance::make_call(cudaStream_t caller, const std::function<void()>& enqueue) {
+void Instance::make_call(cudaStream_t caller, const std::function<void()>& work) {
+  progress_->begin();
+  work();
+  progress_->end(caller);
+}
+
+void Instance::in_use(const Schedule& schedule, const std::function<void()>& work) {
+  member_.expect_working();
+  const Member::Use use(member_, schedule);
+  or_stop(work);
+}
+
+void Instance::poison(cudaStream_t caller) const {
+  size_t bytes = 0;
+  for (size_t part = 0; void* const memory = program_.calls.arena(instance_, part, &bytes); ++part)
+    HW_CHECK(cudaMemsetAsync(memory, 0xff, bytes, caller));
+}
+
+void Instance::or_stop(const std::function<void()>& work) {
   try {
-    progress_->begin();
-    enqueue();
-    progress_->end(caller);
+    work();
     target::finish();
   } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
     const std::string report = target::report();
@@ -289,7 +299,7 @@ void Instance::make_call(cudaStream_t caller, const std::function<void()>& enque
 void Instance::enqueue_captured(cudaStream_t caller) {
   captured([&] {
     progress_->pulse().begin(caller);
-    program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+    enqueue(caller);
     progress_->pulse().end(caller);
   });
 }
@@ -298,7 +308,7 @@ std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
     const CapturedStream stream;
     const CallOrder::OfKernels order;
-    auto graph = stream.capture([&] { program_.calls.run(instance_, inputs_.data(), outputs_.data(), stream); });
+    auto graph = stream.capture([&] { enqueue(stream); });
     HW_CHECK(cudaGraphUpload(graph->exec(), stream));
     HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
     return graph;

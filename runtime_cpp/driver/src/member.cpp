@@ -6,7 +6,7 @@
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw {
 namespace {
@@ -54,24 +54,27 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
 ncclUniqueId Member::new_process_group_id() {
   expect_working();
   const Use use(*this);
-  return hw::new_process_group_id();
+  ncclUniqueId id;
+  HW_CHECK(ncclGetUniqueId(&id));
+  return id;
 }
 
-void Member::connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds) {
+void Member::connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds) {
   expect_working();
   const Use use(*this);
-  expect_not_stopped();
-  hw::connect(rank_, program, id_of, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
+  for (const ProcessGroup& process_group : missing_process_groups(program))
+    connect(process_group, ids.at(process_group.key), timeout_seconds);
 }
 
 void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
   expect_not_stopped();
-  hw::connect(rank_, process_group, id, [this](ncclComm_t comm) { keep(comm); }, timeout_seconds);
-}
-
-void Member::keep(ncclComm_t comm) {
-  const std::lock_guard lock(owned_mutex_);
-  owned_.push_back(comm);
+  const ncclComm_t comm = target::make_channel(process_group, id, device(), timeout_seconds);
+  {
+    const std::lock_guard lock(owned_mutex_);
+    owned_.push_back(comm);
+  }
+  rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
+                    Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks), process_group.transport);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
@@ -127,6 +130,15 @@ void Member::abort(const std::string& reason) {
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }
 
 std::string Member::stopped() const { return DeviceLease::stopped(group_); }
+
+std::unique_ptr<DeviceLease> Member::lease(const Schedule& schedule, double seconds) const {
+  auto lease = std::make_unique<DeviceLease>(group_, schedule, static_cast<int>(rank_.size()), seconds);
+  return lease->held() ? std::move(lease) : nullptr;
+}
+
+void Member::synchronize(cudaStream_t stream) const {
+  while (!target::synchronize(stream)) expect_not_stopped();
+}
 
 void Member::expect_working() const {
   if (aborted_) throw ExecutionError("the group has failed; call hw.init again");

@@ -21,7 +21,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/reach.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw::target {
 namespace {

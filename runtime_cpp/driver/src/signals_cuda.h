@@ -2,7 +2,7 @@
 #pragma once
 #include <nccl.h>
 
-#include "hostweave/connect.h"
+#include "hostweave/process_group.h"
 
 namespace hw::target {
 

@@ -28,6 +28,7 @@ struct AttentionOptions {
   bool has_bias = false;                      // whether something is added to the scores
   bool is_packed = false;                     // whether several sequences are packed into one, and a row sees its own alone
   bool blind_zeros = false;                   // whether a row that sees no column gets zeros, and is no error
+  int streams = 1;                            // of the pool "ring", that it runs on at once
   const AttentionKernels* kernels = nullptr;  // where the device's library may not do
 };
 

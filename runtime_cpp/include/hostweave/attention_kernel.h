@@ -130,4 +130,13 @@ struct OutsideSequences {
   uint16_t value;
 };
 
+// Rows of 16-bit floats to which others are added, which lie one behind the other: [batch, heads, rows, size]. The size is a
+// multiple of 8, and 8 elements are read at once.
+struct AddedRows {
+  bool is_f16;  // or bf16
+  int64_t batch, heads, rows, size;
+  HeadsAt<void> to;
+  const void* from;
+};
+
 }  // namespace hw

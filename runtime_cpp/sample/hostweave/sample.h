@@ -54,9 +54,11 @@ class Communicators {
   std::vector<ncclComm_t> comms_;
 };
 
-// A dim of a global tensor, of which a rank has one of `shards` shards.
+// A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either
+// end.
 struct Dim {
   int64_t size, shards = 1, index = 0;
+  bool zigzag = false;
 };
 
 enum class Part { kLocal, kGlobal };  // a rank's block of a global tensor, or all of it
@@ -72,7 +74,7 @@ class Block {
   void each(const std::function<void(int64_t, int64_t)>& visit) const;
 
  private:
-  Shape shape_, global_, begin_;
+  Shape shape_, global_, begin_, shift_;  // the last: how much further in the global tensor the second half of a dim lies
 };
 
 // A number from 0 to 7, the same for the same seed and index.

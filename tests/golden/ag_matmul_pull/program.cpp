@@ -8,8 +8,8 @@
 //   %h_gathered = allocate bf16[M, K]
 //   fork puts
 //   stream puts[0] {
-//     for %j in 0..3 {
-//       signal 0 at (rank.x + 1 + %j) % 4 for %h on x
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %h on x
 //     }
 //   }
 //   fork ring
@@ -17,7 +17,7 @@
 //     %p = (rank.x + %i / 2) % 4
 //     %h_gathered_i = chunk %h_gathered[0: %p * 2 + %i % 2 of 8]
 //     %h_i = chunk %h[0: %i % 2 of 2]
-//     if %i >= 2 {
+//     if %p != rank.x {
 //       stream puts[0] {
 //         if %i % 2 == 0 {
 //           wait_signal 0 from %p for %h_gathered_i on x
@@ -36,11 +36,11 @@
 //     }
 //   }
 //   stream puts[0] {
-//     for %k in 0..3 {
-//       signal 0 at (rank.x + 1 + %k) % 4 for %h on x
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %h on x
 //     }
-//     for %l in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %l) % 4 for %h on x
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %h on x
 //     }
 //   }
 //   join ring
@@ -111,8 +111,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    for (int64_t j = 0; j < 3; ++j) {
-      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -120,7 +120,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t p = (rank_x + i / 2) % 4;
     auto* h_gathered_i = h_gathered_ + (p * 2 + i % 2) * (M / 8 * K);
     auto* h_i = h_ + (i % 2) * (M / 8 * K);
-    if (i >= 2) {
+    if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       if (i % 2 == 0) {
         HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
@@ -139,11 +139,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    for (int64_t k = 0; k < 3; ++k) {
-      HW_CHECK(ncclSignal((rank_x + 1 + k) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
-    for (int64_t l = 0; l < 3; ++l) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + l) % 4, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.join(caller));

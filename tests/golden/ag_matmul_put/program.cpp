@@ -3,18 +3,18 @@
 //   %x_gathered = allocate_window bf16[M, K]
 //   fork puts
 //   stream puts[0] {
-//     for %j in 0..3 {
-//       signal 0 at (rank.x + 1 + %j) % 4 for %x_gathered on x
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %x_gathered on x
 //     }
-//     for %k in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %k) % 4 for %x_gathered on x
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %x_gathered on x
 //     }
 //   }
 //   fork ring
 //   for %i in 0..4 {
 //     %p = (rank.x + %i) % 4
 //     %x_gathered_i = chunk %x_gathered[0: %p of 4]
-//     if %i >= 1 {
+//     if %p != rank.x {
 //       stream puts[0] {
 //         %x_gathered_i_2 = chunk %x_gathered[0: rank.x of 4]
 //         put %x -> %x_gathered_i_2 at (rank.x - %i) % 4 signal 0 on x
@@ -91,18 +91,18 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    for (int64_t j = 0; j < 3; ++j) {
-      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
-    for (int64_t k = 0; k < 3; ++k) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
     auto* x_gathered_i = x_gathered_ + p * (M / 4 * K);
-    if (i >= 1) {
+    if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       auto* x_gathered_i_2 = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_i_2), x, M / 4 * K * sizeof(hw::bf16),

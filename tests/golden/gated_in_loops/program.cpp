@@ -34,18 +34,18 @@
 //   deallocate %u
 //   %y_landing = allocate bf16[4, M/4, K]
 //   fork ring
-//   for %j in 0..4 {
-//     %q = (rank.x + 1 + %j) % 4
-//     stream ring[%j] {
-//       %h_j = chunk %h[0: %q of 4]
+//   for %i in 0..4 {
+//     %q = (rank.x + 1 + %i) % 4
+//     stream ring[%i] {
+//       %h_i = chunk %h[0: %q of 4]
 //       %matmul_down = allocate bf16[M/4, K]
-//       %sender = (rank.x - 1 - %j) % 4
-//       %y_landing_j = select %y_landing[0: %sender]
-//       %matmul_down_chunk = choose %y_landing_j if %q == rank.x else %matmul_down
-//       matmul %h_j, %down -> %matmul_down_chunk
+//       %sender = (rank.x - 1 - %i) % 4
+//       %y_landing_i = select %y_landing[0: %sender]
+//       %matmul_down_chunk = choose %y_landing_i if %q == rank.x else %matmul_down
+//       matmul %h_i, %down -> %matmul_down_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %y_landing_j from %sender on x
+//           recv %y_landing_i from %sender on x
 //           send %matmul_down to %q on x
 //         }
 //       }
@@ -153,19 +153,19 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           hw::reads(u_, M * F_x), hw::writes(g_, M * F_x), M, F_x));
   // more_programs.py:98  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
-  for (int64_t j = 0; j < 4; ++j) {
-    const int64_t q = (rank_x + 1 + j) % 4;
-    const hw::Stream stream = ring_[j];
-    auto* h_j = g_ + q * (M / 4 * F_x);
-    auto* matmul_down = matmul_down_[j];
-    const int64_t sender = (rank_x - 1 - j + 4) % 4;
-    auto* y_landing_j = y_landing_ + sender * (M / 4 * K);
-    auto* matmul_down_chunk = q == rank_x ? y_landing_j : matmul_down;
-    HW_CHECK(plan_matmul_down_.multiply(h_j, down, matmul_down_chunk, stream));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x + 1 + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* h_i = g_ + q * (M / 4 * F_x);
+    auto* matmul_down = matmul_down_[i];
+    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    auto* y_landing_i = y_landing_ + sender * (M / 4 * K);
+    auto* matmul_down_chunk = q == rank_x ? y_landing_i : matmul_down;
+    HW_CHECK(plan_matmul_down_.multiply(h_i, down, matmul_down_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_landing_j, M / 4 * K, ncclBfloat16, sender, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_i, M / 4 * K, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_down, M / 4 * K, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

@@ -64,7 +64,7 @@ class Program {
   const hw::Channel& channel_x_;     // the 4 ranks along x
   hw::Streams ring_;                 // ring[4]
   hw::MatmulPlan plan_g_and_u_;      // matmul %x_chunk, %gate -> %g_i
-  hw::MatmulPlan plan_matmul_down_;  // matmul %h_j, %down -> %matmul_down_chunk
+  hw::MatmulPlan plan_matmul_down_;  // matmul %h_i, %down -> %matmul_down_chunk
   hw::Arena arena_;
   hw::bf16* g_ = nullptr;                   // %g: bf16[M, local(F, x)], also %h
   hw::bf16* u_ = nullptr;                   // %u: bf16[M, local(F, x)]

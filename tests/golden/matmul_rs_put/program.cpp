@@ -15,25 +15,25 @@
 //   %matmul_w = allocate_window bf16[M, N]
 //   fork puts
 //   stream puts[0] {
-//     for %j in 0..3 {
-//       signal 0 at (rank.x + 1 + %j) % 4 for %y_landing on x
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %y_landing on x
 //     }
-//     for %k in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %k) % 4 for %y_landing on x
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %y_landing on x
 //     }
 //   }
 //   fork ring
 //   for %i in 0..4 {
 //     %q = (rank.x + 1 + %i) % 4
 //     %matmul_w_i = chunk %matmul_w[0: %q of 4]
-//     stream ring[%i] {
+//     stream ring[0] {
 //       %x_i = chunk %x[0: %q of 4]
 //       matmul %x_i, %w -> %matmul_w_i
-//       if %i < 3 {
+//       if %q != rank.x {
 //         record made[%i]
 //       }
 //     }
-//     if %i < 3 {
+//     if %q != rank.x {
 //       stream puts[0] {
 //         wait made[%i]
 //         %y_landing_by_sender = select %y_landing[0: %i]
@@ -43,8 +43,8 @@
 //     }
 //   }
 //   stream puts[0] {
-//     for %l in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %l) % 4 for %y_landing on x
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %y_landing on x
 //     }
 //   }
 //   join ring
@@ -121,11 +121,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    for (int64_t j = 0; j < 3; ++j) {
-      HW_CHECK(ncclSignal((rank_x + 1 + j) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
     }
-    for (int64_t k = 0; k < 3; ++k) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + k) % 4, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -133,14 +133,14 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const int64_t q = (rank_x + 1 + i) % 4;
     auto* matmul_w_i = matmul_w_ + q * (M / 4 * N);
     {
-      const hw::Stream stream = ring_[i];
+      const hw::Stream stream = ring_[0];
       const auto* x_i = x + q * (M / 4 * K_x);
       HW_CHECK(plan_matmul_w_.multiply(x_i, w, matmul_w_i, stream));
-      if (i < 3) {
+      if (q != rank_x) {
         HW_CHECK(cudaEventRecord(made_[i], stream));
       }
     }
-    if (i < 3) {
+    if (q != rank_x) {
       const hw::Stream stream = puts_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, made_[i], 0));
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
@@ -150,8 +150,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    for (int64_t l = 0; l < 3; ++l) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + l) % 4, 0, channel_x_.comm(), stream));
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
     }
   }
   HW_CHECK(ring_.join(caller));

@@ -31,18 +31,18 @@
 //   launch @maximum_minimum_h %matmul_w_in -> %h
 //   %scattered_landing = allocate bf16[4, M/4, E]
 //   fork ring
-//   for %j in 0..4 {
-//     %q = (rank.x + 1 + %j) % 4
-//     stream ring[%j] {
-//       %h_j = chunk %h[0: %q of 4]
+//   for %i in 0..4 {
+//     %q = (rank.x + 1 + %i) % 4
+//     stream ring[%i] {
+//       %h_i = chunk %h[0: %q of 4]
 //       %matmul_w_out = allocate bf16[M/4, E]
-//       %sender = (rank.x - 1 - %j) % 4
-//       %scattered_landing_j = select %scattered_landing[0: %sender]
-//       %matmul_w_out_chunk = choose %scattered_landing_j if %q == rank.x else %matmul_w_out
-//       matmul %h_j, %w_out -> %matmul_w_out_chunk
+//       %sender = (rank.x - 1 - %i) % 4
+//       %scattered_landing_i = select %scattered_landing[0: %sender]
+//       %matmul_w_out_chunk = choose %scattered_landing_i if %q == rank.x else %matmul_w_out
+//       matmul %h_i, %w_out -> %matmul_w_out_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %scattered_landing_j from %sender on x
+//           recv %scattered_landing_i from %sender on x
 //           send %matmul_w_out to %q on x
 //         }
 //       }
@@ -167,19 +167,19 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
                           hw::writes(layer_matmul_w_in_, M * F_x), M, F_x));
   // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
   HW_CHECK(ring_.fork(caller));
-  for (int64_t j = 0; j < 4; ++j) {
-    const int64_t q = (rank_x + 1 + j) % 4;
-    const hw::Stream stream = ring_[j];
-    auto* h_j = layer_matmul_w_in_ + q * (M / 4 * F_x);
-    auto* matmul_w_out = layer_matmul_w_out_[j];
-    const int64_t sender = (rank_x - 1 - j + 4) % 4;
-    auto* scattered_landing_j = layer_scattered_landing_ + sender * (M / 4 * E);
-    auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_j : matmul_w_out;
-    HW_CHECK(plan_matmul_w_out_.multiply(h_j, w_out, matmul_w_out_chunk, stream));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x + 1 + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* h_i = layer_matmul_w_in_ + q * (M / 4 * F_x);
+    auto* matmul_w_out = layer_matmul_w_out_[i];
+    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    auto* scattered_landing_i = layer_scattered_landing_ + sender * (M / 4 * E);
+    auto* matmul_w_out_chunk = q == rank_x ? scattered_landing_i : matmul_w_out;
+    HW_CHECK(plan_matmul_w_out_.multiply(h_i, w_out, matmul_w_out_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(scattered_landing_j, M / 4 * E, ncclBfloat16, sender, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(scattered_landing_i, M / 4 * E, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_w_out, M / 4 * E, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

@@ -71,7 +71,7 @@ class Program {
   const hw::Channel& channel_x_;      // the 4 ranks along x
   hw::Streams ring_;                  // ring[4]
   hw::MatmulPlan plan_matmul_w_in_;   // matmul %x_chunk, %w_in -> %matmul_w_in_i
-  hw::MatmulPlan plan_matmul_w_out_;  // matmul %h_j, %w_out -> %matmul_w_out_chunk
+  hw::MatmulPlan plan_matmul_w_out_;  // matmul %h_i, %w_out -> %matmul_w_out_chunk
   hw::Arena arena_;
   hw::bf16* layer_matmul_w_in_ = nullptr;          // %matmul_w_in: bf16[M, local(F, x)], also %h of @layer
   std::array<hw::bf16*, 4> layer_x_gathered_{};    // %x_gathered: bf16[M/4, E] of @layer, one a stream

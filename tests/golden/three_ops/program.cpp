@@ -21,12 +21,12 @@
 //   %b = reshape %a to [M, N]
 //   launch @multiply_b %a, %x -> %b
 //   fork ring
-//   for %j in 0..3 {
-//     stream ring[%j] {
-//       %b_j = chunk %b[0: %j of 3]
-//       %x_j = chunk %x[0: %j of 3]
-//       %y_j = chunk %y[0: %j of 3]
-//       launch @add_y %b_j, %x_j -> %y_j
+//   for %i in 0..3 {
+//     stream ring[%i] {
+//       %b_i = chunk %b[0: %i of 3]
+//       %x_i_2 = chunk %x[0: %i of 3]
+//       %y_i = chunk %y[0: %i of 3]
+//       launch @add_y %b_i, %x_i_2 -> %y_i
 //     }
 //   }
 //   join ring
@@ -93,13 +93,13 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           hw::writes(a_, M * N), M, N));
   // single_device.py:54  return (b + x).stream("M", chunks=S)
   HW_CHECK(ring_.fork(caller));
-  for (int64_t j = 0; j < 3; ++j) {
-    const hw::Stream stream = ring_[j];
-    auto* b_j = a_ + j * (M / 3 * N);
-    const auto* x_j = x + j * (M / 3 * N);
-    auto* y_j = y + j * (M / 3 * N);
-    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_j, M / 3 * N),
-                            hw::reads(x_j, M / 3 * N), hw::writes(y_j, M / 3 * N), M, N));
+  for (int64_t i = 0; i < 3; ++i) {
+    const hw::Stream stream = ring_[i];
+    auto* b_i = a_ + i * (M / 3 * N);
+    const auto* x_i_2 = x + i * (M / 3 * N);
+    auto* y_i = y + i * (M / 3 * N);
+    HW_CHECK(hw::launch_pdl(add_y, hw::grid_of_elements<8>(M / 3 * N), stream, hw::reads(b_i, M / 3 * N),
+                            hw::reads(x_i_2, M / 3 * N), hw::writes(y_i, M / 3 * N), M, N));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));

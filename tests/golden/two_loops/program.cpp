@@ -32,18 +32,18 @@
 //   launch @maximum_minimum_g %matmul_v -> %g
 //   %y_landing = allocate bf16[4, M/4, N]
 //   fork ring
-//   for %j in 0..4 {
-//     %q = (rank.x + 1 + %j) % 4
-//     stream ring[%j] {
-//       %g_j = chunk %g[0: %q of 4]
+//   for %i in 0..4 {
+//     %q = (rank.x + 1 + %i) % 4
+//     stream ring[%i] {
+//       %g_i = chunk %g[0: %q of 4]
 //       %matmul_u = allocate bf16[M/4, N]
-//       %sender = (rank.x - 1 - %j) % 4
-//       %y_landing_j = select %y_landing[0: %sender]
-//       %matmul_u_chunk = choose %y_landing_j if %q == rank.x else %matmul_u
-//       matmul %g_j, %u -> %matmul_u_chunk
+//       %sender = (rank.x - 1 - %i) % 4
+//       %y_landing_i = select %y_landing[0: %sender]
+//       %matmul_u_chunk = choose %y_landing_i if %q == rank.x else %matmul_u
+//       matmul %g_i, %u -> %matmul_u_chunk
 //       if %q != rank.x {
 //         group {
-//           recv %y_landing_j from %sender on x
+//           recv %y_landing_i from %sender on x
 //           send %matmul_u to %q on x
 //         }
 //       }
@@ -153,19 +153,19 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           hw::writes(matmul_v_, M * F_x), M, F_x));
   // more_programs.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
-  for (int64_t j = 0; j < 4; ++j) {
-    const int64_t q = (rank_x + 1 + j) % 4;
-    const hw::Stream stream = ring_[j];
-    auto* g_j = matmul_v_ + q * (M / 4 * F_x);
-    auto* matmul_u = matmul_u_[j];
-    const int64_t sender = (rank_x - 1 - j + 4) % 4;
-    auto* y_landing_j = y_landing_ + sender * (M / 4 * N);
-    auto* matmul_u_chunk = q == rank_x ? y_landing_j : matmul_u;
-    HW_CHECK(plan_matmul_u_.multiply(g_j, u, matmul_u_chunk, stream));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t q = (rank_x + 1 + i) % 4;
+    const hw::Stream stream = ring_[i];
+    auto* g_i = matmul_v_ + q * (M / 4 * F_x);
+    auto* matmul_u = matmul_u_[i];
+    const int64_t sender = (rank_x - 1 - i + 4) % 4;
+    auto* y_landing_i = y_landing_ + sender * (M / 4 * N);
+    auto* matmul_u_chunk = q == rank_x ? y_landing_i : matmul_u;
+    HW_CHECK(plan_matmul_u_.multiply(g_i, u, matmul_u_chunk, stream));
     if (q != rank_x) {
       HW_CHECK(ncclGroupStart());
       const hw::CloseGroupOnError guard;
-      HW_CHECK(ncclRecv(y_landing_j, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));
+      HW_CHECK(ncclRecv(y_landing_i, M / 4 * N, ncclBfloat16, sender, channel_x_.comm(), stream));
       HW_CHECK(ncclSend(matmul_u, M / 4 * N, ncclBfloat16, q, channel_x_.comm(), stream));
       HW_CHECK(ncclGroupEnd());
     }

@@ -66,7 +66,7 @@ class Program {
   hw::Streams ring_;              // ring[4]
   hw::MatmulPlan plan_h_;         // matmul %x_chunk, %w -> %h_i
   hw::MatmulPlan plan_matmul_v_;  // matmul %h, %v -> %matmul_v
-  hw::MatmulPlan plan_matmul_u_;  // matmul %g_j, %u -> %matmul_u_chunk
+  hw::MatmulPlan plan_matmul_u_;  // matmul %g_i, %u -> %matmul_u_chunk
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
   hw::bf16* h_ = nullptr;                  // %h: bf16[M, N]

@@ -120,9 +120,12 @@ def attention(
     row sees those of its own sequence, under the masks. What is before and behind all sequences gives zeros, and -inf.
     One call, without the matrix of scores in memory, for f32, f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints
     of at most 256, of f16 and bf16 multiples of 8; the elements of a row lie side by side, other dims as they like. Else it is composed
-    of matmuls and a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered. Where they
-    are not, keys may be, `T@cp`: each rank attends to its own, and the results are joined by their log-sum-exps, in f32. Only for a
-    window, and with lengths and a causal mask on several rows, are keys gathered then. Of packed sequences a rank has all rows and keys.
+    of matmuls and a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered, or come a rank's at a
+    time, beside the attention to those that are there. With rows in zigzag, `S@zigzag(cp)`, all ranks have as much to do under a causal
+    mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2); there are as many keys as rows then, and no lengths or bias
+    beside that mask. Where rows are not sharded, keys may be, `T@cp`: each rank attends to its own, and the results are joined by their
+    log-sum-exps, in f32. Only for a window, and with lengths and a causal mask on several rows, are keys gathered then. Of packed
+    sequences a rank has all rows and keys.
     Raises ProgramError.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked, public_names
-from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ir import Scalar
 from hostweave.fusion_ir.ops import fits
@@ -250,10 +250,7 @@ def _listed(dims: tuple[Extent | Sequence[Extent], ...]) -> tuple[Any, ...]:
 
 
 def _extent(dim: Extent, kind: str, location: Location) -> Size:
-    try:
-        size = Size.of(dim)
-    except ValueError as error:
-        raise ProgramError(f"{kind}: {error}", location) from None
+    size = stated(Size.of, dim, kind, location)
     if size.coefficient < 1:
         raise ProgramError(f"{kind}: a dim has at least one element, not {dim}", location)
     return size
@@ -275,13 +272,11 @@ def reshard(x: Tensor, *dims: Extent | Sequence[Extent], mesh: Mesh | None = Non
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
         raise ProgramError(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
-    try:
-        stated = TensorType(x.dtype, tuple(map(Dim.of, _listed(dims))), mesh=mesh or x.type.mesh)
-    except ValueError as error:
-        raise ProgramError(f"reshard: {error}", location) from None
-    if stated.shape != x.type.shape:
-        raise ProgramError(f"reshard: {x.type} cannot become {stated}; repeat its dims, only the mesh axes may differ", location)
-    return record("reshard", x, target=stated)
+    given = tuple(stated(Dim.of, dim, "reshard", location) for dim in _listed(dims))
+    wanted = TensorType(x.dtype, given, mesh=mesh or x.type.mesh)
+    if wanted.shape != x.type.shape:
+        raise ProgramError(f"reshard: {x.type} cannot become {wanted}; repeat its dims, only the mesh axes may differ", location)
+    return record("reshard", x, target=wanted)
 
 
 if not TYPE_CHECKING:

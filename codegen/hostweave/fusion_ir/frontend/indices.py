@@ -9,7 +9,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import _called, _wide
-from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
+from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
 from hostweave.fusion_ir.ops.definition import INTS
@@ -119,10 +119,7 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
-    try:
-        size = Size.of(num_classes)
-    except ValueError as error:
-        raise ProgramError(f"one_hot: {error}", Location.of_caller()) from None
+    size = stated(Size.of, num_classes, "one_hot", Location.of_caller())
     rows = record("iota", target=TensorType(i64, (Dim(size),)), beside=indices)
     index = record("index", indices, rows)
     return hw.astype(hw.expand_dims(index, -1) == rows, dtype)
@@ -178,10 +175,7 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
     Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
     """
     location = Location.of_caller()
-    try:
-        lengths = tuple(map(Size.of, sizes))
-    except ValueError as error:
-        raise ProgramError(f"dynamic_slice: {error}", location) from None
+    lengths = tuple(stated(Size.of, size, "dynamic_slice", location) for size in sizes)
     for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice", location):
         steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
         x = record("take", x, _aligned(start + steps, x.ndim, axis), _numbers(x, axis), axis=axis)

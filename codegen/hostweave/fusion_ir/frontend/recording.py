@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from hostweave.fusion_ir.frontend.trace import Tensor
 
 Axis = int | str
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 class Unary(Protocol):
@@ -52,12 +55,17 @@ def record(
     return known[0]._trace.record(op, operands, known, target)
 
 
-def dim_of(tensor: Tensor, axis: Axis, kind: str, location: Location) -> int:
-    """The number of the dim that `axis` names. Raises ProgramError."""
+def stated(make: Callable[[Given], Made], given: Given, kind: str, location: Location) -> Made:
+    """What `make` makes of what the user states. Raises ProgramError where it raises ValueError."""
     try:
-        return tensor.type.dim(axis)
+        return make(given)
     except ValueError as error:
         raise ProgramError(f"{kind}: {error}", location) from None
+
+
+def dim_of(tensor: Tensor, axis: Axis, kind: str, location: Location) -> int:
+    """The number of the dim that `axis` names. Raises ProgramError."""
+    return stated(tensor.type.dim, axis, kind, location)
 
 
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.base.signatures import checked
-from hostweave.fusion_ir.frontend.recording import record
+from hostweave.fusion_ir.frontend.recording import record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.user_kernel import Argument, UserKernel
 from hostweave.types.mesh import Mesh
@@ -101,10 +101,7 @@ def _argument(arg: object, mesh: Mesh, location: Location) -> Argument:
 
 
 def _dim(dim: int | str, location: Location) -> Dim:
-    try:
-        return Dim.of(dim)
-    except ValueError as error:
-        raise ProgramError(f"kernel: {error}", location) from None
+    return stated(Dim.of, dim, "kernel", location)
 
 
 def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Location]:

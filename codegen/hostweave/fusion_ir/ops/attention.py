@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, same_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, f32, i32
+from hostweave.types.zigzag import order_of_pieces
 
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
@@ -124,7 +125,7 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 def _map(types: Types, op: Op) -> IndexMap:
     """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys, or one of the blocks of them.
 
-    A head of the keys is that of several heads of the queries. No loop walks the dims: rows have the place of a mask, and heads groups.
+    A head of the keys is that of several heads of the queries. Loops walk blocks alone: rows have the place of a mask, and heads groups.
     Of packed sequences a rank has all rows.
     """
     block: Labels = ("t",) if _blocks(op) else ()
@@ -134,7 +135,7 @@ def _map(types: Types, op: Op) -> IndexMap:
     operands: tuple[Labels, ...] = ((*rows, None), (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"))
     result: Labels = (*block, *rows, *(("f",) if op.kind == "attention" else ()))
     operands = (*operands[: COUNTS[op.kind]], *_labels_of_masks(op, types, rows, of_keys, block))
-    return IndexMap(operands, result, frozenset(filter(None, result)))
+    return IndexMap(operands, result, frozenset(filter(None, result)) - {*block})
 
 
 def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, block: Labels = ()) -> Iterator[Labels]:
@@ -150,7 +151,8 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 class Masks:
     """What a row sees: columns up to i + diagonal, of a window the last ones, up to their length, of its own sequence; and what is added.
 
-    `from_end` the diagonal counts from the length, or from the last column.
+    `from_end` the diagonal counts from the length, or from the last column. Where rows are `reversed` the i are of the last of so many
+    blocks first.
     """
 
     diagonal: int | None = None
@@ -159,6 +161,7 @@ class Masks:
     lengths: Any = None
     bias: Any = None
     offsets: Any = None
+    reversed: int = 0
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
@@ -175,6 +178,8 @@ def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> 
 def _masked(np: Any, scores: Any, masks: Masks) -> Any:
     scores = scores if masks.bias is None else scores + masks.bias
     rows, columns = np.arange(scores.shape[-2])[:, None], np.arange(scores.shape[-1])
+    if masks.reversed:
+        rows = rows.reshape(masks.reversed, -1)[::-1].reshape(-1, 1)
     ends = len(columns) if masks.lengths is None else masks.lengths[..., None, None, None]
     hidden = columns >= ends
     if masks.diagonal is not None:
@@ -192,7 +197,16 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
     """One of the results that a function of operands and masks gives."""
 
     def numpy(
-        np: Any, *operands: Any, scale: float, causal: str = "", window: int = 0, blocks: int = 0, bias: bool = False, packed: bool = False
+        np: Any,
+        *operands: Any,
+        scale: float,
+        causal: str = "",
+        window: int = 0,
+        blocks: int = 0,
+        bias: bool = False,
+        packed: bool = False,
+        pieces: int = 0,
+        reversed: int = 0,
     ) -> Any:
         count = COUNTS[kind]
         q, k, *others = operands[:count]
@@ -208,7 +222,11 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
             lengths,
             last if bias else None,
             last if packed else None,
+            reversed,
         )
+        if pieces:
+            places = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
+            masks = Masks(bias=np.where(places[:, None] >= places, 0, -np.inf))
         if not blocks:
             return compute(np, (q, k, *others), scale, masks)[index]
         columns = k.shape[-2]
@@ -322,8 +340,8 @@ def kernels_for(dtype: DType, head: int) -> str:
 
 
 _WHOLE = "attended to"
-_ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED)
-_IN_BLOCKS = (*_ATTRIBUTES, KEY_BLOCKS)
+_ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED, REVERSED)
+_IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 
 OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)
 OPS["attention_lse"] = OpDef(None, _rows, _map, _numpy(attended, "attention_lse", 1), _IN_BLOCKS, whole=_WHOLE)

@@ -18,6 +18,8 @@ VALUE = Attribute("value", float, 0.0)
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)
 HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, False)  # of attention: whether it has such an operand
 KEY_BLOCKS = Attribute("blocks", int, 0)  # of attention: so many results, of a block of the keys each; 0: one of all
+PIECES = Attribute("pieces", int, 0)  # of attention: rows and keys lie in so many, as ranks have them in zigzag; 0: in order
+REVERSED = Attribute("reversed", int, 0)  # of attention: of so many blocks of rows, one a rank, the last one comes first; 0: in order
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

@@ -1,5 +1,6 @@
 """Ops that say where the blocks of a tensor are, and the steps of which a reshard is made."""
 
+from dataclasses import replace
 from typing import Any
 
 from hostweave.fusion_ir.index_map import IndexMap, numbered
@@ -7,6 +8,7 @@ from hostweave.fusion_ir.ir import Attribute, Op
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, DIM, MESH_AXES, REDUCTION, ROOT, SOURCES, TO
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types, checked_axis, elementwise, unsharded
 from hostweave.types.tensor import TensorType
+from hostweave.types.zigzag import Zigzag
 
 OPS: dict[str, OpDef] = {}
 
@@ -37,6 +39,17 @@ def _numpy_collective_permute(np: Any, x: Any, axis: int, sources: tuple[int, ..
     return np.concatenate([np.zeros_like(blocks[0]) if source == NO_SOURCE else blocks[source] for source in sources], axis)
 
 
+def _renumbered(types: Types, op: Op) -> tuple[TensorType, Types]:
+    (x,), axis = types, op[AXIS]
+    axes = x.dims[axis].axes
+    dim = replace(x.dims[axis], axes=tuple(axes) if isinstance(axes, Zigzag) else Zigzag(axes))
+    return replace(x, dims=(*x.dims[:axis], dim, *x.dims[axis + 1 :])), types
+
+
+def _whole_blocks(types: Types, op: Op) -> IndexMap:
+    return replace(_blocks_permuted(types, op), blocks=())
+
+
 def _reshard_step(types: Types, op: Op) -> TensorType:
     (x,) = types
     for dim in (DIM, TO):
@@ -62,9 +75,11 @@ OPS["collective_permute"] = OpDef(
     _numpy_collective_permute,
     (AXIS, SOURCES),
     whole="permuted",
+    linear="first",
     makes="permuted",
 )
-
+# From zigzag to the order of the ranks, or back: the same blocks change places, and each rank has the elements that it had.
+OPS["renumber"] = replace(OPS["collective_permute"], map=_whole_blocks, stated=_renumbered, is_view=True, makes="renumbered")
 
 OPS["reshard"] = OpDef(1, lambda types, op: unsharded(types[0]), elementwise, lambda np, x: x, target="sharding", makes="resharded")
 

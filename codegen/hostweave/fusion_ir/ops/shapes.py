@@ -10,6 +10,7 @@ from hostweave.fusion_ir.ops.definition import Indices, Infer, Mismatch, OpDef, 
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.zigzag import Zigzag
 
 OPS: dict[str, OpDef] = {}
 
@@ -132,6 +133,8 @@ def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...],
         if len(left) == len(right) == 1:
             result[right[0]] = x.dims[left[0]].axes
             continue
+        if any(isinstance(x.dims[i].axes, Zigzag) for i in left):
+            return None
         last = max((i for i in left if x.dims[i].axes), default=-1)
         if any(i < last and not _has_one_index(x.dims[i], mesh) for i in left) or not (last < 0 or _is_even(x.dims[last], mesh)):
             return None

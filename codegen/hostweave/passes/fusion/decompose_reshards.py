@@ -8,15 +8,19 @@ becomes
     %y: bf16[M, N@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import needs_whole, operand_types
-from hostweave.fusion_ir.resharding import ReshardStep, plan
+from hostweave.fusion_ir.resharding import ReshardStep, in_rank_order, plan, zigzag_changes
 from hostweave.fusion_ir.rewriting import Names, consumers, eliminate_dead_code
+from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
 from hostweave.types.tensor import TensorType
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
@@ -53,6 +57,9 @@ class _Decomposition:
         if op.result.type.mesh != self.types[source].mesh:  # which takes its shards from whoever has them: not those of a local slice
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
+        if zigzag_changes(self.types[source], op.result.type):
+            self.through_rank_order(op, source)
+            return
         steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
         if not steps:
             self.remove(op, source)
@@ -67,13 +74,54 @@ class _Decomposition:
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
 
+    def through_rank_order(self, op: Op, source: str) -> None:
+        """A reshard to zigzag, or from it: the pieces change places where a rank has all of them."""
+        given, wanted = self.types[source], op.result.type
+        if op.result.stream:
+            why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
+            raise ProgramError(f"reshard: {why}; stream what is computed from it, or leave zigzag out", op.location)
+        (_, between), (_, last) = in_rank_order(given, wanted)
+        before, after = (
+            [(dim, layout(type)[dim]) for dim in zigzag_changes(given, wanted) if isinstance(layout(type)[dim], Zigzag)]
+            for type in (given, wanted)
+        )
+        source = self.reordered(op, source, "renumber", before)
+        source = self.resharded(op, source, between)
+        source = self.reordered(op, source, "collective_permute", before, is_back=True)
+        source = self.reordered(op, source, "collective_permute", after)
+        source = self.resharded(op, source, last)
+        source = self.reordered(op, source, "renumber", after, is_back=True)
+        self.remove(op, source)
+
+    def reordered(self, op: Op, source: str, kind: str, dims: Iterable[tuple[int, Axes]], is_back: bool = False) -> str:
+        """The value with the pieces of these dims as the ranks along the axes have them, or back."""
+        for dim, axes in dims:
+            type = self.types[source]
+            if kind == "renumber":
+                now = axes if is_back else tuple(axes)
+                type = with_layout(type, (*layout(type)[:dim], now, *layout(type)[dim + 1 :]), type.partial)
+            order = order_of_pieces(type.mesh_in(self.mesh).size_of(axes))
+            value = self.between(op, "in_order" if is_back else "by_rank", type)
+            self.emit(Op(kind, (source,), value, attributes(axis=dim, sources=inverse(order) if is_back else order), op.location))
+            source = value.name
+        return source
+
+    def resharded(self, op: Op, source: str, wanted: TensorType) -> str:
+        for step in plan(self.types[source], wanted, self.mesh, self.sizes, op.location):
+            source = self.step(op, source, step, self.types[source])
+        return source
+
+    def between(self, op: Op, word: str, type: TensorType) -> Value:
+        value = Value(self.names.new(f"{op.result.name}_{word}"), type)
+        self.types[value.name] = type
+        self.consumers[value.name] = [op]
+        return value
+
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
         """The value between two steps, made once."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
-            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
-            self.types[between.name] = type
-            self.consumers[between.name] = [op]
+            between = self.between(op, SUFFIXES[step.kind], type)
             self.emit(step.op(source, before, between, self.mesh, op.location))
             self.done[source, type] = between.name
         return self.done[source, type]

@@ -23,6 +23,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.zigzag import some_of
 
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
@@ -32,7 +33,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
         return fusion
 
     def without(axes: Axes, mesh: Mesh) -> Axes:
-        return tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+        return some_of(axes, lambda axis: mesh.axis_size(axis) > 1, ranks_stay=True)
 
     def stripped(type: TensorType, mesh: Mesh) -> TensorType:
         partial = type.partial

@@ -18,37 +18,31 @@ with an op a line. The log-sum-exps of all ranks travel, and the sum over the ra
 from collections.abc import Callable
 from dataclasses import replace
 
+from hostweave.fusion_ir.emitter import Attributes
 from hostweave.fusion_ir.index_map import ONE
-from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
-from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
+from hostweave.fusion_ir.key_blocks import FIRST, BlockWriter
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, HAS_BIAS, IS_PACKED, KEY_BLOCKS, SCALE, WINDOW
-from hostweave.fusion_ir.rewriting import Names
-from hostweave.fusion_ir.sharding import Axes, flow, with_layout
+from hostweave.fusion_ir.sharding import Axes
 from hostweave.options import Options
 from hostweave.types.size import Size
-from hostweave.types.tensor import Dim, TensorType, f32, i32
-
-Attributes = tuple[tuple[str, AttributeValue], ...]
-
-FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
-LEAST = -1e30  # of a row's largest score that is not -inf
+from hostweave.types.tensor import Dim, TensorType, i32
+from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, and where lengths say where a mask
-    ends."""
+    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, where lengths say where a mask ends,
+    and where keys are in zigzag."""
     joining = _Joining(fusion)
     for op in fusion.ops:
         joining.add(op)
     return replace(fusion, ops=tuple(joining.ops))
 
 
-class _Joining:
+class _Joining(BlockWriter):
     def __init__(self, fusion: Fusion):
-        self.mesh, self.names = fusion.mesh, Names(fusion)
-        self.types = {value.name: value.type for value in fusion.inputs}
-        self.ops: list[Op] = []
+        super().__init__(fusion)
         self.known: dict[object, tuple[str, ...]] = {}  # of ops of the same operands
 
     def add(self, op: Op) -> None:
@@ -58,22 +52,11 @@ class _Joining:
             return
         self.op, self.blocks = op, op.result.type.mesh_in(self.mesh).size_of(axes)
         lengths = self.once(("lengths", *self.lengths, self.types[op.tensors[1]].shape[-2]), self.lengths_of_blocks)
+        blocks = ""
         if op.kind == "attention":
             blocks = self.make("attention", *op.tensors[:3], *lengths[1:], *self.bias, word="blocks", how=self.how)
         lse, lses = self.once((*op.tensors[:2], *lengths, *self.bias, self.how), lambda: self.log_sum_exps(*lengths))
-        largest = self.make("max", lses, how=KEPT)
-        shift = self.make("maximum", largest, LEAST)
-        powers = self.make("exp", self.make("subtract", lses, shift))
-        sums = self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
-        if op.kind == "attention_lse":
-            total = self.make("add", self.make("log", sums), largest)
-            self.emit(Op("select", (total,), op.result, attributes(axis=0, index=0), op.location))
-            return
-        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
-        weights = self.make("expand_dims", weights, how=attributes(axis=(len(op.result.type.dims),)))
-        weighted = self.make("multiply", self.make("astype", blocks), weights)
-        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
-        self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), op.result, location=op.location))
+        self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
         """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""
@@ -82,6 +65,8 @@ class _Joining:
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
+        if isinstance(k.dims[-2].axes, Zigzag):  # of which a rank's are no block
+            return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 
     @property
@@ -139,16 +124,3 @@ class _Joining:
 
     def numbers(self, size: Size) -> str:
         return self.make("iota", like=TensorType(i32, (Dim(size),), mesh=self.op.result.type.mesh))
-
-    def make(self, kind: str, *operands: str | Scalar, how: Attributes = (), word: str = "", like: TensorType | None = None) -> str:
-        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
-        op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
-        given = operand_types(op, self.types)
-        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
-        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
-        self.emit(replace(op, result=replace(op.result, type=sharded)))
-        return op.result.name
-
-    def emit(self, op: Op) -> None:
-        self.ops.append(op)
-        self.types[op.result.name] = op.result.type

@@ -18,7 +18,7 @@ from hostweave.fusion_ir.ops import RESHARD_STEPS, RESHARDS, operand_types
 from hostweave.fusion_ir.sharding import Layout, ShardingRule, divides, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Dim, TensorType
 
 
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
@@ -63,6 +63,6 @@ def _backward(value: Value, type: TensorType, passed: ShardingRule, use_sharding
         if is_open and len(wanted) == 1:
             (found,) = wanted
             is_free = set(found).isdisjoint(axis for other in axes for axis in other)
-            if divides(found, dim, mesh) and passed.takes(i, found, mesh) and is_free:
+            if divides(found, dim, mesh) and passed.takes(i, Dim(dim.size, found), mesh) and is_free:
                 axes[i] = found
     return with_layout(type, tuple(axes))

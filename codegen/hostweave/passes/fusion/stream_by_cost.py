@@ -1,4 +1,4 @@
-"""Streams the matmuls beside reshards that the cost model says a chunk loop hides, at the sizes that are stated.
+"""Streams the matmuls beside reshards, and the gathers of keys, that the cost model says a chunk loop hides, at the sizes that are stated.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] = matmul(%x_gathered, %w)
@@ -35,7 +35,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         return fusion
     fusion = ordered
     for candidate in found:
-        involved = {op.result.name for op in (candidate.reshard, *candidate.matmuls)}
+        involved = {op.result.name for op in (*candidate.reshards, *candidate.matmuls)}
         if not involved.isdisjoint(in_loops):
             continue
         possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
@@ -46,7 +46,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
     ops = (replace(op, result=replace(op.result, stream=streams.get(op.result.name, op.result.stream))) for op in fusion.ops)
-    return replace(fusion, ops=tuple(ops), choices=tuple(choices))
+    return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *choices))
 
 
 def _views_of_inputs_first(fusion: Fusion) -> Fusion:

@@ -167,7 +167,7 @@ def _needs(view: tree.Instruction) -> set[str]:
 
 
 def _naming(places: Iterable[Place], name: str) -> list[Place]:
-    return [p for p in places if name in tree.names(p.instruction, *NAMED)]
+    return [p for p in places if name in tree.names(p.instruction, *NAMED) and not tree.names(p.instruction, "free")]
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
-from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import expr_of, rank_in_group
+from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
@@ -30,16 +32,72 @@ ALIGNED = 8  # elements of 16 bits that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Which rows of a rank see which columns of a block, a half or None for all of them, and up to which diagonal."""
+
+    rows: int | None = None
+    columns: int | None = None
+    diagonal: Expr | None = None
+
+
 class Attentions:
     def __init__(self, flow: Dataflow, buffers: Buffers, b: Builder):
         self.flow, self.buffers, self.b = flow, buffers, b
         self.beside = _computed_beside(flow.fusion.ops)
         self.done = {op.result.name for others in self.beside.values() for op in others.values()}
 
-    def compute(self, op: Op) -> None:
+    def compute(self, op: Op, steps: Steps | None) -> None:
         if op.result.name in self.done:
             return  # the one before has written it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
+        if steps:
+            self.block(op, made, steps)
+        else:
+            self.at_once(op, made)
+
+    def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
+        """The one of the blocks that is here. Rows that see nothing of it have zeros, and log-sum-exps of -inf, by which the join leaves
+        them out."""
+        b, kernels = self.b, self.kernels(op, made)
+        q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
+
+        def target(kind: str) -> str:
+            chunk = self.buffers.destination(made[kind], steps)
+            return b.reshape(chunk, b.types[chunk].shape[1:], f"{chunk}_own")
+
+        result, lse = target(RESULT), target(LSE)
+
+        def half(buffer: str, dim: int, which: int | None) -> str:
+            at = len(b.types[buffer].shape) + dim
+            return buffer if which is None else b.chunk(buffer, at, Const(which), Size(2), f"{buffer}_half")
+
+        def attend(seen: Seen | None) -> None:
+            if seen is None or seen.rows is not None:
+                b.emit(ir.Fill(result, 0.0))
+                b.emit(ir.Fill(lse, float("-inf")))
+            if seen is not None:
+                query, own = half(q, -2, seen.rows), half(result, -2, seen.rows)
+                key, value = half(k, -2, seen.columns), half(v, -2, seen.columns)
+                with communication.packed_destination(b, half(lse, -1, seen.rows), None) as sums:
+                    b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
+
+        if not op[CAUSAL]:
+            attend(Seen())
+            return
+        rank = rank_in_group(self.flow.mesh_of(op), self.flow.types[op.tensors[0]].dims[-2].axes)
+        before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
+
+        def of_others() -> None:
+            communication.branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
+
+        communication.branch(b, steps.owned_by.equals(rank), lambda: attend(Seen(diagonal=Const(0))), of_others)
+
+    def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
+        if op[PIECES]:
+            raise ProgramError(
+                f"{op.kind}: rows and keys in {op[PIECES]} pieces are attended to in a loop; stream both gathers", op.location
+            )
         operands, named = op.tensors[: COUNTS[op.kind]], masks_of(op, op.tensors)
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
@@ -88,8 +146,10 @@ class Attentions:
         return kernels_for(q.dtype, max(int(q.shape[-1]), int(v.shape[-1]))) if is_needed else ""
 
     def source(self, name: str, step: int = ALIGNED) -> str:
-        whole = self.buffers.buffer_of(name)
-        return whole if self.is_aligned(whole, step) else communication.contiguous_source(self.b, whole, None)
+        return self.aligned(self.buffers.buffer_of(name), None, step)
+
+    def aligned(self, buffer: str, steps: Steps | None, step: int = ALIGNED) -> str:
+        return buffer if self.is_aligned(buffer, step) else communication.contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
         """Whether the elements of a row lie side by side, and rows of 16 bits begin at multiples of so many elements."""
@@ -110,7 +170,9 @@ class Attentions:
         def first(dim: Dim, rows: Size) -> Expr:
             """Of what this rank holds of a dim."""
             even = dim.size // mesh.size_of(dim.axes)
-            return rank_in_group(mesh, dim.axes) * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
+            rank = rank_in_group(mesh, dim.axes)
+            number = Const(op[REVERSED] - 1) - rank if dim == queries and op[REVERSED] else rank
+            return number * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
 
         shift = first(queries, own[0]) - first(keys, own[1])
         columns = Const(0) if has_lengths else expr_of(keys.size)

@@ -73,7 +73,7 @@ class Buffers:
         """What a view is of, where the view's result has the memory."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
-            if name not in self.placement.inverse_view and name not in self.by_value:
+            if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
                 self.by_value[name] = self.b.allocate(name, self.flow.local(op.result))
             view = reversed_view(self.flow, op, self.buffer_of(name))
             if isinstance(view, ir.Permute):

@@ -62,7 +62,7 @@ class Signals:
         """A loop of its own."""
         assert count > 0
         index = Var(self.b.loop_index())
-        with self.b.nested() as body:
+        with self.b.looped() as body:
             emit(index)
         self.b.emit(ir.For(index.name, Size(count), tuple(body)))
 

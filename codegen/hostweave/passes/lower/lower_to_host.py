@@ -157,7 +157,7 @@ class _Lowering:
         with b.on(meshes.pop() if b.hoists_views else None):
             self.reshards.begin_loop(loop, steps)
             puts = self.reshards.puts
-            with b.nested() as body:
+            with b.looped() as body:
                 if loop.by_block:
                     steps = replace(steps, owner=owner(b, flow, loop, steps))
                 if puts:
@@ -167,7 +167,7 @@ class _Lowering:
                     for op in loop.ops:
                         self.op(op, steps)
                 b.location = loop.ops[-1].location
-                b.emit(ir.OnStream(RING, Const(0) if used == 1 else steps.index, tuple(on_stream)))
+                b.emit(ir.OnStream(RING, Const(0) if reached == 1 else steps.index, tuple(on_stream)))
                 if puts:
                     puts.after_step(steps)
             b.emit(ir.Fork(RING, used))
@@ -198,7 +198,7 @@ class _Lowering:
                 sources = tuple(map(self.buffers.contiguous, op.tensors))
                 self.b.emit(ir.Launch(op.user_kernel.name, sources, self.targets(op, op.user_kernel.outputs)))
             elif op.kind in attention.KINDS:
-                self.attentions.compute(op)
+                self.attentions.compute(op, steps)
             else:
                 self.compute(op, steps)
 

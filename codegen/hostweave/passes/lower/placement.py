@@ -15,7 +15,7 @@ makes %h through a view of the memory of %t, so that nothing is copied.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hostweave.fusion_ir.index_map import groups
+from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import ORDER
@@ -24,7 +24,7 @@ from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.steps import Loop
 from hostweave.types.tensor import BufferType
 
-REVERSIBLE = ("reshape", "expand_dims", "permute_dims")  # views of all elements
+REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
 
 Part = tuple[Op, int]  # a concat or pad, and which operand of it
 
@@ -66,8 +66,9 @@ def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
 
 
 def _parts(flow: Dataflow) -> dict[str, Part]:
-    """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them."""
-    made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and _writes_strided(flow, op)}
+    """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them; also through a
+    view that gives them dims of one element."""
+    made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
         for op in flow.fusion.ops
@@ -75,6 +76,17 @@ def _parts(flow: Dataflow) -> dict[str, Part]:
         for number, name in enumerate(op.tensors)
         if name in made and flow.consumers[name] == [op] and name not in flow.fusion.outputs
     }
+
+
+def _adds_dims(flow: Dataflow, op: Op) -> bool:
+    """Whether a view adds dims of one element to what nothing else uses, and whose op can write it anywhere."""
+    if op.kind not in ("reshape", "expand_dims"):
+        return False
+    source = flow.values[op.tensors[0]]
+    made = flow.producer.get(source.name)
+    have, want = ([size for size in flow.local(value).shape if size != ONE] for value in (source, op.result))
+    is_free = made is not None and made.result.stream is None and made.kind not in RESHARD_STEPS and _writes_strided(flow, made)
+    return have == want and is_free and flow.consumers[source.name] == [op] and source.name not in flow.fusion.outputs
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
@@ -88,7 +100,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 def _inverse_views(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
     """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
     merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
-    found: dict[str, Op] = {}
+    found = {flow.producer[name].tensors[0]: flow.producer[name] for name in parts if flow.is_view(flow.producer[name])}
     for op in flow.fusion.ops:
         users = flow.consumers[op.result.name]
         is_returned = op.result.name in flow.fusion.outputs and not users

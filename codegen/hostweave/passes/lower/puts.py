@@ -126,7 +126,7 @@ class Gather(PutLoop):
                     self.wait_for(self.sender(steps), landed)
                 b.emit(ir.Record(self.arrived, steps.index))
 
-        branch(b, opposite(steps.index.less(self.subchunks)), arrive)
+        branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
 
     def read(self, steps: Steps) -> None:
         assert self.shard
@@ -209,7 +209,7 @@ class Scatter(PutLoop):
 
     def others(self, steps: Steps) -> Expr:
         """Whether a step's block is another rank's."""
-        return steps.index.less((self.size - 1) * self.subchunks)
+        return opposite(steps.owned_by.equals(self.rank))
 
     def before_step(self, steps: Steps) -> None:
         """Nothing."""

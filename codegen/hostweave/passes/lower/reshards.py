@@ -260,6 +260,8 @@ class Reshards:
         """The chunk that a ring's neighbour sends in this iteration."""
         value, buffers = self.flow.values[name], self.buffers
         assert value.stream is not None
+        if name in buffers.by_step and name == op.result.name:  # where shards lie one behind the other
+            return buffers.chunk(name, value.stream.dim, steps.next_hop)
         if name in buffers.by_step or not self.b.is_contiguous(buffers.chunk(name, value.stream.dim, steps)):
             raise ProgramError(
                 f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'", op.location

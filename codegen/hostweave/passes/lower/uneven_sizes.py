@@ -12,6 +12,7 @@ from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.routes import shared_dims
 from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.zigzag import Zigzag
 
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
@@ -27,7 +28,7 @@ def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(dim.size.name for dim in dims if dim.size.name)
-        even.update(name for dim in dims if not dim.size.name for name in dim.size.symbols)
+        even.update(name for dim in dims if not dim.size.name or isinstance(dim.axes, Zigzag) for name in dim.size.symbols)
         for op in body.ops:
             for dim, mesh, why in _even(op, types, body, transport):
                 ranks = mesh.size_of(dim.axes)

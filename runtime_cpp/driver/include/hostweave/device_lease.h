@@ -2,13 +2,12 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <mutex>
-#include <stdexcept>
+#include <optional>
 #include <string>
 
 namespace hw {
 
-// How the CPU device runs ranks and their streams. The CUDA target has no choice, so of all this it takes the time alone.
+// How the CPU device runs ranks and their streams. The CUDA target has no choice.
 struct Schedule {
   bool seeded = false;  // one thing at a time, chosen by the seed, instead of everything at once
   uint64_t seed = 0;    // this and the rest as in hw_cpu_config
@@ -22,26 +21,17 @@ struct Schedule {
   bool operator==(const Schedule&) const = default;
 };
 
-// Whoever waited gave up.
-class Interrupted : public std::runtime_error {
- public:
-  Interrupted() : std::runtime_error("interrupted") {}
-};
-
-// Asked every 50 ms by whoever waits: true gives up, and so does an exception, which says why.
-using GiveUp = std::function<bool()>;
-
-// Waits for the mutex. Throws Interrupted where it gives up.
-std::unique_lock<std::timed_mutex> acquire(std::timed_mutex& mutex, const GiveUp& give_up);
-
-// While it lives, the devices serve one party: a round of a world, or the ranks of a group that are in this process, which
-// have their turns together. Other parties wait, and so do ranks of the same party that want another schedule: two parties
-// on the same devices could deadlock. The first turn configures the devices for the party.
+// While it lives, the devices serve one party: the ranks of a group that are in this process, which have their turns together.
+// Other parties wait, and so do ranks of the same party that want another schedule: two parties on the same devices could
+// deadlock. The first turn configures the devices for the party.
 class DeviceLease {
  public:
-  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, const GiveUp& give_up = {});
+  // Waits for the turn, or for at most so many seconds, and then does not have it.
+  DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
+
+  bool held() const { return held_; }
 
   // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);
@@ -51,6 +41,9 @@ class DeviceLease {
   // Frees what some party holds on the devices, in a turn of its own: now, or by another thread when nobody has a turn.
   // Whoever frees may be a rank that others wait for in theirs, so it does not wait. First come, first freed.
   static void free(std::function<void()> release);
+
+ private:
+  bool held_ = false;
 };
 
 }  // namespace hw

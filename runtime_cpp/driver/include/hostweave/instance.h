@@ -142,6 +142,18 @@ class Instance {
   // Launches a call that was captured, as `run` enqueues it.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
+  // Of StagedCalls, which makes several calls in one use of the member. Where `work` fails, the other ranks are told.
+  void in_use(const Schedule& schedule, const std::function<void()>& work);
+  // Which arrays the next call is with.
+  void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
+  // Makes a call, which `work` enqueues by `enqueue`.
+  void make_call(cudaStream_t caller, const std::function<void()>& work);
+  void enqueue(cudaStream_t caller) const { program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller); }
+  // Fills the program's temporaries with NaN.
+  void poison(cudaStream_t caller) const;
+  Member& member() const { return member_; }
+  size_t inputs() const { return inputs_.size(); }
+
   Progress::State progress();  // asked from any thread
   // How many graphs of calls it keeps.
   int64_t graphs() const;
@@ -156,14 +168,12 @@ class Instance {
     std::unique_ptr<Graph> graph;
   };
 
-  void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
   void launch(const Graph& graph, cudaStream_t caller) const;  // in its place among the calls
   const Graph* graph_of_taken(Graphs graphs);                  // null: the call is none
   std::vector<void*> memory() const;                           // for temporaries
-  // Makes a call in use, and tells the other ranks where that fails.
-  void make_call(cudaStream_t caller, const std::function<void()>& enqueue);
+  void or_stop(const std::function<void()>& work);
 
   Member& member_;
   const ProgramTable& program_;

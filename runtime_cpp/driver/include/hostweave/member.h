@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "hostweave/connect.h"
 #include "hostweave/device_lease.h"
+#include "hostweave/process_group.h"
 #include "hostweave/rank.h"
 
 namespace hw {
@@ -52,8 +52,9 @@ class Member {
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
   // An id for one of them.
   ncclUniqueId new_process_group_id();
-  // Makes those channels: every rank of the group calls it. Throws ExecutionError where the others do not come in time.
-  void connect(const ProgramTable& program, const ProcessGroupId& id_of, double timeout_seconds);
+  // Makes those channels, with an id by the key of each: every rank of the group calls it. Throws ExecutionError where the others
+  // do not come in time.
+  void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
   // Makes the channel of one process group, while in use. Every rank of it calls it.
   void connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds);
   // Uses communicators that the host keeps, by the axes of their process groups, instead. Throws ArgumentError where one is
@@ -70,6 +71,13 @@ class Member {
   void stop(const std::string& reason);
   // That reason, or "".
   std::string stopped() const;
+
+  // In use: waits until the stream is done. Throws ExecutionError where the ranks were stopped.
+  void synchronize(cudaStream_t stream) const;
+
+  // The turn of all ranks of the group, which are in this process, for somebody who has them work; null where it does not come
+  // within so many seconds. Throws ExecutionError where there are fewer devices, or none that run by such a schedule.
+  std::unique_ptr<DeviceLease> lease(const Schedule& schedule, double seconds) const;
 
   // Throws ExecutionError after an abort.
   void expect_working() const;
@@ -94,7 +102,6 @@ class Member {
  private:
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
-  void keep(ncclComm_t comm);
 
   Schedule with_processes(Schedule schedule) const {
     schedule.processes = processes_;

@@ -1,10 +1,7 @@
-#include "hostweave/connect.h"
+#include "hostweave/process_group.h"
 
 #include <algorithm>
 #include <ranges>
-
-#include "hostweave/check.h"
-#include "world_target.h"
 
 namespace hw {
 namespace {
@@ -76,26 +73,6 @@ std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t
     }
   }
   return process_groups;
-}
-
-ncclUniqueId new_process_group_id() {
-  ncclUniqueId id;
-  HW_CHECK(ncclGetUniqueId(&id));
-  return id;
-}
-
-void connect(Rank& rank, const ProcessGroup& process_group, const ncclUniqueId& id, const Keep& keep, double timeout_seconds) {
-  const ncclComm_t comm = target::make_channel(process_group, id, rank.device(), timeout_seconds);
-  keep(comm);
-  rank.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                   Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks), process_group.transport);
-}
-
-void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds) {
-  for (const ProcessGroup& process_group : process_groups_of(program, rank.index())) {
-    if (rank.has_channel(process_group.mesh.c_str(), process_group.axes.c_str(), process_group.transport)) continue;
-    connect(rank, process_group, id_of(process_group), keep, timeout_seconds);
-  }
 }
 
 }  // namespace hw

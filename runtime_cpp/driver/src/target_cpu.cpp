@@ -1,13 +1,12 @@
 #include <hostweave_cpu.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "hostweave/reach.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw::target {
 namespace {
@@ -49,26 +48,13 @@ Attached::Attached(int rank) {
 
 Attached::~Attached() { hw_cpu_detach(); }
 
-bool meet(int ranks) {
-  check(hw_cpu_barrier(ranks));
-  return true;
-}
-
-Gate::Gate() {}
-
-Gate::~Gate() = default;
-
-void Gate::hold(cudaStream_t, uint32_t) const {}
-
-void Gate::open(uint32_t) const {}
+void meet(int ranks) { check(hw_cpu_barrier(ranks)); }
 
 // Of all streams, so that what a program without a join leaves behind is reported in this round.
 bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;
 }
-
-double patience(const Schedule&) { return std::numeric_limits<double>::infinity(); }
 
 std::string report() { return hw_cpu_failed() ? hw_cpu_last_report() : ""; }
 
@@ -92,3 +78,15 @@ void abort(const std::vector<ncclComm_t>& comms) { abort_with_windows(comms); }
 void finish() { HW_CHECK(cudaDeviceSynchronize()); }
 
 }  // namespace hw::target
+
+namespace hw {
+
+Gate::Gate(int ranks) : ranks_(ranks) {}
+
+Gate::~Gate() = default;
+
+void Gate::hold(cudaStream_t, uint32_t) const {}
+
+void Gate::open(uint32_t) const {}
+
+}  // namespace hw

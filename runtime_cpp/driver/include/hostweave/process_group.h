@@ -1,14 +1,10 @@
-// Makes the channels of a program's process groups.
+// Which ranks share the channels of a program.
 #pragma once
-#include <nccl.h>
-
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
 #include "hostweave/abi.h"
-#include "hostweave/rank.h"
 
 namespace hw {
 
@@ -29,19 +25,5 @@ struct ProcessGroup {
 
 // The process groups of `rank` whose channels the program uses.
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank);
-
-// An id that no other process group has.
-ncclUniqueId new_process_group_id();
-
-// The id of a process group, the same for all its ranks. The first of them may make it.
-using ProcessGroupId = std::function<ncclUniqueId(const ProcessGroup&)>;
-// Takes over a communicator that has been made.
-using Keep = std::function<void(ncclComm_t)>;
-
-// Makes the channel of a process group. Every rank of it calls it.
-void connect(Rank& rank, const ProcessGroup& process_group, const ncclUniqueId& id, const Keep& keep, double timeout_seconds);
-// Makes the channels that the program uses and the rank does not have yet. Every rank of the program calls it, with its
-// device current. Throws ExecutionError where the others of a process group do not come within `timeout_seconds`.
-void connect(Rank& rank, const ProgramTable& program, const ProcessGroupId& id_of, const Keep& keep, double timeout_seconds);
 
 }  // namespace hw

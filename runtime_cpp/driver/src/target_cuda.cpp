@@ -10,7 +10,7 @@
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
 #include "signals_cuda.h"
-#include "world_target.h"
+#include "target.h"
 
 namespace hw::target {
 
@@ -47,40 +47,7 @@ Attached::Attached(int) {}
 
 Attached::~Attached() = default;
 
-bool meet(int) { return false; }
-
-namespace {
-
-using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
-
-// Waits until the value at an address is at least the one that is given (flags = 0).
-WaitValue wait_value() {
-  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
-  static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
-  return wait;
-}
-
-}  // namespace
-
-Gate::Gate() {
-  if (!wait_value()) return;
-  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&opened_), sizeof *opened_));  // which all devices reach
-  open(0);
-}
-
-Gate::~Gate() {
-  if (opened_) (void)cudaFreeHost(opened_);
-}
-
-void Gate::hold(cudaStream_t stream, uint32_t round) const {
-  const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
-  if (error)
-    throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");
-}
-
-void Gate::open(uint32_t round) const {
-  if (opened_) __atomic_store_n(opened_, round, __ATOMIC_RELEASE);
-}
+void meet(int) {}
 
 bool synchronize(cudaStream_t stream) {
   const cudaError_t state = cudaStreamQuery(stream);
@@ -91,8 +58,6 @@ bool synchronize(cudaStream_t stream) {
   HW_CHECK(state);
   return true;
 }
-
-double patience(const Schedule& schedule) { return schedule.timeout_seconds; }
 
 std::string report() { return ""; }
 
@@ -158,3 +123,40 @@ ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& i
 void finish() {}
 
 }  // namespace hw::target
+
+namespace hw {
+namespace {
+
+using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
+
+// Waits until the value at an address is at least the one that is given (flags = 0).
+WaitValue wait_value() {
+  static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
+  static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
+  return wait;
+}
+
+}  // namespace
+
+Gate::Gate(int ranks) : ranks_(ranks) {
+  if (!wait_value()) return;
+  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&opened_), sizeof *opened_));  // which all devices reach
+  open(0);
+}
+
+Gate::~Gate() {
+  if (opened_) (void)cudaFreeHost(opened_);
+}
+
+void Gate::hold(cudaStream_t stream, uint32_t round) const {
+  if (!opened_ || round == 0) return;  // the first call may still wait for the device, as while a channel is set up
+  const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
+  if (error)
+    throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");
+}
+
+void Gate::open(uint32_t round) const {
+  if (opened_) __atomic_store_n(opened_, round, __ATOMIC_RELEASE);
+}
+
+}  // namespace hw

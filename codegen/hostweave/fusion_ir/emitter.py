@@ -1,0 +1,45 @@
+"""Ops that a pass adds: it says what they do, and their names, types and shardings follow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.rewriting import Names
+from hostweave.fusion_ir.sharding import flow, with_layout
+from hostweave.types.tensor import TensorType, f32
+
+Attributes = tuple[tuple[str, AttributeValue], ...]
+
+
+class Emitter:
+    """The ops of a fusion that a pass rewrites in turn. `op` is the one in whose place others are made."""
+
+    op: Op
+
+    def __init__(self, fusion: Fusion):
+        self.mesh, self.names = fusion.mesh, Names(fusion)
+        self.types = {value.name: value.type for value in fusion.inputs}
+        self.ops: list[Op] = []
+
+    def make(
+        self,
+        kind: str,
+        *operands: str | Scalar,
+        how: Attributes = (),
+        word: str = "",
+        like: TensorType | None = None,
+        stream: Stream | None = None,
+    ) -> str:
+        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
+        op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
+        given = operand_types(op, self.types)
+        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
+        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
+        self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))
+        return op.result.name
+
+    def emit(self, op: Op) -> None:
+        self.ops.append(op)
+        self.types[op.result.name] = op.result.type

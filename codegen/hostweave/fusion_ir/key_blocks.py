@@ -1,0 +1,98 @@
+"""Attention over blocks of the keys: how the results of the blocks are joined, and where keys are gathered for one attention alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hostweave.fusion_ir.emitter import Emitter
+from hostweave.fusion_ir.ir import Fusion, Op, attributes
+from hostweave.fusion_ir.ops.attention import COUNTS
+from hostweave.fusion_ir.ops.attributes import CAUSAL, IS_PACKED, KEY_BLOCKS, WINDOW
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.fusion_ir.rewriting import consumers
+from hostweave.fusion_ir.sharding import Axes
+
+FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
+LEAST = -1e30  # of a row's largest score that is not -inf
+
+
+class BlockWriter(Emitter):
+    """Of attention whose results are joined of blocks of the keys."""
+
+    def __init__(self, fusion: Fusion):
+        super().__init__(fusion)
+        self.sums: dict[str, tuple[str, str, str]] = {}  # of log-sum-exps of all ranks: the largest, what is subtracted, the sum then
+
+    def join(self, lse: str, lses: str, blocks: str) -> None:
+        """The result, or its log-sum-exps, of the blocks that a rank has; `lses` are those of all ranks."""
+        if lses not in self.sums:
+            largest = self.make("max", lses, how=KEPT)
+            shift = self.make("maximum", largest, LEAST)
+            powers = self.make("exp", self.make("subtract", lses, shift))
+            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+        largest, shift, sums = self.sums[lses]
+        if self.op.kind == "attention_lse":
+            total = self.make("add", self.make("log", sums), largest)
+            self.emit(Op("select", (total,), self.op.result, attributes(axis=0, index=0), self.op.location))
+            return
+        weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
+        weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
+        weighted = self.make("multiply", self.make("astype", blocks), weights)
+        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
+        self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """Keys and values that are gathered for one attention alone, which can be done block by block as they come."""
+
+    attention: Op
+    keys: Op
+    values: Op
+
+    @property
+    def gathers(self) -> tuple[Op, Op]:
+        return self.keys, self.values
+
+    @property
+    def axes(self) -> Axes:
+        return step_of(self.keys).axes
+
+    @property
+    def dim(self) -> int:
+        """Of the gathered tensors, which is cut into blocks."""
+        return len(self.keys.result.type.dims) - 2
+
+
+def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
+    """Attention without other masks than a causal one, to keys and values that nothing else takes but, later, its log-sum-exps."""
+    uses = consumers(fusion)
+    for op in fusion.ops:
+        if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
+            continue
+        query, key, value = op.tensors
+        first, *others = uses[key]
+        lse = next((user for user in others if user and user.kind == "attention_lse"), None)
+        is_alike = lse is None or (lse.tensors, lse.attributes) == ((query, key), op.attributes)
+        if first == op and uses[value] == [op] and others == [lse] * len(others) and len(others) < 2 and is_alike:
+            yield op, lse
+
+
+def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
+    """Those of attention on rows that are sharded as the keys are, where it is causal."""
+    producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
+    for op, _ in attended_alone(fusion):
+        query, *others = op.tensors
+        keys, values = map(producer.get, others)
+        if keys is None or values is None or not _is_of_keys(keys) or not _is_of_keys(values) or op.result.type.mesh:
+            continue
+        rows, of_keys, of_values = (types[name].dims[-2] for name in (query, keys.tensors[0], values.tensors[0]))
+        if of_keys == of_values and (not op[CAUSAL] or rows == of_keys):
+            yield GatheredKeys(op, keys, values)
+
+
+def _is_of_keys(op: Op) -> bool:
+    """Whether it gathers all of the last dim but one."""
+    dim = len(op.result.type.dims) - 2
+    return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes

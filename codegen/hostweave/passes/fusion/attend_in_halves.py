@@ -1,0 +1,149 @@
+"""Causal attention of rows in zigzag: of each rank's first piece, then of its second one, which lies as far from the last row.
+
+    %y: bf16[H, S@zigzag(cp), 64] = attention(%q, %k, %v, scale=0.125, causal=top_left)        # on 2 ranks
+
+becomes
+
+    %y_by_rank: bf16[H, S@cp, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
+    %y_pieces: bf16[H, 2@cp, 2, S/4, 64] = reshape(%y_by_rank)
+    %y_piece: bf16[H, 2@cp, S/4, 64] = select(%y_pieces, axis=2, index=0)
+    %y_rows: bf16[H, S/2@cp, 64] = reshape(%y_piece)
+    %y_rows_2: bf16[H, S/2@cp, 64] = reshape(%y_piece_2)                        # the same of index 1
+    %y_columns: bf16[H, S/2, 64] = slice(%k, axis=1, start=0, step=1)           # and of %v
+    %y_first: bf16[H, S/2@cp, 64] = attention(%y_rows, %y_columns, %y_columns_2, scale=0.125, causal=top_left)
+    %y_second: bf16[H, S/2@cp, 64] = attention(%y_rows_2, %k, %v, scale=0.125, causal=bottom_right, reversed=2)
+
+and the same way back. Of N ranks rank r has rows that see up to (r + 1) S/2N and (2N - r) S/2N columns: all ranks have as much to do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.emitter import Attributes, Emitter
+from hostweave.fusion_ir.index_map import ONE
+from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
+from hostweave.fusion_ir.ops import operand_types
+from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, COUNTS, GRADIENTS, TOP_LEFT
+from hostweave.fusion_ir.ops.attributes import CAUSAL, ORDER, SCALE, WINDOW
+from hostweave.fusion_ir.sharding import Layout, flow, layout, with_layout
+from hostweave.options import Options
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
+
+# Which dim rows are, 0 where there are none: of queries, keys, values, and of a backward pass the result, its gradient, and lse.
+ROWS = (-2, 0, 0, -2, -2, -1)
+OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
+
+
+def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
+    """After it no attention under a mask that depends on where rows are has rows in zigzag."""
+    halving = _Halving(fusion)
+    for op in fusion.ops:
+        halving.add(op)
+    return replace(fusion, ops=tuple(halving.ops))
+
+
+class _Halving(Emitter):
+    def __init__(self, fusion: Fusion):
+        super().__init__(fusion)
+        self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}  # of values, along their rows, or of keys the first half and all
+
+    def add(self, op: Op) -> None:
+        self.op = op
+        if op.kind not in COUNTS or not op[CAUSAL]:
+            self.emit(op)
+            return
+        operands = operand_types(op, self.types)
+        rule = flow(op, operands, self.mesh)
+        needed = rule.operands(rule.computed(layout(op.result.type)))
+        self.axes, self.size = needed[0][-2], operands[0].shape[-2]
+        if not isinstance(self.axes, Zigzag):
+            self.emit(op)
+            return
+        self.expect_known(operands)
+        self.ranks = op.result.type.mesh_in(self.mesh).size_of(self.axes)
+        halves = [self.halved(*operand) for operand in zip(op.tensors, needed, ROWS, strict=False)]
+        firsts, seconds = zip(*halves, strict=True)
+        facts = {"scale": op[SCALE], "window": op[WINDOW] or None}
+        first = self.make(op.kind, *firsts, how=attributes(causal=TOP_LEFT, **facts), word="first")
+        second = self.make(op.kind, *seconds, how=attributes(causal=BOTTOM_RIGHT, reversed=self.ranks, **facts), word="second")
+        self.join((first, second)) if op.kind in OF_ROWS else self.add_up(first, second)
+
+    def expect_known(self, operands: Sequence[TensorType]) -> None:
+        count, (q, k, *_) = COUNTS[self.op.kind], operands
+        why = f"rows of {q} are in zigzag, and there are lengths or a bias beside their causal mask" if len(operands) > count else ""
+        if k.shape[-2] != q.shape[-2]:
+            why = f"rows of {q} are in zigzag, and there are {k.shape[-2]} keys for {q.shape[-2]} of them"
+        if why:
+            raise ProgramError(f"{self.op.kind}: {why}; shard the rows in order, as {self.size}@{','.join(self.axes)}", self.op.location)
+
+    @property
+    def half(self) -> Size:
+        return self.size // 2
+
+    @property
+    def piece(self) -> Size:
+        return self.size // (2 * self.ranks)
+
+    def in_layout(self, name: str, needed: Layout) -> str:
+        """The value as the attention as a whole needs it: where it is transposed, what it is transposed from travels, and is transposed
+        there."""
+        if layout(self.types[name]) == needed:
+            return name
+        made = next((op for op in self.ops if op.result.name == name), None)
+        if made and made.kind == "permute_dims" and not made.result.pinned:
+            order = made[ORDER]
+            source = self.in_layout(made.tensors[0], tuple(needed[order.index(dim)] for dim in range(len(order))))
+            return self.make("permute_dims", source, how=made.attributes, word="transposed")
+        result = Value(self.names.new(f"{name}_resharded"), with_layout(self.types[name], needed))
+        self.emit(Op("reshard", (name,), result, location=self.op.location))
+        return result.name
+
+    def halved(self, name: str, needed: Layout, rows: int) -> tuple[str, str]:
+        if (name, needed, rows) not in self.halves:
+            operand = self.in_layout(name, needed)
+            self.halves[name, needed, rows] = self.rows(operand, rows) if rows else self.columns(operand)
+        return self.halves[name, needed, rows]
+
+    def rows(self, name: str, dim: int) -> tuple[str, str]:
+        """Those of the first pieces of all ranks, and of the second ones, as the ranks have them."""
+        at = len(self.types[name].dims) + dim
+        by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank")
+        pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces")
+        first, second = (self.make("select", pieces, how=attributes(axis=at + 1, index=index), word="piece") for index in (0, 1))
+        return self.reshaped(first, at, 2, (self.half,), "rows"), self.reshaped(second, at, 2, (self.half,), "rows")
+
+    def columns(self, name: str) -> tuple[str, str]:
+        """The first half of them, and all."""
+        type = self.types[name]
+        some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
+        return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns"), name
+
+    def join(self, halves: tuple[str, str]) -> None:
+        """The result of the rows, from those of each half."""
+        result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
+        at = len(result.type.dims) + rows
+        pieces = [self.reshaped(half, at, 1, (Size(self.ranks), ONE, self.piece), "piece") for half in halves]
+        joined = self.make("concat", *pieces, how=attributes(axis=at + 1), word="pieces")
+        by_rank = self.reshaped(joined, at, 3, (self.size,), "by_rank")
+        self.halves[result.name, layout(result.type), rows] = halves
+        self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
+
+    def add_up(self, first: str, second: str) -> None:
+        """The gradients of all columns, from those of the first half of them by the first half of the rows, and of all by the others."""
+        at = len(self.types[second].dims) - 2
+        halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
+        low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))
+        parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
+        self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at)))
+
+    def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str) -> str:
+        """With these dims in place of some, from one on."""
+        shape = self.types[name].shape
+        like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
+        return self.make("reshape", name, like=like, word=word)
+
+    def finish(self, kind: str, source: str, how: Attributes = ()) -> None:
+        self.emit(Op(kind, (source,), self.op.result, how, self.op.location))

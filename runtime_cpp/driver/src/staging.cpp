@@ -1,0 +1,177 @@
+#include "hostweave/staging.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+#include "hostweave/check.h"
+#include "hostweave/streams.h"
+#include "target.h"
+
+namespace hw {
+namespace {
+
+// An array of no elements has an address, too.
+size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
+
+// Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
+void see(int device, int peer) {
+  int can = 0;
+  HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
+  if (!can) return;
+  const cudaError_t cudaDeviceEnablePeerAccess = ::cudaDeviceEnablePeerAccess(peer, 0);
+  if (cudaDeviceEnablePeerAccess == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();  // an earlier call, NCCL or the host application has done it
+  } else {
+    HW_CHECK(cudaDeviceEnablePeerAccess);
+  }
+}
+
+}  // namespace
+
+StagedCalls::StagedCalls(Instance& instance)
+    : instance_(instance),
+      nothing_bound_(std::vector<std::optional<void*>>(instance.inputs())),
+      device_(instance.member().device()) {
+  const Member::Use use(instance_.member());
+  HW_CHECK(cudaStreamCreateWithFlags(&caller_, cudaStreamNonBlocking));
+}
+
+StagedCalls::~StagedCalls() {
+  try {
+    const Member::Use use(instance_.member());
+    inputs_.clear();
+    outputs_.clear();
+    fetched_.clear();
+    cudaStreamDestroy(caller_);
+  } catch (const std::exception&) {
+    // Nothing more can be done for a device that does not even free.
+  }
+}
+
+void StagedCalls::prepare(std::vector<Call> calls) {
+  instance_.member().expect_working();
+  const Member::Use use(instance_.member());
+  calls_ = std::move(calls);
+  fetched_.resize(calls_.size());
+  placed_.clear();
+  for (size_t i = 0; i < calls_.size(); ++i) {
+    fetch(i);
+    placed_.push_back({place(inputs_, calls_[i].inputs), place(outputs_, calls_[i].outputs)});
+  }
+}
+
+// Inputs that lie on GPUs of other ranks are copied into memory of their own, which the call uses.
+//
+// A copy between two GPUs may take a place in queues of both, with the copies of other ranks from the same GPU. Were it
+// enqueued between calls, a rank's copy for a later call, which waits for its own earlier calls, could stand there before
+// another rank's copy for an earlier one, without which those do not end: their collectives need every rank. Here no
+// collective is under way: all ranks have fetched before any of them is called, and copies wait for nothing but copies.
+// Afterwards each GPU is used by its own rank alone and but for collectives waits for no other one. All ranks enqueue the
+// collectives in one order, and each what they need before them, so a GPU that took everything from one queue
+// (CUDA_DEVICE_MAX_CONNECTIONS=1) would come through, too.
+void StagedCalls::fetch(size_t call) {
+  std::vector<Array>& inputs = calls_[call].inputs;
+  fetched_[call].resize(inputs.size());
+  bool any = false;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Array& input = inputs[i];
+    if (input.device < 0 || input.device == device_) continue;
+    see(device_, input.device);
+    void* const here = fetched_[call][i].reserve(at_least_one(input.bytes));
+    copy(here, input.data, input, cudaMemcpyDefault);
+    input.data = here;
+    input.device = device_;
+    any = true;
+  }
+  if (any) HW_CHECK(cudaStreamSynchronize(caller_));
+}
+
+// An array on this device is used where it is, if it is aligned as programs take it.
+std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
+  staging.resize(arrays.size());
+  std::vector<void*> placed;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const Array& array = arrays[i];
+    const bool in_place = array.device == device_ && reinterpret_cast<uintptr_t>(array.data) % 16 == 0;
+    placed.push_back(in_place ? array.data : staging[i].reserve(at_least_one(array.bytes)));
+  }
+  return placed;
+}
+
+void StagedCalls::copy(void* dst, const void* src, const Array& array, cudaMemcpyKind host_kind) const {
+  if (dst == src || array.bytes == 0) return;
+  HW_CHECK(cudaMemcpyAsync(dst, src, array.bytes, array.device < 0 ? host_kind : cudaMemcpyDefault, caller_));
+}
+
+void StagedCalls::copy_in(size_t call) const {
+  const std::vector<Array>& inputs = calls_[call].inputs;
+  for (size_t i = 0; i < inputs.size(); ++i) copy(placed_[call].inputs[i], inputs[i].data, inputs[i], cudaMemcpyHostToDevice);
+}
+
+void StagedCalls::copy_out(size_t call) const {
+  const std::vector<Array>& outputs = calls_[call].outputs;
+  for (size_t i = 0; i < outputs.size(); ++i) copy(outputs[i].data, placed_[call].outputs[i], outputs[i], cudaMemcpyDeviceToHost);
+}
+
+void StagedCalls::meet() const { target::meet(static_cast<int>(instance_.member().rank().size())); }
+
+// Waits for the calls, then for what a wrong program may have left on streams that nobody joined.
+void StagedCalls::finish() const {
+  instance_.member().synchronize(caller_);
+  HW_CHECK(cudaDeviceSynchronize());
+}
+
+void StagedCalls::run(const Schedule& schedule, bool poison) {
+  instance_.in_use(schedule, [&] {
+    meet();
+    for (size_t call = 0; call < calls_.size(); ++call) {
+      const Placed& placed = placed_[call];
+      const std::vector<Array>& outputs = calls_[call].outputs;
+      for (size_t i = 0; poison && i < outputs.size(); ++i)
+        HW_CHECK(cudaMemsetAsync(placed.outputs[i], 0xff, outputs[i].bytes, caller_));
+      if (poison) instance_.poison(caller_);
+      copy_in(call);
+      instance_.take(nothing_bound_, placed.inputs, placed.outputs);
+      instance_.make_call(caller_, [&] { instance_.enqueue(caller_); });
+      copy_out(call);
+    }
+    finish();
+  });
+}
+
+std::vector<Timing> StagedCalls::measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<Timing> timings;
+  instance_.in_use(schedule, [&] {
+    const Gate::Opening at_end(gate);  // nothing may be held where a rank fails
+    const Event begin(cudaEventDefault), end(cudaEventDefault);
+    copy_in(0);
+    instance_.take(nothing_bound_, placed_[0].inputs, placed_[0].outputs);
+    for (int i = 0; i < warmups + repetitions; ++i) {
+      instance_.member().synchronize(caller_);
+      meet();
+      gate.hold(caller_, i);
+      std::chrono::duration<double, std::micro> enqueue{};
+      instance_.make_call(caller_, [&] {
+        HW_CHECK(cudaEventRecord(begin, caller_));
+        const auto start = Clock::now();
+        instance_.enqueue(caller_);
+        enqueue = Clock::now() - start;
+        HW_CHECK(cudaEventRecord(end, caller_));
+      });
+      gate.enqueued(i);
+      instance_.member().synchronize(caller_);
+      float total_ms = 0;
+      HW_CHECK(cudaEventElapsedTime(&total_ms, begin, end));
+      if (i >= warmups) timings.push_back({enqueue.count(), total_ms});
+    }
+    copy_out(0);
+    finish();
+  });
+  return timings;
+}
+
+}  // namespace hw

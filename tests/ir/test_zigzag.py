@@ -1,0 +1,137 @@
+"""Dims in zigzag: their text, what each rank has of them, where they travel through a program, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import multiples
+from hostweave.pipeline import lower
+from hostweave.types.tensor import Dim
+from hostweave.types.zigzag import Zigzag, some_of
+
+MESH = hw.Mesh(cp=4)
+ROWS = hw.f32["S@zigzag(cp)", 3]
+
+
+def test_text() -> None:
+    assert str(ROWS) == "f32[S@zigzag(cp), 3]"
+    assert ROWS.dims[0] == Dim.of("S@zigzag(cp)") != Dim.of("S@cp")
+    assert Dim.of("8@zigzag(dp,cp)").axes == Zigzag(("dp", "cp"))
+    assert hash(Dim.of("S@zigzag(cp)")) == hash(Dim.of("S@zigzag(cp)"))
+    with pytest.raises(ProgramError, match=r"not a dim: 'S@zigzag\(cp'; write it like"):
+        hw.f32["S@zigzag(cp"]
+
+
+def test_axes_of_one_rank_leave_it_as_it_is() -> None:
+    both = Zigzag(("dp", "cp"))
+    assert some_of(both, lambda axis: axis == "cp", ranks_stay=True) == Zigzag(("cp",))
+    assert some_of(both, lambda axis: axis == "cp") == ("cp",) != Zigzag(("cp",))
+    assert some_of(both, lambda axis: False, ranks_stay=True) == ()
+
+
+def test_each_rank_has_a_piece_from_either_end() -> None:
+    array = np.arange(48).reshape(16, 3)
+    for rank, rows in enumerate(([0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9])):
+        np.testing.assert_array_equal(ROWS.shard(array, rank, MESH), array[rows])
+        np.testing.assert_array_equal(array[ROWS.block((16, 3), rank, MESH)], array[rows])
+    np.testing.assert_array_equal(ROWS.unshard([ROWS.shard(array, rank, MESH) for rank in range(4)], MESH), array)
+    np.testing.assert_array_equal(ROWS.shard(array[:5], 0, hw.Mesh(cp=1)), array[:5])
+
+
+def test_sizes_that_do_not_divide() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"dim 0 \(S = 12\) cannot be shared evenly by 4 ranks along cp in two pieces each; pad it to 16"
+    ):
+        ROWS.shard(np.zeros((12, 3), np.float32), 0, MESH)
+
+    why = r"test_zigzag.py:\d+: .* 4 ranks have two pieces each of dim 12@zigzag\(cp\), and 8 do not divide 12; pad it to 16"
+    with pytest.raises(ProgramError, match=why):
+        hw.fusion(mesh=MESH, x=hw.f32["12@zigzag(cp)"])(lambda x: -x)
+
+
+def test_two_dims() -> None:
+    mesh = hw.Mesh(dp=2, cp=3)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["S@zigzag(cp)", "K"], w=hw.f32["K", "T@zigzag(dp)"])
+    def product(x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y = x @ w
+        return y, hw.reshard(y, "S", "T"), hw.reshard(y, "S@zigzag(dp)", "T@cp")
+
+    arrays = {"x": np.arange(36).reshape(12, 3).astype(np.float32), "w": np.arange(36).reshape(3, 12).astype(np.float32)}
+    wanted = run_reference(product, arrays)
+    program = hw.compile(product)
+    for got, want in zip(program.run(**arrays), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+    type = program._host.outputs[0].type
+    assert str(type) == "f32[S@zigzag(cp), T@zigzag(dp)]"
+    np.testing.assert_array_equal(type.unshard([type.shard(wanted[0], rank, mesh) for rank in range(6)], mesh), wanted[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_it_stays_or_changes_as_stated(ranks: int) -> None:
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), x=ROWS, w=hw.f32[3, 5], y=hw.f32["S@cp", 5], z=hw.f32["S", 5], b=hw.f32["S@zigzag(cp)", 2, 5])
+    def travels(x, w, y, z, b):  # type: ignore[no-untyped-def]
+        h = hw.relu(x @ w)
+        whole, in_order, turned = hw.reshard(h, "S", 5), hw.reshard(h, "S@cp", 5), hw.reshard(z.T, 5, "S@zigzag(cp)")
+        back, other = hw.reshard(y, "S@zigzag(cp)", 5), hw.reshard(x.T, "3@cp", "S")
+        sums = hw.reshard(hw.sum(b, axis=0), 2, "5@cp"), h.T @ back, hw.reshard(z.T @ h, 5, 5), hw.max(h, axis=0)
+        merged = hw.reshape(b, "2*S", 5)
+        return h, h + y, h * z, whole, in_order, turned, back, other, *sums, merged, hw.cumsum(h, 0), h[1:]
+
+    host = lower(travels, hw.Options())
+    assert Fusion.parse(str(travels)) == travels
+    assert HostProgram.parse(str(host)) == host
+    of_result = {p.name: str(p.type) for p in host.outputs}
+    if ranks > 1:
+        assert list(of_result.values())[:3] == ["f32[S@zigzag(cp), 5]"] * 3
+        assert next(v for k, v in of_result.items() if "2*S" in v or "S*2" in v).count("zigzag")
+    random = np.random.default_rng(ranks)
+    size = 12 * ranks
+    arrays = {v.name: random.standard_normal([e.bind({"S": size}) for e in v.type.shape]).astype(np.float32) for v in travels.inputs}
+    wanted = run_reference(travels, arrays)
+    program = hw.compile(travels)
+    for got, want in zip(program.run(**arrays), wanted, strict=True):
+        np.testing.assert_allclose(got, want, 1e-4, 1e-4)
+    for rank, results in enumerate(interpret(host, arrays)):
+        for parameter, want in zip(host.outputs, wanted, strict=True):
+            np.testing.assert_allclose(results[parameter.name], parameter.type.shard(want, rank, travels.mesh), 1e-4, 1e-4)
+    program.check()
+
+
+def test_a_rank_has_its_pieces_of_an_exported_project(tmp_path: Path) -> None:
+    @hw.fusion(mesh=hw.Mesh(cp=2), x=ROWS, y=hw.f32["S", 3])
+    def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+        return x + y
+
+    program = hw.compile(added)
+    assert multiples(program._host) == {"S": 4}
+    program.export(tmp_path)
+    assert "{sizes.S, 2, r, true}" in (tmp_path / "main.cpp").read_text()
+
+
+def test_other_meshes_and_streams() -> None:
+    half = MESH.ranks([0, 1])
+
+    @hw.fusion(mesh=MESH, x=ROWS)
+    def moves(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "S@cp", 3, mesh=half)
+
+    @hw.fusion(mesh=MESH, x=ROWS)
+    def streams(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "S", 3).stream(0)
+
+    moved = r"test_zigzag.py:\d+: reshard: .* what is in zigzag does not move between meshes; reshard it on its own mesh first, or after"
+    with pytest.raises(ProgramError, match=moved):
+        lower(moves, hw.Options())
+    streamed = r"test_zigzag.py:\d+: reshard: .* is streamed, and .* changes the order of its pieces to become .*; stream what is computed"
+    with pytest.raises(ProgramError, match=streamed):
+        lower(streams, hw.Options())

@@ -1,0 +1,243 @@
+"""Attention to the blocks of keys of other ranks as they come: by each algorithm, beside heads that are sharded, chosen or stated."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cases import by_torch
+from cuda_here import nccl
+from whole_programs import compiled, expect, lowered, random_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.build.cuda import gpus
+from hostweave.check.interpret import interpret
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.runtime.cpu import parallel, seeded
+from hostweave.types.machine import H200
+from hostweave.types.tensor import DType
+
+ALGORITHMS = ("p2p", "put", "ring", "broadcast")
+
+
+@cache
+def in_loops(ranks: int, t: DType, algorithm: str, tp: int = 1) -> Fusion:
+    """A causal one whose log-sum-exps are asked for, and one of other rows that sees all, whose values are narrower."""
+    heads, groups = f"{4 * tp}@tp", f"{2 * tp}@tp"
+
+    @hw.fusion(
+        mesh=hw.Mesh(tp=tp, cp=ranks),
+        q=t["B", heads, "S@cp", 16],
+        k=t["B", groups, "S@cp", 16],
+        v=t["B", groups, "S@cp", 16],
+        rows=t[heads, "U@cp", 16],
+        keys=t[groups, "T@cp", 16],
+        values=t[groups, "T@cp", 8],
+    )
+    def in_loops(q, k, v, rows, keys, values):  # type: ignore[no-untyped-def]
+        def gathered(x, size):  # type: ignore[no-untyped-def]
+            dims = [f"{2 * tp}@tp" if dim == x.ndim - 3 else x.type.shape[dim] for dim in range(x.ndim)]
+            return hw.reshard(x, *map(str, dims)).stream(size, chunks=ranks, algorithm=algorithm)
+
+        y, lse = hw.attention(q, gathered(k, "S"), gathered(v, "S"), "top_left", enable_gqa=True)
+        z = hw.scaled_dot_product_attention(rows, gathered(keys, "T"), gathered(values, "T"), enable_gqa=True)
+        return y, lse, z
+
+    return in_loops
+
+
+def sizes_for(ranks: int) -> dict[str, int]:
+    return {"B": 2, "S": 8 * ranks, "U": 3 * ranks, "T": 5 * ranks}
+
+
+def expected(arrays: dict[str, Any]) -> tuple[Any, ...]:
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    q, k, v, rows, keys, values = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
+    y, lse, *_ = by_torch(q, k, v, "top_left")
+    return y.numpy(), lse.numpy(), by_torch(rows, keys, values)[0].numpy()
+
+
+CASES = [
+    *((ranks, 1, by) for ranks in (2, 3) for by in ALGORITHMS),
+    (1, 1, "p2p"),
+    (4, 1, "put"),
+    (8, 1, "p2p"),
+    (2, 2, "put"),
+    (2, 2, "p2p"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "tp", "algorithm"), CASES)
+def test_matches_torch(ranks: int, tp: int, algorithm: str) -> None:
+    fusion = in_loops(ranks, hw.bf16 if ranks < 4 else hw.f32, algorithm, tp)
+    host = lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    assert Fusion.parse(str(fusion)) == fusion
+    loops = [i for i in tree.walk(host.body) if isinstance(i, ir.For)]
+    calls = (sum(isinstance(i, ir.Attention) for i in tree.walk(loop.body)) for loop in loops)
+    assert list(filter(None, calls)) == ([2, 1] if ranks > 1 else [])
+    arrays = random_arrays(fusion, sizes_for(ranks), seed=ranks)
+    for got, want in zip(run_reference(fusion, arrays), expected(arrays), strict=True):
+        np.testing.assert_allclose(got, want, 1e-9, 1e-9)
+    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+        with schedule:
+            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+    outputs = [p.name for p in host.outputs]
+    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
+    compiled(fusion).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [8, 512])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_on_gpus(algorithm: str, size: int) -> None:
+    if algorithm == "put" and nccl() < 22900:
+        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+    fusion = in_loops(2, hw.bf16, algorithm)
+    arrays = random_arrays(fusion, {name: times * size for name, times in sizes_for(2).items()} | {"B": 2}, seed=0)
+    expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+def test_blocks_at_once_on_gpus() -> None:
+    """Blocks that all rows see are attended to by one plan, on two streams that run at once where they are large."""
+    fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
+    arrays = random_arrays(fusion, sizes, seed=0)
+    results = []
+    for way in ("none", "p2p(2)"):
+        program = compiled(fusion, "cuda", Options(sizes=sizes, ways={"@context_parallel %k_gathered": way}))
+        results += [program.run(**arrays).astype(np.float32) for _ in range(3)]
+    for got in results[1:]:
+        np.testing.assert_allclose(got, results[0], atol=2e-2 * np.abs(results[0]).max())
+
+
+@cache
+def in_zigzag(ranks: int, t: DType) -> Fusion:
+    rows = "S@zigzag(cp)"
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=t["B", 4, rows, 16], k=t["B", 2, rows, 16], v=t["B", 2, rows, 24])
+    def in_zigzag(q, k, v):  # type: ignore[no-untyped-def]
+        return hw.attention(q, k, v, "top_left", enable_gqa=True)
+
+    return in_zigzag
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
+def test_rows_in_zigzag(ranks: int, way: str) -> None:
+    """A rank sees half of what each other one has: all rows the first half of the keys, or the second half of the rows all keys."""
+    fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
+    program = compiled(fusion, options=options)
+    arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
+    assert sum(isinstance(i, ir.Attention) for i in tree.walk(program._host.body)) == 3
+    torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
+    wanted = by_torch(*(torch.from_numpy(array.astype(np.float64)) for array in arrays.values()), "top_left")
+    for got, want in zip(run_reference(fusion, arrays), wanted, strict=False):
+        np.testing.assert_allclose(got, want, 1e-9, 1e-9)
+    stages: dict[str, Any] = {}
+    lower(fusion, options, stages.__setitem__)
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # which casts its sums to bf16
+        assert Fusion.parse(str(stages[name])) == stages[name]
+        for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
+            np.testing.assert_allclose(got, want, precision, precision)
+    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
+        with schedule:
+            expect(fusion, arrays, program.run(**arrays, ranks=True))
+    program.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("way", ["put(2)", "p2p(2)"])
+def test_rows_in_zigzag_on_gpus(way: str) -> None:
+    if way == "put(2)" and nccl() < 22900:
+        pytest.skip("needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+    fusion, options = in_zigzag(2, hw.bf16), Options(sizes={"B": 2, "S": 4096}, ways={"@in_zigzag %k_gathered": way})
+    arrays = random_arrays(fusion, {"B": 2, "S": 4096}, seed=0)
+    expect(fusion, arrays, compiled(fusion, "cuda", options).run(**arrays, ranks=True))
+
+
+def context_parallel(ranks: int, **how: Any) -> Fusion:
+    row = "S@cp"
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.bf16[8, row, 128], k=hw.bf16[8, row, 128], v=hw.bf16[8, row, 128])
+    def context_parallel(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        return hw.attention(q, k, v, **{"causal": "top_left", **how})[0]
+
+    return context_parallel
+
+
+def test_chosen_where_it_gains() -> None:
+    """By the cost model; what ranks share unevenly is attended to at once, in the call that has it."""
+    large = {"S": 2**14}
+    program = hw.compile(context_parallel(2), options=Options(sizes=large))
+    (choice,) = program.choices
+    assert choice.taken.name == "put(2)"
+    assert [way.name for way in choice.ways[1:]] == ["p2p(2)", "none"]
+    text = program.explain()
+    assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, one_sided, predicted" in text
+    assert "in memory, to the keys of 2 ranks as they come, joined by log-sum-exps" in text
+    fusion = context_parallel(2)
+    for rows in (6, 7):
+        arrays = random_arrays(fusion, {"S": rows}, seed=rows)
+        expect(fusion, arrays, program.run(**arrays, ranks=True))
+    program.close()
+
+
+def test_not_chosen_where_it_loses() -> None:
+    (few,) = lower(context_parallel(2), Options(sizes={"S": 256})).choices
+    assert few.taken.name == "none"
+    uneven = lower(context_parallel(2), Options(sizes={"S": 2**14 - 1})).choices
+    assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
+    text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
+    assert "%v_gathered = all_gather of %v: as %k_gathered, with which it would travel in a loop" in text
+    slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without_puts("here"))).choices
+    assert [choice.taken.name for choice in slow] == ["none"]
+
+
+def test_stated_way() -> None:
+    host = lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "p2p(3)"}))
+    assert sum(isinstance(i, ir.Attention) for i in tree.walk(host.body)) == 2
+    with pytest.raises(ProgramError, match=r"put\(6\) cannot be; one of none, put\(3\), p2p\(3\)"):
+        lower(context_parallel(3), Options(sizes={"S": 768}, ways={"@context_parallel %k_gathered": "put(6)"}))
+
+
+def test_p2p_keeps_a_block_a_stream() -> None:
+    """However many ranks there are."""
+    host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
+    blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
+    assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]
+    for block in blocks:
+        (received,) = (i.dst for i in tree.walk(block.body) if isinstance(i, ir.Recv))
+        assert received in [i.out for i in tree.walk(block.body) if isinstance(i, ir.Allocate)]
+
+
+def test_other_masks_see_all_keys_at_once() -> None:
+    """A window is of all keys, and so are gathers that something else takes, or whose loops have other chunks."""
+    options = Options(sizes={"S": 2**14})
+    assert not lower(context_parallel(2, window=8), options).choices
+    rows = "S@cp"
+
+    @hw.fusion(mesh=hw.Mesh(cp=2), q=hw.bf16[8, rows, 16], k=hw.bf16[8, rows, 16], v=hw.bf16[8, rows, 16], dy=hw.bf16[8, rows, 16])
+    def trained(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y, lse = hw.attention(q, k, v)
+        return y, *hw.attention_backward(q, k, v, y, dy, lse)
+
+    assert not lower(trained, options).choices
+
+    @hw.fusion(mesh=hw.Mesh(cp=2), q=hw.bf16[8, rows, 16], k=hw.bf16[8, rows, 16], v=hw.bf16[8, rows, 16])
+    def in_pieces(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        gathered = (hw.reshard(x, 8, "S", 16).stream("S", chunks=4) for x in (k, v))
+        return hw.attention(q, *gathered)[0]
+
+    host = lower(in_pieces, Options())
+    assert [i.lse for i in tree.walk(host.body) if isinstance(i, ir.Attention)] == [()]

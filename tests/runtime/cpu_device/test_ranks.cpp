@@ -1,0 +1,183 @@
+// Ranks as they are on GPUs, where nobody but the driver sees that they stand still: target_cuda.cpp on the CPU device.
+#include <array>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <thread>
+
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "hostweave/staging.h"
+#include "testing.h"
+
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kRanks = 3, kCount = 4;
+int silent = -1;      // a rank that sends nothing
+bool blocks = false;  // and does not return either, until its channel is aborted
+
+// y of a rank is x of the one before.
+struct Pass {
+  hw::Rank& rank;
+
+  void run(const hw::Tensor& x, const hw::Tensor& y, cudaStream_t caller) {
+    const hw::Channel& channel = rank.channel("mesh(x=3)", "x", kRanks);
+    const int me = static_cast<int>(rank.index());
+    HW_CHECK(ncclGroupStart());
+    if (me != silent) HW_CHECK(ncclSend(x.data, kCount, ncclFloat32, (me + 1) % kRanks, channel.comm(), caller));
+    HW_CHECK(ncclRecv(y.data, kCount, ncclFloat32, (me + 2) % kRanks, channel.comm(), caller));
+    HW_CHECK(ncclGroupEnd());
+    while (me == silent && blocks && !hw_cpu_failed()) std::this_thread::sleep_for(10ms);
+  }
+};
+
+constexpr hw::Axis kAxes[] = {{"x", kRanks}};
+constexpr const char* kChannels[] = {"x"};
+const hw::ProgramTable kProgram{.abi = hw::kAbi,
+                                .name = "pass",
+                                .mesh = "mesh(x=3)",
+                                .world = kRanks,
+                                .axes = kAxes,
+                                .channels = kChannels,
+                                .submesh_channels = {},
+                                .calls = {.inputs = {1, [](hw::Tensor*) {}},
+                                          .outputs = {1, [](hw::Tensor*) {}},
+                                          .create = [](hw::Rank& rank) -> void* { return new Pass{rank}; },
+                                          .destroy = [](void* program) { delete static_cast<Pass*>(program); },
+                                          .output_shapes = [](void*, const hw::Tensor* x, hw::Shape* y) { *y = x->shape; },
+                                          .prepare = [](void*, const hw::Tensor*) {},
+                                          .run = [](void* program, const hw::Tensor* x, const hw::Tensor* y,
+                                                    cudaStream_t caller) { static_cast<Pass*>(program)->run(*x, *y, caller); },
+                                          .arena = [](void*, size_t, size_t* bytes) -> void* { return *bytes = 0, nullptr; }}};
+
+// The program on all ranks.
+struct Ranks {
+  std::vector<std::unique_ptr<hw::Member>> members;
+  std::vector<std::unique_ptr<hw::Instance>> instances;
+  std::vector<std::unique_ptr<hw::StagedCalls>> staged;
+
+  Ranks() : members(kRanks), instances(kRanks), staged(kRanks) {
+    testing::configure(testing::config_of(HW_CPU_PARALLEL, kRanks));
+    static int groups = 0;
+    const std::string group = "group " + std::to_string(groups++);
+    std::map<std::string, ncclUniqueId> ids;
+    for (int r = 0; r < kRanks; ++r) {
+      members[r] = std::make_unique<hw::Member>(group, r, r, kRanks, false);
+      for (const hw::ProcessGroup& one : members[r]->missing_process_groups(kProgram))
+        if (!ids.contains(one.key)) ids[one.key] = members[r]->new_process_group_id();
+    }
+    const auto make = [&](int r) {
+      members[r]->connect(kProgram, ids, 10);
+      instances[r] = std::make_unique<hw::Instance>(*members[r], kProgram);
+      instances[r]->prepare({{hw::Shape{1, {kCount}}, {}}}, nullptr);
+      staged[r] = std::make_unique<hw::StagedCalls>(*instances[r]);
+    };
+    for (const std::string& error : each(make)) EXPECT(error.empty());
+  }
+  ~Ranks() {
+    staged.clear();
+    instances.clear();
+  }
+
+  // What `work` of each rank throws. `meanwhile` is done beside it.
+  std::array<std::string, kRanks> each(const std::function<void(int)>& work, const std::function<void()>& meanwhile = [] {}) {
+    std::array<std::string, kRanks> errors;
+    std::vector<std::thread> threads;
+    for (int r = 0; r < kRanks; ++r) {
+      threads.emplace_back([&, r] {
+        try {
+          work(r);
+        } catch (const std::exception& error) {
+          errors[r] = error.what();
+        }
+      });
+    }
+    meanwhile();
+    for (std::thread& thread : threads) thread.join();
+    return errors;
+  }
+
+  double waiting(int rank) { return instances[rank]->progress().waiting_seconds; }
+
+  void abort() {
+    std::vector<std::thread> threads;
+    for (const auto& member : members) threads.emplace_back([&] { member->abort("given up"); });
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
+hw::Array array_of(float* data, int device) { return {data, kCount * sizeof(float), device}; }
+
+// Calls that pass on what host arrays hold, of each rank.
+struct Calls {
+  std::vector<float> x, y;
+  std::array<std::vector<hw::StagedCalls::Call>, kRanks> of_rank;
+
+  explicit Calls(int count) : x(count * kRanks * kCount), y(x.size()) {
+    std::iota(x.begin(), x.end(), 0.0f);
+    for (size_t at = 0; at < x.size(); at += kCount)
+      of_rank[at / kCount % kRanks].push_back({{array_of(&x[at], -1)}, {array_of(&y[at], -1)}});
+  }
+};
+
+// Ranks of which one sends nothing are seen to wait, and end soon when somebody gives them up.
+void expect_an_end(bool rank_blocks) {
+  Ranks ranks;
+  Calls calls(2);
+  const auto prepare = [&](int r) { ranks.staged[r]->prepare(calls.of_rank[r]); };
+  const auto run = [&](int r) { ranks.staged[r]->run({}, false); };
+  for (const auto& work : {std::function<void(int)>(prepare), std::function<void(int)>(run)})
+    for (const std::string& error : ranks.each(work)) EXPECT(error.empty());
+  const std::vector<float> last(calls.x.end() - kCount, calls.x.end());
+  EXPECT(std::equal(last.begin(), last.end(), calls.y.end() - kRanks * kCount));
+  silent = 1, blocks = rank_blocks;
+  auto given_up = std::chrono::steady_clock::time_point();
+  const auto errors = ranks.each(run, [&] {
+    while (ranks.waiting(2) < 0.3) std::this_thread::sleep_for(10ms);
+    EXPECT(ranks.instances[2]->progress().done == 2);  // those of the round before
+    given_up = std::chrono::steady_clock::now();
+    ranks.abort();
+  });
+  silent = -1, blocks = false;
+  EXPECT(std::chrono::steady_clock::now() - given_up < 6s);
+  EXPECT(!errors[2].empty());
+}
+
+}  // namespace
+
+TEST(ranks_that_stand_still_can_be_given_up) { expect_an_end(false); }
+
+TEST(a_rank_that_stands_still_inside_a_call_can_be_given_up) { expect_an_end(true); }
+
+// Were they copied between the calls, a copy could wait for a rank that waits for the copy of another one.
+TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
+  Ranks ranks;
+  OK(cudaSetDevice(0));
+  const testing::Stream stream;
+  std::vector<std::unique_ptr<testing::Buffer<>>> x, y;
+  for (int r = 0; r < kRanks; ++r) {
+    x.push_back(std::make_unique<testing::Buffer<>>(kCount));
+    OK(testing::set(*x[r], static_cast<float>(r), kCount, stream));
+    OK(cudaSetDevice(r));
+    y.push_back(std::make_unique<testing::Buffer<>>(kCount));
+    OK(cudaSetDevice(0));
+  }
+  OK(cudaStreamSynchronize(stream));
+  const auto calls_of = [&](int r) -> std::vector<hw::StagedCalls::Call> {
+    float* const first = r == 0 ? *x[1] : *y[r];  // what the second call finds on device 0 if it looks late
+    return {{{array_of(*x[r], 0)}, {array_of(first, r)}}, {{array_of(*x[r], 0)}, {array_of(*y[r], r)}}};
+  };
+  for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->prepare(calls_of(r)); })) EXPECT(error.empty());
+  for (const std::string& error : ranks.each([&](int r) { ranks.staged[r]->run({}, false); })) EXPECT(error.empty());
+  for (int r = 0; r < kRanks; ++r) {
+    OK(cudaSetDevice(r));
+    const testing::Stream own;
+    EXPECT(testing::fetch<float>(*y[r], kCount, own) == std::vector<float>(kCount, static_cast<float>((r + 2) % kRanks)));
+  }
+  OK(cudaSetDevice(0));
+}
+
+int main(int argc, char** argv) { return testing::main(argc, argv); }
