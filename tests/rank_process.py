@@ -5,6 +5,7 @@
     python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world; with
                                                         ENDS in the environment it ends after one call, by an exception or this status
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and says whether that is right, or why it failed
+    python rank_process.py graphs PROVIDER [TARGET]     programs with signals, whose calls become graphs on all ranks
 
 PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not.
 
@@ -35,6 +36,7 @@ from hostweave.types.tensor import block_of, holds
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
+SIGNALLED = ("mlp_put", "exchanges")
 IN_WINDOWS = "mlp_put"  # is called with arrays of `group.empty`, too
 
 
@@ -170,6 +172,25 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     say(f"rank {again.group.rank} of {again.group.count} is right")
 
 
+def run_graphs(rank: Rank) -> None:
+    """Each rank has arrays in an order of its own, and the last one some that are new."""
+    for name in SIGNALLED:
+        fusion = named(name, rank.group.count)
+        transport = "one_sided" if name in EXCHANGES else "auto"
+        program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport=transport))
+        values = integer_arrays(fusion, sizes_of(fusion), 0)
+        sets = [rank.local(fusion, values) for _ in range(4)]
+        out = program(*sets[3])
+        for call in range(2, 20):
+            which = 3 if call == 18 and rank.group.rank else call * (rank.group.rank + 1) % 3
+            rank.check(fusion, values, program(*sets[which], out=out))
+        (local,) = (one for running, one in rank.group.programs.items() if running is program._running)
+        assert local._common_graphs.agreed
+        assert local._native.graphs == (4 if rank.group.rank else 3)
+        program.close()
+    say(f"rank {rank.group.rank} of {rank.group.count}: calls are graphs")
+
+
 def run_once(rank: Rank, name: str) -> None:
     try:
         Calls(rank, name).make()
@@ -218,6 +239,8 @@ def main(what: str, provider: str, target: str = "cuda") -> None:
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):
         run_once(rank, what.removeprefix("once:"))
+    elif what == "graphs":
+        run_graphs(rank)
     elif what not in ("all", "kinds", "everything"):
         run_until_it_fails(rank, what, local_rank)
     elif provider == "torch":

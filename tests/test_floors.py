@@ -113,13 +113,14 @@ def test_transports_are_asked_and_not_compared() -> None:
     assert {name for name in found - known if not name.startswith(there)} == set()
 
 
-# What a class alone means: whose results cuBLASLt folds, which launches become one, which views are transposes. Everything else reads
-# roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
+# What a class alone means: whose results cuBLASLt folds, which products share a plan, which launches become one, which views are
+# transposes. Everything else reads roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
 OWN_SEMANTICS = {
     "cli/memory_plan.py",
     "cli/notes.py",
     "emit/instructions.py",
     "emit/main.py",
+    "emit/plans.py",
     "host_ir/text.py",
     "passes/host/fold_epilogues.py",
     "passes/host/fuse_kernels.py",

@@ -48,8 +48,10 @@ class Options:
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
-      short operations, where the time of the host shows. Programs with one-sided communication are called as usual, since all ranks
-      would have to launch at once; `program.capture` captures them. By default nothing is captured by itself.
+      short operations, where the time of the host shows. Of programs with one-sided communication calls are graphs on all ranks or on
+      none: the ranks meet before calls 3, 5, 9, 17 and so on, and every 4096 calls at least. Where since the last time all of them
+      had nearly always arrays of a call before, calls are graphs until the next, of new arrays, too. By default nothing is captured
+      by itself.
     - `tune`: measures for every product and its sizes, when the program is prepared for them, the algorithms that cuBLASLt recommends, with
       the epilogue of the program, and takes the fastest instead of the first; the memory of a product's workspace bounds them. All ranks
       take the same ones. What was found is kept in the cache folder, by GPU and version of cuBLASLt, for later runs. On the CPU target

@@ -145,7 +145,7 @@ hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
 }
 
 void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
-         const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule, bool graphs) {
+         const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule, hw::Graphs graphs) {
   const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
   without_gil([&] { instance.run(schedule, bound, in, out, stream_at(stream), graphs); });
 }
@@ -236,6 +236,11 @@ void bind_member(py::module_& m) {
   m.def("measured_algorithms", measured_algorithms);
   m.def("set_measured_algorithms", set_measured_algorithms, py::arg("algorithms"));
 
+  py::enum_<hw::Graphs>(m, "Graphs", py::module_local())
+      .value("never", hw::Graphs::never)
+      .value("noted", hw::Graphs::noted)
+      .value("repeated", hw::Graphs::repeated)
+      .value("all", hw::Graphs::all);
   py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
@@ -250,7 +255,8 @@ void bind_member(py::module_& m) {
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
       .def("progress", progress)
-      .def_property_readonly("graphs", &hw::Instance::graphs);
+      .def_property_readonly("graphs", &hw::Instance::graphs)
+      .def_property_readonly("unseen", &hw::Instance::unseen);
 
   py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init([](int ranks) {
     return without_gil([&] { return Holder<hw::Gate>(new hw::Gate(ranks)); });

@@ -1,4 +1,5 @@
-"""Programs with puts, gets and signals as CUDA graphs, on ranks that are threads and on processes: replayed, also beside calls."""
+"""Programs with puts, gets and signals as CUDA graphs, on ranks that are threads and on processes: replayed, also beside calls, and
+captured by themselves."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ pytestmark = [
 
 
 @cache
-def of_name(name: str, ranks: int) -> tuple[Fusion, hw.Program]:
+def of_name(name: str, ranks: int, graph: str | None = None) -> tuple[Fusion, hw.Program]:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    return fusion, compiled(fusion, "cuda", Options(transport="auto" if name in LOOPS else "one_sided"))
+    return fusion, compiled(fusion, "cuda", Options(transport="auto" if name in LOOPS else "one_sided", graph=graph))
 
 
 class Arrays:
@@ -88,6 +89,33 @@ def replay(name: str, group: hw.Group, empty: Callable[..., Any]) -> None:
     group.check()
 
 
+def decide(name: str, group: hw.Group) -> None:
+    """Graphs that the ranks agree on, of arrays in an order of each rank's own; then calls of larger sizes, and arrays new on a rank."""
+    fusion, program = of_name(name, group.count, "auto")
+    sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
+    first = program(*sets[0].given, group=group)
+    outs = [torch.empty_like(first) if torch.is_tensor(first) else tuple(map(torch.empty_like, first)) for _ in sets]
+
+    def call(which: int, seed: int) -> None:
+        sets[which].fill(seed)
+        sets[which].expect(program(*sets[which].given, out=outs[which], group=group))
+
+    for call_number in range(2, 20):
+        call(call_number * (group.rank + 1) % 3, call_number)
+    (one,) = (local for running, local in group.programs.items() if running is program._running)
+    assert one._common_graphs.agreed
+    assert one._native.graphs
+    for _ in range(2):
+        larger.fill(0)
+        larger.expect(program(*larger.given, group=group))
+        for which in range(3):
+            if group.rank == 0:
+                sets[which] = Arrays(fusion, group.rank, 3, in_no_window)
+            call(which, which)
+    assert one._common_graphs.agreed
+    group.check()
+
+
 def on_rank(group: hw.Group, names: tuple[str, ...]) -> None:
     torch.cuda.set_device(group.local_rank)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -95,6 +123,7 @@ def on_rank(group: hw.Group, names: tuple[str, ...]) -> None:
             replay(name, group, in_no_window)
             if name in LOOPS:
                 replay(name, group, group.empty)
+            decide(name, group)
             torch.cuda.synchronize()
             sys.stdout.write(f"rank {group.rank}: {name} is right\n")
             sys.stdout.flush()

@@ -36,6 +36,17 @@ CASES = {
         """%a: f32[M, K] pinned = all_gather(%x, dim=0, axes=(x))
         %y: f32[M, K] = add(%a, %a)""",
     ),
+    "numbers of a dim, of which a rank has a part": (
+        X,
+        """%i: i64[M] = iota()
+        %a: i64[M@x] = shard(%i, dim=0, axes=(x))
+        %j: i64[M] = iota()
+        %b: i64[M@x] = shard(%j, dim=0, axes=(x))
+        %y: i64[M@x] = add(%a, %b)""",
+        """%i: i64[M] = iota()
+        %a: i64[M@x] = shard(%i, dim=0, axes=(x))
+        %y: i64[M@x] = add(%a, %a)""",
+    ),
     "what is returned is a copy": (
         X,
         """%a: f32[M@x, K] = multiply(%x, %s)

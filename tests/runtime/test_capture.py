@@ -81,6 +81,16 @@ def test_replays_beside_calls(ranks: int) -> None:
     threads.run(on_rank)
 
 
+def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
+    """New arrays of a rank."""
+    return [
+        np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
+        if holds(v.type, fusion.mesh, rank)
+        else None
+        for v in fusion.inputs
+    ]
+
+
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
     """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers. Calls with larger sizes, for which
     the program takes other memory than the graph's, come between; and launches of which some run as one queue, in any order of nodes."""
@@ -89,26 +99,18 @@ def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int 
     arrays = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(2)]
     larger = integer_arrays(fusion, sizes_of(fusion, 16 * times), 0)
 
-    def local(given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
-        return [
-            np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
-            if holds(v.type, fusion.mesh, rank)
-            else None
-            for v in fusion.inputs
-        ]
-
     def on_rank(rank: int) -> list[Any]:
         hw.init(threads)
-        mine = local(arrays[0], rank)
+        mine = local(fusion, arrays[0], rank)
         step = program.capture(*mine)
         results = []
         for given in arrays:
-            for array, new in zip(mine, local(given, rank), strict=True):
+            for array, new in zip(mine, local(fusion, given, rank), strict=True):
                 if array is not None:
                     array[...] = new
             outputs = step()
             results.append(copy.deepcopy(outputs))
-            program(*local(larger, rank))
+            program(*local(fusion, larger, rank))
         for seed in range(SEEDS):
             with seeded(seed):
                 results.append(copy.deepcopy(step()))
@@ -138,20 +140,74 @@ def test_signals_in_graphs(name: str, ranks: int) -> None:
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport="auto" if (name, ranks) in LOOPS else "one_sided"))
 
 
-def test_calls_that_give_signals_are_not_captured_by_themselves() -> None:
-    """Some rank may see the arrays of a call before, and another one new ones."""
-    fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
-    program, threads = compiled(fusion, options=hw.Options(graph="auto")), hw.Threads(2)
-    arrays = integer_arrays(fusion, sizes_of(fusion), 0)
+@pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
+def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
+    """Of calls with signals, each rank with arrays of its own in an order of its own: of few, so that calls become graphs; of new ones on a
+    rank, for which it captures, and of larger sizes; then of new ones on a rank in each call, so that calls are graphs no more."""
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    transport = "auto" if (name, ranks) in LOOPS else "one_sided"
+    program, threads = compiled(fusion, options=hw.Options(graph="auto", transport=transport)), hw.Threads(ranks)
+    values, larger = (integer_arrays(fusion, sizes_of(fusion, times), 0) for times in (3, 24))
 
     def on_rank(rank: int) -> list[Any]:
-        hw.init(threads)
-        w, y = arrays["w"], np.empty((arrays["x"].shape[0], arrays["w"].shape[1]), arrays["w"].dtype)
-        sets = [np.split(arrays["x"], 2)[rank].copy() for _ in range(3)]
-        return [program(sets[call * rank], w, out=y).copy() for call in range(3)]
+        group, random, results = hw.init(threads, call_timeout=20), np.random.default_rng(rank), []
+        shape = program(*local(fusion, values, rank))
 
-    for results in zip(*threads.run(on_rank), strict=True):
-        expect(fusion, arrays, results, exact=True)
+        def new() -> tuple[list[np.ndarray | None], Any]:
+            return local(fusion, values, rank), copy.deepcopy(shape)
+
+        def call(arrays: list[np.ndarray | None], out: Any) -> None:
+            with seeded(len(results) % SEEDS):
+                results.append(copy.deepcopy(program(*arrays, out=out)))
+
+        sets = [new() for _ in range(3)]
+        (one,) = group.programs.values()
+        for i in (*random.permutation(3), *random.integers(3, size=26)):
+            call(*sets[i])
+            assert one._common_graphs.agreed == (len(results) >= 8)  # from call 9 on: of those before 5 some were new
+        graphs = one._native.graphs
+        call(*sets[0] if rank else new())
+        assert one._native.graphs == graphs + (rank == 0)
+        program(*local(fusion, larger, rank))
+        fresh = [new() for _ in range(40)]
+        for i, mine in enumerate(fresh):
+            call(*sets[0] if rank or i in (0, 1) else mine)
+            assert one._common_graphs.agreed == (len(results) < 63)  # which is call 65
+        return results
+
+    for result in zip(*threads.run(on_rank), strict=True):
+        expect(fusion, values, result, exact=True)
+
+
+def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
+    """A rank that captures anew has peers write to the new windows, also those that have graphs of the same arrays from before."""
+    fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
+    program, threads = compiled(fusion, options=hw.Options(graph="auto")), hw.Threads(2)
+    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # more than a piece of 2 MiB
+
+    def on_rank(rank: int) -> list[Any]:
+        group, results = hw.init(threads, call_timeout=20), []
+        first, second = local(fusion, values, rank), local(fusion, values, rank)
+        out = copy.deepcopy(program(*first))
+
+        def call(arrays: list[np.ndarray | None]) -> None:
+            results.append(program(*arrays, out=out).copy())
+
+        for _ in range(8):
+            call(first)
+        (one,) = group.programs.values()
+        assert one._common_graphs.agreed
+        program(*local(fusion, larger, rank))
+        for value in (1, -1):
+            first[0][:] *= value
+            second[0][:] = first[0]
+            call(second if rank else first)
+        return results
+
+    results = list(zip(*threads.run(on_rank), strict=True))
+    for result in results[:-1]:
+        expect(fusion, values, result, exact=True)
+    expect(fusion, values | {"x": -values["x"]}, results[-1], exact=True)
 
 
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:

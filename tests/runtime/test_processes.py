@@ -149,6 +149,17 @@ def test_no_launcher(place: Place, provider: str) -> None:
             assert ranks.ended(rank) == 0
 
 
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize("place", [CPU])
+def test_ranks_decide_together_what_is_a_graph(place: Place) -> None:
+    """Of calls with signals, by the store: without `verify_calls` nothing else tells them of each other's arrays."""
+    port = free_port()
+    with Ranks([as_rank(rank, 2, port) for rank in range(2)], "graphs", "environment", place.target) as ranks:
+        for rank in range(2):
+            assert ranks.line(rank, 500) == f"rank {rank} of 2: calls are graphs"
+            assert ranks.ended(rank) == 0
+
+
 # --- a rank that is gone ----------------------------------------------------------------------------------------------
 
 

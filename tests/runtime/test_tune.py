@@ -165,6 +165,6 @@ def test_ranks_that_cannot_agree() -> None:
             pass
 
     program = hw.compile(mlp, options=hw.Options(tune=True))
-    message = r"^mlp: tune: the ranks of group 'g' have nowhere to agree on algorithms; use a provider with a store, or leave it out$"
+    message = r"^mlp: tune: the ranks of group 'g' have nowhere to meet; use a provider with a store, or leave it out$"
     with pytest.raises(ArgumentError, match=message):
         LocalProgram(program._host, program.target, lambda: program.module, program._compiled.options, Group(), 0)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.kernels import Kernel, emit_kernel
 from hostweave.emit.layers import Element, Layers, layers_of
 from hostweave.emit.names import Names
+from hostweave.emit.plans import Products
 from hostweave.emit.products import emit_products, multiplies
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
@@ -89,6 +90,7 @@ class ProgramContext:
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
+        self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
         self.kernels: dict[str, Kernel] = {}  # by their forms

@@ -18,6 +18,7 @@ from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
+from hostweave.emit.plans import ends
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
@@ -27,7 +28,6 @@ from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType
 
-CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 CALLER = "caller"
 ROUTES_A_LINE = 8
 LONGEST_COMMENT = 114
@@ -260,14 +260,15 @@ class Emitter:
 
     def plan(self, i: ir.Matmul) -> str:
         types = [self.type_of(name) for name in (i.a, i.b, i.dst)]
-        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *_ends(i)
-        return self.planned("MatmulPlan", i, i.dst, made_with, tuple(map(self.integers.strided, types)))
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i)
+        name = self.context.products.name(i, types)
+        return self.planned("MatmulPlan", i, name, made_with, tuple(map(self.integers.strided, types)))
 
-    def planned(self, kind: str, i: tree.Instruction, dst: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
+    def planned(self, kind: str, i: tree.Instruction, name: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
         """The member that is its plan: one for all that are made and prepared alike."""
         plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
-            member = self.members.of(f"plan_{self.buffers[dst].root}", f"plan {len(plans)}")
+            member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
             plans[key] = Plan(member, *key, i.lines()[0])
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
@@ -286,7 +287,8 @@ class Emitter:
         self, kind: str, i: EitherAttention, dst: str, operands: tuple[str, ...], dbias: tuple[str, ...] = (), blind: str = ""
     ) -> str:
         made_with = attention.made_with(i, self.type_of(i.q), blind, self.streams)
-        return self.planned(kind, i, dst, made_with, attention.prepared_with(i, operands, dbias, self.type_of, self.integers))
+        prepared_with = attention.prepared_with(i, operands, dbias, self.type_of, self.integers)
+        return self.planned(kind, i, self.buffers[dst].root, made_with, prepared_with)
 
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
@@ -479,15 +481,6 @@ def _comment(location: Location) -> str:
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."
-
-
-def _ends(i: ir.Matmul) -> tuple[str, ...]:
-    """What a plan is made with besides dtypes: cuBLASLt's names of the epilogue and of the compute type."""
-    words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
-    epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
-    if i.precision:
-        return (epilogue if words or i.bias else "CUBLASLT_EPILOGUE_DEFAULT", "CUBLAS_COMPUTE_32F_FAST_TF32")
-    return (epilogue,) if words or i.bias else ()
 
 
 @tree.per_kind

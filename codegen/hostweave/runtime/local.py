@@ -21,6 +21,7 @@ from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.cpu import Schedule, schedule
+from hostweave.runtime.graphs import CommonGraphs
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
@@ -46,14 +47,12 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
-        gives_signals = any(channel.transport.has_windows for channel in host.channels)  # which launches and calls count apart
-        self._graphs = options.graph == "auto" and not gives_signals
-        if self._meets and not group.can_meet:
-            where = f"{host.name}: verify_calls: the ranks of group {group.name!r} have nowhere to meet"
-            raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
-        if options.tune and group.count > 1 and not (group.in_process or group.can_meet):
-            where = f"{host.name}: tune: the ranks of group {group.name!r} have nowhere to agree on algorithms"
-            raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
+        gives_signals = any(channel.transport.has_windows for channel in host.channels)
+        self._common_graphs = CommonGraphs() if options.graph == "auto" and gives_signals else None
+        for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self._common_graphs)):
+            if is_set and group.count > 1 and not group.can_meet:
+                where = f"{host.name}: {option}: the ranks of group {group.name!r} have nowhere to meet"
+                raise ArgumentError(f"{where}; use a provider with a store, or leave it out")
         self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.outputs]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
@@ -71,6 +70,8 @@ class LocalProgram:
             return loaded, group.member(loaded, self._target)
 
         (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
+        graphs = self._module.Graphs
+        self._graphs = graphs.noted if self._common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
         self._device = self._target.device_of_arrays(self._member)
         self._arguments = Arguments(host, self._target, group.rank, self._device, self._module.Table, self._meets, group.windows)
         self._native: Any = group.connected(self._member, self._module, options.tune)
@@ -148,9 +149,30 @@ class LocalProgram:
 
         taken = self._ready_together(take) if self._meets else self._ready_alone(take)
         outputs, addresses = self._outputs_of(taken, stream is not None)
+        common = self._common_graphs
+        if common and common.is_due and not self._module.is_captured(taken.stream):
+            self._decide_graphs(common, taken, addresses)
         arguments = taken.table.native, taken.addresses, addresses, taken.stream, self._schedule(), self._graphs
         group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
+        if common:
+            common.count()
         return taken, outputs, addresses
+
+    def _decide_graphs(self, common: CommonGraphs, taken: Taken, addresses: tuple[int, ...]) -> None:
+        """Decides with the other ranks whether this call and those that follow are graphs; not where one of them cannot capture it."""
+        unseen = self._native.unseen
+        wants = common.wants(unseen) and (common.agreed or self._can_capture(taken, addresses))
+        answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)
+        common.decide([answer == str(True) for answer in answers], unseen)
+        self._graphs = self._module.Graphs.all if common.agreed else self._module.Graphs.noted
+
+    def _can_capture(self, taken: Taken, addresses: tuple[int, ...]) -> bool:
+        try:
+            with native_calls:
+                self._native.capture(taken.table.native, taken.addresses, addresses)
+        except CaptureError:
+            return False
+        return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
         """What the caller gets: of a donated input the array that he gave."""
@@ -250,18 +272,23 @@ class LocalProgram:
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before."""
+
+        def gathered(record: str) -> list[str]:
+            return self._gathered("tune", record, "", self._group.timeout)
+
         alone = self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
-            self._measured.agree(self._gathered)
+            self._measured.agree(gathered)
         yield
         if self._measured:
             if not alone:
-                self._measured.agree(self._gathered)
+                self._measured.agree(gathered)
             self._measured.keep()
 
-    def _gathered(self, record: str) -> list[str]:
-        signature = CallSignature(f"{self._host.name}: tune", str(self._host.mesh), "", bound=record)
-        return [one.bound for one in self._group.agree(signature, "", self._group.timeout)]
+    def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
+        """The records of all ranks."""
+        signature = CallSignature(f"{self._host.name}: {what}", str(self._host.mesh), "", bound=record)
+        return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     # --- outputs
 

@@ -202,10 +202,22 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data());
+  // Windows grow on all ranks at once, and a rank that captures uses the new ones: no other may launch for the old ones then.
+  if (std::vector<void*> now = memory(); now != memory_) {
+    memory_ = std::move(now);
+    seen_.clear();
+  }
   for (size_t i = 0; i < outputs_.size(); ++i) outputs_[i].shape = outputs[i];
   const auto known = std::ranges::find_if(seen_, [&](const Seen& seen) { return *seen.shapes == inputs; });
   shapes_ = known != seen_.end() ? known->shapes : std::make_shared<const std::vector<Input>>(inputs);
   return outputs;
+}
+
+std::vector<void*> Instance::memory() const {
+  std::vector<void*> parts;
+  size_t bytes = 0;
+  while (void* const part = program_.calls.arena(instance_, parts.size(), &bytes)) parts.push_back(part);
+  return parts;
 }
 
 void Table::fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const {
@@ -222,12 +234,12 @@ void Instance::take(const Table& table, const std::vector<void*>& inputs, const 
 }
 
 void Instance::run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs,
-                   const std::vector<void*>& outputs, cudaStream_t caller, bool graphs) {
+                   const std::vector<void*>& outputs, cudaStream_t caller, Graphs graphs) {
   member_.expect_working();
   const Member::Use use(member_, schedule);
   take(table, inputs, outputs);
   if (is_captured(caller)) return enqueue_captured(caller);
-  const Graph* const graph = graphs ? graph_of_taken() : nullptr;
+  const Graph* const graph = graphs == Graphs::never ? nullptr : graph_of_taken(graphs);
   or_stop([&] { make_call(caller, [&] { graph ? launch(*graph, caller) : enqueue(caller); }); });
 }
 
@@ -303,21 +315,23 @@ std::unique_ptr<Graph> Instance::capture_taken() {
   });
 }
 
-// Null: the first call with these arrays.
-const Graph* Instance::graph_of_taken() {
+const Graph* Instance::graph_of_taken(Graphs graphs) {
   std::vector<void*> data;
   data.reserve(inputs_.size() + outputs_.size());
   for (const auto* tensors : {&inputs_, &outputs_})
     for (const Tensor& tensor : *tensors) data.push_back(tensor.data);
   const auto found = std::ranges::find_if(seen_, [&](const Seen& seen) { return seen.shapes == shapes_ && seen.data == data; });
-  if (found == seen_.end()) {
+  const bool is_new = found == seen_.end();
+  if (is_new) {
+    ++unseen_;
     if (seen_.size() == kGraphs) seen_.pop_back();
     seen_.push_front({std::move(data), shapes_, nullptr});
-    return nullptr;
+  } else {
+    seen_.splice(seen_.begin(), seen_, found);
   }
-  seen_.splice(seen_.begin(), seen_, found);
-  if (!found->graph) found->graph = capture_taken();
-  return found->graph.get();
+  if (graphs == Graphs::noted || (graphs == Graphs::repeated && is_new)) return nullptr;
+  if (!seen_.front().graph) seen_.front().graph = capture_taken();
+  return seen_.front().graph.get();
 }
 
 int64_t Instance::graphs() const {

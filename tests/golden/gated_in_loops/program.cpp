@@ -67,7 +67,7 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
       channel_x_(rank.channel(kMesh, "x", 4)),
       ring_(rank, "ring", 4),
-      plan_g_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      plan_g_and_u_(rank, CUDA_R_16BF, CUDA_R_16BF),
       plan_matmul_down_(rank, CUDA_R_16BF, CUDA_R_16BF) {
   HW_CHECK(hw::load(maximum_minimum_multiply_h));
   HW_CHECK(hw::load(sum_y));
@@ -96,7 +96,7 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [M, K, F, F_x] = sizes;
   prepared_.reset();
-  plan_g_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
+  plan_g_and_u_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
   plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
   hw::MemoryPlan memory;
   // Never in use at once, so that they may share bytes:
@@ -142,10 +142,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
     auto* g_i = g_ + p * (M / 4 * F_x);
     const auto* x_chunk = p == rank_x ? x : x_gathered;
-    HW_CHECK(plan_g_.multiply(x_chunk, gate, g_i, stream));
+    HW_CHECK(plan_g_and_u_.multiply(x_chunk, gate, g_i, stream));
     // more_programs.py:96  u = hw.matmul(x, up).stream("M", chunks=D)  # of the gather of the same loop
     auto* u_i = u_ + p * (M / 4 * F_x);
-    HW_CHECK(plan_g_.multiply(x_chunk, up, u_i, stream));
+    HW_CHECK(plan_g_and_u_.multiply(x_chunk, up, u_i, stream));
   }
   // more_programs.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(ring_.join(caller));

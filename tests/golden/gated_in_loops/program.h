@@ -63,7 +63,7 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;     // the 4 ranks along x
   hw::Streams ring_;                 // ring[4]
-  hw::MatmulPlan plan_g_;            // matmul %x_chunk, %gate -> %g_i
+  hw::MatmulPlan plan_g_and_u_;      // matmul %x_chunk, %gate -> %g_i
   hw::MatmulPlan plan_matmul_down_;  // matmul %h_i, %down -> %matmul_down_chunk
   hw::Arena arena_;
   hw::bf16* g_ = nullptr;                   // %g: bf16[M, local(F, x)], also %h

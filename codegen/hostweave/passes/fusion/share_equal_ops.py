@@ -20,7 +20,8 @@ from hostweave.options import Options
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     """After it no two such ops are left but kernels of the user, which may do more than they return, and what a stream loop makes or reads.
 
-    What is returned is made by an op of its own: a copy of what is there. What takes no operands each kernel makes for itself.
+    What is returned is made by an op of its own: a copy of what is there. What takes no operands each kernel makes for itself, but where
+    a rank has a part of it, as of the numbers of a dim that is sharded.
     """
     uses = consumers(fusion)
     same: dict[str, str] = {}  # what is left out -> what is used in its place
@@ -30,7 +31,8 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
         is_alone = op.result.stream or any(user and user.result.stream for user in uses[name])
-        if op.operands and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):
+        is_made_apart = not op.operands and any(not user or user.kind != "shard" for user in uses[name])
+        if not is_made_apart and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):
             key = op.kind, op.compared, op.result.type, op.callee and op.callee.name
             before = known.setdefault(key, name)
             if before != name and None not in uses[name]:

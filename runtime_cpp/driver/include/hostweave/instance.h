@@ -108,6 +108,14 @@ class Table {
   std::vector<std::optional<void*>> bound_;
 };
 
+// When a call is launched as a graph.
+enum class Graphs {
+  never,
+  noted,     // not yet: which arrays come again is known from then on
+  repeated,  // where its arrays are those of a call before
+  all,
+};
+
 class Instance {
  public:
   // The member outlives it, and has the channels of the program. With `measures` it takes the fastest algorithms of products.
@@ -125,11 +133,10 @@ class Instance {
   // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
   // Calls the program with contiguous arrays of the shapes of the last `prepare`: those of the table, and `inputs`. On CUDA it
-  // only enqueues; on the CPU target it returns when the rank is done. With `graphs` a call whose arrays are those of one before
-  // is captured, and launched from then on. Throws CaptureError where a call fails while `caller` is being captured, which
-  // fails nothing else.
+  // only enqueues; on the CPU target it returns when the rank is done. Where it is a graph that is not there yet, it is captured.
+  // Throws CaptureError where that fails, or a call while `caller` is being captured, which fails nothing else.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
-           cudaStream_t caller, bool graphs);
+           cudaStream_t caller, Graphs graphs);
   // The same call as a graph. Throws CaptureError.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Launches a call that was captured, as `run` enqueues it.
@@ -150,9 +157,11 @@ class Instance {
   Progress::State progress();  // asked from any thread
   // How many graphs of calls it keeps.
   int64_t graphs() const;
+  // How many calls that are noted had arrays of which it has no note.
+  int64_t unseen() const { return unseen_; }
 
  private:
-  // The arrays of a call, and from the second such call on its graph.
+  // The arrays of a call, and its graph where it was launched as one.
   struct Seen {
     std::vector<void*> data;
     std::shared_ptr<const std::vector<Input>> shapes;
@@ -162,7 +171,8 @@ class Instance {
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
   void launch(const Graph& graph, cudaStream_t caller) const;  // in its place among the calls
-  const Graph* graph_of_taken();
+  const Graph* graph_of_taken(Graphs graphs);                  // null: the call is none
+  std::vector<void*> memory() const;                           // for temporaries
   void or_stop(const std::function<void()>& work);
 
   Member& member_;
@@ -172,7 +182,9 @@ class Instance {
   std::vector<Tensor> inputs_, outputs_;
   std::shared_ptr<const std::vector<Input>> shapes_;  // of the inputs; one object for all calls that are seen to have them
   std::optional<Progress> progress_;
-  std::list<Seen> seen_;  // the last one first
+  std::list<Seen> seen_;       // the last one first
+  std::vector<void*> memory_;  // that their graphs use
+  int64_t unseen_ = 0;
 };
 
 }  // namespace hw
