@@ -212,9 +212,12 @@ void bind_member(py::module_& m) {
            py::arg("count"), py::arg("processes"))
       .def_property_readonly("device", &hw::Member::device)
       .def_property_readonly("stopped", &hw::Member::stopped)
-      .def("lease", &hw::Member::lease, py::arg("schedule"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
       .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
 
+  m.def(  // of the module, whose program an error names; the member is one for all programs
+      "lease",
+      [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
+      py::arg("schedule"), py::arg("member"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
   m.def("new_id", new_id, py::arg("member"));
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));

@@ -241,18 +241,19 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-IN_SEQUENCE = [
-    *((GATHER, 512, 8192, 7168, 128), (GATHER, 16, 8192, 7168, 49.5)),
-    *((SCATTER, 512, 3584, 8192, 79), (SCATTER, 16, 3584, 8192, 31)),
+OF_FEW_ROWS = [  # what is chosen, and the microseconds that it took, and none did
+    *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
+    *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]
 
 
-@pytest.mark.parametrize(("program", "rows", "inner", "columns", "micros"), IN_SEQUENCE)
-def test_times_of_few_rows(program: tuple[str, str], rows: int, inner: int, columns: int, micros: float) -> None:
+@pytest.mark.parametrize(("program", "rows", "inner", "columns", "way", "micros", "none"), OF_FEW_ROWS)
+def test_times_of_few_rows(program: tuple[str, str], rows: int, inner: int, columns: int, way: str, micros: float, none: float) -> None:
     sizes = {"M": rows, "K": inner * (2 if program is SCATTER else 1), "N": columns}
     (choice,) = stream_by_cost(fusion(*program, "x=2"), Options(sizes=sizes)).choices
-    assert choice.taken.name == "none"
-    assert choice.taken.micros == pytest.approx(micros, rel=0.1)
+    assert choice.taken.name == way
+    assert choice.taken.micros == pytest.approx(micros, rel=0.15)
+    assert next(other.micros for other in choice.ways if other.name == "none") == pytest.approx(none, rel=0.1)
 
 
 def test_links() -> None:

@@ -35,9 +35,6 @@ class Member:
     def __init__(self, *_: object) -> None:
         self.stopped, self._stop = "", threading.Event()
 
-    def lease(self, *_: object) -> object:
-        return self
-
     def abort(self, reason: str) -> None:
         self.stopped = self.stopped or f"rank 0: {reason}"
         self._stop.set()
@@ -47,16 +44,20 @@ class Member:
         raise ExecutionError(f"aborted: {self.stopped}")
 
 
+def turn(member: Any, seconds: float) -> object:
+    return member
+
+
 @pytest.fixture
 def ranks() -> Ranks:
     return Ranks(cast(Any, SimpleNamespace(Member=Member)), 3)
 
 
 def test_each_rank_has_a_thread_of_its_own(ranks: Ranks) -> None:
-    found = ranks.each(None, lambda rank: (rank, threading.current_thread().name))
+    found = ranks.each(turn, lambda rank: (rank, threading.current_thread().name))
     assert [rank for rank, _ in found] == [0, 1, 2]
     assert len({name for _, name in found}) == 3
-    assert ranks.each(None, lambda _: threading.current_thread().name) == [name for _, name in found]
+    assert ranks.each(turn, lambda _: threading.current_thread().name) == [name for _, name in found]
 
 
 def test_an_error_of_one_rank_stops_the_others_and_is_the_one_that_is_raised(ranks: Ranks) -> None:
@@ -66,7 +67,7 @@ def test_an_error_of_one_rank_stops_the_others_and_is_the_one_that_is_raised(ran
         ranks.members[rank].wait()
 
     with pytest.raises(ExecutionError, match=r"^a mistake$"):
-        ranks.each(None, work)
+        ranks.each(turn, work)
     assert ranks.broken
 
 
@@ -79,7 +80,7 @@ def test_an_error_of_work_that_ranks_do_alone_stops_nobody(ranks: Ranks) -> None
         done.append(rank)
 
     with pytest.raises(ExecutionError, match=r"^a mistake$"):
-        ranks.each(None, work, alone=True)
+        ranks.each(turn, work, alone=True)
     assert sorted(done) == [1, 2]
     assert not ranks.broken
 
@@ -89,12 +90,12 @@ def test_whoever_waits_can_give_up(ranks: Ranks) -> None:
         raise ExecutionError("no rank has come further")
 
     with pytest.raises(ExecutionError, match=r"^no rank has come further$"):
-        ranks.each(None, lambda rank: ranks.members[rank].wait(), look=look)
+        ranks.each(turn, lambda rank: ranks.members[rank].wait(), look=look)
     assert all(member.stopped for member in ranks.members)
 
 
 def test_threads_end_with_the_ranks(ranks: Ranks) -> None:
-    threads = ranks.each(None, lambda _: threading.current_thread())
+    threads = ranks.each(turn, lambda _: threading.current_thread())
     ranks.__del__()
     for thread in threads:
         thread.join(20)

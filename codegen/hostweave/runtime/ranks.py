@@ -15,6 +15,7 @@ from hostweave.runtime.lifetime import expect_going_on
 
 T = TypeVar("T")
 Work = Callable[[], None]
+Lease = Callable[[Any, float], Any]  # the turn of a member by some schedule, or None if it has not come in so many seconds
 
 _LOOK = 0.05  # seconds between looks at whether to go on waiting
 
@@ -36,29 +37,29 @@ class Ranks:
         for work in self._work:
             work.put(None)
 
-    def each(self, schedule: Any, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
+    def each(self, lease: Lease, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
         """What `work` gives for each rank, on the rank's thread, when the devices are free.
 
         Where it raises on some rank, or `look`, which is asked now and then, or Ctrl-C in the caller, all ranks are stopped wherever they
         wait, and this raises the first error. With `alone` no rank waits for another: an error of one stops nobody and breaks nothing.
         """
-        with self._turn(schedule):
+        with self._turn(lease):
             return self._each(work, alone, look)
 
-    def each_here(self, schedule: Any, work: Callable[[int], None]) -> None:
+    def each_here(self, lease: Lease, work: Callable[[int], None]) -> None:
         """Does `work` for one rank after another on this thread: less than it would take to wake others."""
-        with self._turn(schedule):
+        with self._turn(lease):
             for rank in range(len(self.members)):
                 work(rank)
 
     @contextmanager
-    def _turn(self, schedule: Any) -> Iterator[None]:
-        while not (lease := self.members[0].lease(schedule, _LOOK)):
+    def _turn(self, lease: Lease) -> Iterator[None]:
+        while not (turn := lease(self.members[0], _LOOK)):
             expect_going_on()
         try:
             yield
         finally:
-            del lease  # which an error would keep
+            del turn  # which an error would keep
 
     def _each(self, work: Callable[[int], T], alone: bool, look: Work) -> list[T]:
         answers: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()

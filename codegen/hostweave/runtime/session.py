@@ -43,7 +43,7 @@ class Session:
         self._instances: list[Any] = []
         self._staged: list[Any] = []
         self._ready_for: object = None  # the shapes of the last calls
-        self._at_rest = at_rest = self._native(Schedule())  # by which each rank does what it does alone
+        self._at_rest = at_rest = partial(module.lease, self._native(Schedule()))  # for what each rank does alone
         with _turn, native_calls:
             expect_own_devices()
             self._ranks = _ranks_of(module, target.name, ranks)
@@ -91,7 +91,8 @@ class Session:
             self._prepare(calls)
             staged = self._staged
             look = partial(self._expect_progress, schedule().timeout_seconds * in_flight)
-            results = self._ranks.each(native_schedule, lambda rank: work(staged[rank], native_schedule), look=look)
+            lease = partial(self._module.lease, native_schedule)
+            results = self._ranks.each(lease, lambda rank: work(staged[rank], native_schedule), look=look)
         if self._measured:
             self._measured.keep()
         return results

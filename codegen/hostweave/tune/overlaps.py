@@ -21,7 +21,7 @@ from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
-LEAST = 15.0  # microseconds that it must gain: what the host takes longer for a loop than for a sequence, on an idle device
+LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
 SUBCHUNKS = (1, 2, 4)  # of a shard
 SLICES = (2, 4)  # of all shards
 PRODUCTS = ("matmul", "attention", "attention_backward")
