@@ -72,7 +72,8 @@ class Joint:
         origins = self._origins(self.whole)
         for node in origins:
             if node.name.startswith("tangents_"):
-                origins[node] = Origin("constant", node.name, torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype))
+                of = node.meta["val"]
+                origins[node] = Origin("constant", node.name, torch.ones(of.shape, dtype=of.dtype, device=of.device))
         graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         graph.results = [*self._of_results, *(self.axes_of(origin) for _, origin in given)]
