@@ -88,8 +88,7 @@ class _Checker:
     def start(self, task: Task, clock: Clock) -> None:
         touches = [(part, access) for part in task.operation.members or (task.operation,) for access in part.accesses]
         for (part, access), (other, second) in combinations(touches, 2):
-            is_one = (_rank_of(part, access), access.region.root) == (_rank_of(other, second), second.region.root)
-            if is_one and (access.writes or second.writes):
+            if (access.writes or second.writes) and self.memory(part, access) is self.memory(other, second):
                 self.apart(self.memory(part, access), part, access, other, second)
         for freed in task.operation.frees:
             by = self.tasks[freed]

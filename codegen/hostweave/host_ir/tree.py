@@ -187,20 +187,15 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
-_FIELDS: dict[tuple[type[Instruction], tuple[str, ...]], tuple[str, ...]] = {}  # of a class, those of some roles
-
-
-def _fields_of(instruction: Instruction, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    key = type(instruction), wanted
-    if key not in _FIELDS:
-        found = roles(type(instruction)).items()
-        _FIELDS[key] = tuple(name for name, role in found if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
-    return _FIELDS[key]
+@cache
+def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The fields of a class that have one of the wanted roles, or one that includes it."""
+    return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
     """The names in the fields of the wanted roles, and of those that include them."""
-    if not (fields := _fields_of(instruction, wanted)):
+    if not (fields := _fields_of(type(instruction), wanted)):
         return ()
     found: list[str] = []
     for name in fields:
@@ -212,7 +207,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
     """The same under new names, as far as there are, in the fields of the wanted roles; itself where that changes none."""
     changed: dict[str, Any] = {}
-    for name in _fields_of(instruction, wanted):
+    for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
         changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
     return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
