@@ -69,6 +69,15 @@ def test_imports_point_down() -> None:
     assert not wrong
 
 
+def test_private_names_stay_in_their_modules() -> None:
+    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # where every public name is one of `hw`
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())) if path.parent != of_users else ():
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
+                wrong += [f"{path.relative_to(PACKAGE)}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+    assert wrong == []
+
+
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
     """A file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")

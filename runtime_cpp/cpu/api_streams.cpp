@@ -64,13 +64,35 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-// Why the host may not ask for an event now.
-std::optional<cudaError_t> asked_in_capture(const char* call, const Event& event) {
-  if (event.capture) {
-    event.capture->invalid = true;
+// What `answer` says of the last op on a stream, where the host may ask for it now.
+template <class Answer>
+cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
+  Call locked;
+  if (Machine::get().failed()) return cuda_stopped();
+  const Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, call);
+  if (const auto illegal = forbidden_in_capture(call, *stream)) return *illegal;
+  return answer(locked.lock, stream->last);
+}
+
+// The same of the record of an event.
+template <class Answer>
+cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
+  Call locked;
+  if (Machine::get().failed()) return cuda_stopped();
+  const Event* const event = known(handle);
+  if (!event) return no_such("an event", call);
+  if (event->capture) {
+    event->capture->invalid = true;
     return error(cudaErrorCapturedEvent, std::string(call) + ": the event was last recorded in a capture");
   }
-  return forbidden_in_capture(call);
+  if (const auto illegal = forbidden_in_capture(call)) return *illegal;
+  return answer(locked.lock, event->record);
+}
+
+// Waits for an op, if there is one.
+auto end_of(const char* what) {
+  return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
 // Whether an op is done. Where it is not, others go on before the caller asks again.
@@ -161,23 +183,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  Stream* const stream = Machine::get().find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamSynchronize");
-  if (const auto illegal = forbidden_in_capture("cudaStreamSynchronize", *stream)) return *illegal;
-  return stream->last ? wait_for(call.lock, {stream->last}, "a stream") : cudaSuccess;
-}
-
-cudaError_t cudaStreamQuery(cudaStream_t handle) {
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  const Stream* const stream = Machine::get().find_stream(handle);
-  if (!stream) return no_such_stream(handle, "cudaStreamQuery");
-  if (const auto illegal = forbidden_in_capture("cudaStreamQuery", *stream)) return *illegal;
-  return query(call.lock, stream->last);
-}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return asked("cudaStreamSynchronize", stream, end_of("a stream")); }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return asked("cudaStreamQuery", stream, query); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned flags) {
   if (flags & ~static_cast<unsigned>(cudaEventWaitExternal)) return cuda_not_supported("cudaStreamWaitEvent with these flags");
@@ -239,23 +246,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
   return submit(call.lock, std::move(op), stream);
 }
 
-cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  const Event* const event = known(handle);
-  if (!event) return no_such("an event", "cudaEventSynchronize");
-  if (const auto illegal = asked_in_capture("cudaEventSynchronize", *event)) return *illegal;
-  return event->record ? wait_for(call.lock, {event->record}, "an event") : cudaSuccess;
-}
-
-cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  Call call;
-  if (Machine::get().failed()) return cuda_stopped();
-  const Event* const event = known(handle);
-  if (!event) return no_such("an event", "cudaEventQuery");
-  if (const auto illegal = asked_in_capture("cudaEventQuery", *event)) return *illegal;
-  return query(call.lock, event->record);
-}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return asked("cudaEventSynchronize", event, end_of("an event")); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return asked("cudaEventQuery", event, query); }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   Call call;

@@ -140,8 +140,6 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
 
 namespace {
 
-Stream* known_stream(cudaStream_t handle) { return Machine::get().find_stream(handle); }
-
 cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vector<OpPtr>& launched) {
   HostThread& thread = this_thread();
   const Place place = std::exchange(thread.place, node.place);
@@ -197,7 +195,7 @@ extern "C" {
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   static unsigned long long captures = 0;
   Call call;
-  Stream* const stream = known_stream(handle);
+  Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamBeginCapture");
   if (stream->legacy()) return error(cudaErrorStreamCaptureUnsupported, "cudaStreamBeginCapture: the legacy default stream");
   if (stream->capture) return error(cudaErrorIllegalState, "cudaStreamBeginCapture: the stream is captured already");
@@ -210,7 +208,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   Call call;
   *graph = nullptr;
-  Stream* const stream = known_stream(handle);
+  Stream* const stream = Machine::get().find_stream(handle);
   if (!stream || !stream->capture) return error(cudaErrorIllegalState, "cudaStreamEndCapture: the stream is not captured");
   const std::shared_ptr<Capture> capture = stream->capture;
   if (capture->streams.front() != stream)
@@ -229,7 +227,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
   Call call;
-  const Stream* const stream = known_stream(handle);
+  const Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaStreamGetCaptureInfo");
   *status = !stream->capture           ? cudaStreamCaptureStatusNone
             : stream->capture->invalid ? cudaStreamCaptureStatusInvalidated
@@ -263,7 +261,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();
   if (machine.failed()) return cuda_stopped();
-  Stream* const stream = known_stream(handle);
+  Stream* const stream = Machine::get().find_stream(handle);
   if (!stream) return no_such_stream(handle, "cudaGraphLaunch");
   if (stream->capture) return cuda_not_supported("the launch of a graph in a capture");
   OpPtr begin = new_op("graph", -1);

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "hostweave/streams.h"
 
 namespace hw::sample {

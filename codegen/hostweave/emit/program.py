@@ -255,10 +255,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
         ("blocks.h", any(i.packed for i in instructions)),
         ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in instructions)),
         ("group.h", any(i.grouped for i in instructions)),
-        ("index.h", context.integers.calls_runtime),
-        ("mesh.h", not all(mesh.is_run for _, mesh in context.flags.values())),
-        ("route.h", context.routes),
-        ("shards.h", parts_of(flat)),
+        ("index.h", context.integers.calls_runtime or parts_of(flat) or not all(mesh.is_run for _, mesh in context.flags.values())),
         ("types.h", not (context.temporaries or context.functions)),
     )
     runtime = sorted(["check.h", *(header for header, needed in optional if needed)])

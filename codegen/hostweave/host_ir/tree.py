@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
 from hostweave.host_ir.expr import Expr, Var, leaves
@@ -18,6 +18,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
+P = ParamSpec("P")
 T = TypeVar("T")
 INDENT = "  "
 
@@ -148,7 +149,7 @@ class Instruction:
 Body = tuple[Instruction, ...]
 
 
-def per_kind(function: Callable[[type[Instruction]], T]) -> Callable[[type[Instruction]], T]:
+def per_kind(function: Callable[Concatenate[type[Instruction], P], T]) -> Callable[Concatenate[type[Instruction], P], T]:
     """`function`, worked out once for each kind of instruction."""
     return cache(function)  # type: ignore[return-value]
 
@@ -187,7 +188,7 @@ def roles(kind: type[Instruction]) -> dict[str, str]:
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
-@cache
+@per_kind
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
     """The fields of a class that have one of the wanted roles, or one that includes it."""
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))

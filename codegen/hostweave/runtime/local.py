@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
@@ -22,14 +22,12 @@ from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.graphs import CommonGraphs
+from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
-
-if TYPE_CHECKING:
-    from hostweave.runtime.group import Group
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ class Mesh:
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
         object.__setattr__(self, "members", members)
         if members is not None and (len(set(members)) < len(members) or any(rank < 0 for rank in members)):
-            raise ProgramError(f"mesh of ranks {_listed(members)}: name each rank once", Location.of_caller())
+            raise ProgramError(f"mesh of ranks {listed_ranks(members)}: name each rank once", Location.of_caller())
         names = [name for name, _ in self.axes]
         for name, size in self.axes:
             if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
@@ -57,7 +57,7 @@ class Mesh:
         location, chosen = Location.of_caller(), tuple(ranks)
         outside = [rank for rank in chosen if rank not in self.all_ranks]
         if outside:
-            raise ProgramError(f"ranks: {self} has no rank {outside[0]}; its ranks: {_listed(self.all_ranks)}", location)
+            raise ProgramError(f"ranks: {self} has no rank {outside[0]}; its ranks: {listed_ranks(self.all_ranks)}", location)
         if not chosen or len(set(chosen)) < len(chosen):
             raise ProgramError(f"ranks: {list(chosen)}: name at least one rank, and each once", location)
         if axes:
@@ -137,7 +137,7 @@ class Mesh:
         return tuple(self.all_ranks[index] for index in indices)
 
     def __str__(self) -> str:
-        of = "" if self.members is None else f"of ranks {_listed(self.members)}"
+        of = "" if self.members is None else f"of ranks {listed_ranks(self.members)}"
         return f"mesh({' '.join(filter(None, (_axes_text(self.axes), of)))})"
 
 
@@ -145,7 +145,7 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
     return ", ".join(f"{name}={size}" for name, size in axes)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
     """`0, 2, 5`, or `0..4` of neighbours."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))

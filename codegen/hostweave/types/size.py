@@ -17,7 +17,7 @@ from operator import index
 
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import MAX_INT, Lexer
-from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, _listed, local_range
+from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, listed_ranks, local_range
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class LocalSize:
     def __str__(self) -> str:
         on = ""
         if self.mesh:
-            on = f" on {self.mesh if len(self.mesh.axes) > 1 or self.mesh.members is None else f'ranks {_listed(self.mesh.members)}'}"
+            on = f" on {self.mesh if len(self.mesh.axes) > 1 or self.mesh.members is None else f'ranks {listed_ranks(self.mesh.members)}'}"
         return f"local({', '.join((str(self.size), *self.axes))}{on})"
 
 

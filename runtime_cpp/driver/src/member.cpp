@@ -73,8 +73,11 @@ void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, 
     const std::lock_guard lock(owned_mutex_);
     owned_.push_back(comm);
   }
-  rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                    Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks), process_group.transport);
+  add_channel(process_group, comm);
+}
+
+void Member::add_channel(const ProcessGroup& of, ncclComm_t comm) {
+  rank_.add_channel(of.mesh.c_str(), of.axes.c_str(), Channel(comm, of.rank_in_group, of.size, of.ranks), of.transport);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
@@ -101,9 +104,7 @@ void Member::adopt(const ProgramTable& program, const std::map<std::string, nccl
       throw ArgumentError("the communicator along " + name + ": is on device " + std::to_string(device) +
                           ", and this rank on device " + std::to_string(rank_.device()));
     }
-    rank_.add_channel(process_group.mesh.c_str(), process_group.axes.c_str(),
-                      Channel(comm, process_group.rank_in_group, process_group.size, process_group.ranks),
-                      process_group.transport);
+    add_channel(process_group, comm);
   }
 }
 

@@ -17,14 +17,14 @@ void for_each_axis(const std::string& axes, const Use& use) {
 }
 
 // The process group along `axes` of the rank of number `index` of a mesh, which is of these ranks of the world, or of all.
-ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, int64_t index,
+ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std::string& axes, Transport transport, int64_t index,
                               List<int64_t> ranks = {}) {
   std::vector<int64_t> coordinates(mesh_axes.size());
   for (size_t i = mesh_axes.size(); i-- > 0;) {
     coordinates[i] = index % mesh_axes[i].size;
     index /= mesh_axes[i].size;
   }
-  ProcessGroup process_group{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes};
+  ProcessGroup process_group{.mesh = mesh, .axes = axes, .key = std::string(mesh) + " " + axes, .transport = transport};
   std::vector<bool> common(mesh_axes.size(), true);
   std::vector<size_t> along;
   for_each_axis(axes, [&](const std::string& axis) {
@@ -39,6 +39,7 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   for (size_t i = 0; i < mesh_axes.size(); ++i) {
     if (common[i]) process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
   }
+  if (transport == Transport::one_sided) process_group.key += " one_sided";
   for (int64_t member = 0; member < process_group.size; ++member) {
     int64_t rest = member, rank = 0;
     for (const size_t i : std::views::reverse(along)) {
@@ -51,26 +52,19 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   return process_group;
 }
 
-void use_transport(ProcessGroup& process_group, Transport transport) {
-  process_group.transport = transport;
-  if (transport == Transport::one_sided) process_group.key += " one_sided";
-}
-
 }  // namespace
 
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank) {
   std::vector<ProcessGroup> process_groups;
-  for (const char* axes : program.channels) process_groups.push_back(process_group_of(program.mesh, program.axes, axes, rank));
-  for (const char* axes : program.one_sided_channels) {
-    use_transport(process_groups.emplace_back(process_group_of(program.mesh, program.axes, axes, rank)), Transport::one_sided);
-  }
-  for (const SubmeshChannel& process_group : program.submesh_channels) {
-    const auto found = std::ranges::find(process_group.ranks, rank);
-    if (found != process_group.ranks.end()) {
-      process_groups.push_back(process_group_of(process_group.mesh, process_group.mesh_axes, process_group.axes,
-                                                found - process_group.ranks.begin(), process_group.ranks));
-      use_transport(process_groups.back(), process_group.transport);
-    }
+  for (const char* axes : program.channels)
+    process_groups.push_back(process_group_of(program.mesh, program.axes, axes, Transport::two_sided, rank));
+  for (const char* axes : program.one_sided_channels)
+    process_groups.push_back(process_group_of(program.mesh, program.axes, axes, Transport::one_sided, rank));
+  for (const SubmeshChannel& one : program.submesh_channels) {
+    const auto found = std::ranges::find(one.ranks, rank);
+    if (found == one.ranks.end()) continue;
+    process_groups.push_back(
+        process_group_of(one.mesh, one.mesh_axes, one.axes, one.transport, found - one.ranks.begin(), one.ranks));
   }
   return process_groups;
 }

@@ -10,8 +10,6 @@
 #include "hostweave/channel.h"
 #include "hostweave/hidden.h"
 #include "hostweave/index.h"
-#include "hostweave/route.h"
-#include "hostweave/shards.h"
 
 namespace hw {
 

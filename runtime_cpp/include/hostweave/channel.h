@@ -18,6 +18,15 @@ struct SharedMemory {
   std::vector<char*> peers;  // where each rank's begins, seen from this one
 };
 
+// How blocks of a tensor get from one mesh to another: block `sent` of what rank `sender` holds becomes block `received` of what
+// rank `receiver` holds.
+struct Route {
+  int sender;
+  int64_t sent;
+  int receiver;
+  int64_t received;
+};
+
 class Channel {
  public:
   // Borrows the communicator. `ranks` are the numbers in the world of those in the process group, where these are known.

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "hostweave/channel.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 
 namespace hw {
 

@@ -58,7 +58,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/group.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::gated_in_loops {

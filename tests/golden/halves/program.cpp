@@ -28,7 +28,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::halves {

@@ -15,7 +15,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "hostweave/types.h"
 
 namespace programs::matmul_ar_flat {

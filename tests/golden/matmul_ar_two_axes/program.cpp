@@ -17,7 +17,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 
 namespace programs::matmul_ar_two_axes {
 

@@ -29,7 +29,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/group.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::matmul_rs_flat {

@@ -59,7 +59,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::matmul_rs_put {

@@ -31,7 +31,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/group.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 
 namespace programs::matmul_rs_ring {
 

@@ -66,7 +66,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/group.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::three_layers {

@@ -56,7 +56,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/group.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "kernels.h"
 
 namespace programs::two_loops {

@@ -9,7 +9,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 #include "hostweave/types.h"
 #include "kernels.h"
 

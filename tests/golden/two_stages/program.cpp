@@ -14,7 +14,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 
 namespace programs::two_stages {
 

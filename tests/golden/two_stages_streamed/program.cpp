@@ -52,7 +52,7 @@
 #include "program.h"
 
 #include "hostweave/check.h"
-#include "hostweave/shards.h"
+#include "hostweave/index.h"
 
 namespace programs::two_stages_streamed {
 

@@ -145,9 +145,9 @@ class Exchange(Signals):
 
     def reduce(self, src: str, dst: str, root: int, on_root: Callable[[], AbstractContextManager[None]], reduce: Reduce) -> None:
         """At root; that stands in a body of its own, of a mesh of such ranks."""
-        others = [Const(rank) for rank in range(self.size) if rank != root]
+        others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], opposite(self.rank.equals(root))
         src, type = self.in_window(src), self.b.types[dst]
-        with self.unless(root):
+        with self.where(elsewhere):
             self.signal_to(Const(root), src)
         with on_root():
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
@@ -155,7 +155,7 @@ class Exchange(Signals):
             for peer in others:
                 self.get(peer, src, self.block(terms, peer))
             reduce((terms,), dst)
-        with self.unless(root):
+        with self.where(elsewhere):
             self.wait_for(Const(root), src)
 
     def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
@@ -176,7 +176,7 @@ class Exchange(Signals):
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
-            with self.on_rank(rank):
+            with self.where(self.rank.equals(rank)):
                 if receiver != rank:
                     self.signal_to(Const(receiver), src)
                 if source is None:
@@ -254,16 +254,10 @@ class Exchange(Signals):
         return self.b.reshape(own_rows, block, f"{packed}_block")
 
     @contextmanager
-    def unless(self, rank: int) -> Iterator[None]:
+    def where(self, condition: Expr) -> Iterator[None]:
         with self.b.nested() as body:
             yield
-        self.b.emit(ir.If(opposite(self.rank.equals(rank)), tuple(body)))
-
-    @contextmanager
-    def on_rank(self, rank: int) -> Iterator[None]:
-        with self.b.nested() as body:
-            yield
-        self.b.emit(ir.If(self.rank.equals(rank), tuple(body)))
+        self.b.emit(ir.If(condition, tuple(body)))
 
 
 def apart(b: Builder, terms: str, name: str) -> list[str]:
@@ -288,13 +282,10 @@ def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) 
 
 def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
     """The memory behind views."""
-    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(body) if tree.names(i, "view")}
-    roots = set()
-    for name in names:
-        while name in sources:
-            name = sources[name]
-        roots.add(name)
-    return roots
+    roots = tree.AliasRoots()
+    for i in tree.walk(body):
+        roots.define(i)
+    return {root for name in names for root in roots.all_of(name)}
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:

@@ -100,6 +100,7 @@ class Member {
   };
 
  private:
+  void add_channel(const ProcessGroup& of, ncclComm_t comm);
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
 
