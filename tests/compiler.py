@@ -16,7 +16,7 @@ from hostweave.targets.target import find_target
 
 # What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
 HEADERS = (
-    *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "mesh", "rank", "streams", "tensor"),
+    *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
 )
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
