@@ -21,7 +21,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, i32
 
-Extent = int | str | Size
+SizeLike = int | str | Size
 
 
 @checked
@@ -149,7 +149,7 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 
 
 @checked
-def reshape(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
+def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """The same elements in row-major order with other dims: ints, names, or sizes such as `M/8`, or a tuple of these;
     one may be -1 and is inferred.
 
@@ -158,12 +158,12 @@ def reshape(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
-    location, extents = Location.of_caller(), _listed(dims)
-    known = [_extent(dim, "reshape", location) for dim in extents if dim != -1]
-    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(extents) - 1 else Size()
-    if rest is None or len(known) < len(extents) - 1:
-        raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(extents)}; write every dim", location)
-    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in extents)
+    location, sizes = Location.of_caller(), _listed(dims)
+    known = [_size_of(dim, "reshape", location) for dim in sizes if dim != -1]
+    rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(sizes) - 1 else Size()
+    if rest is None or len(known) < len(sizes) - 1:
+        raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(sizes)}; write every dim", location)
+    shape = tuple(rest if dim == -1 else Size.of(dim) for dim in sizes)
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
 
@@ -180,7 +180,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
 
 @checked
-def broadcast_to(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
+def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """x repeated to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
 
     Raises ProgramError for dims that do not broadcast.
@@ -188,7 +188,7 @@ def broadcast_to(x: Tensor, *dims: Extent | Sequence[Extent]) -> Tensor:
     Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
     """
     location = Location.of_caller()
-    shape = tuple(Dim(_extent(dim, "broadcast_to", location)) for dim in _listed(dims))
+    shape = tuple(Dim(_size_of(dim, "broadcast_to", location)) for dim in _listed(dims))
     return record("broadcast_to", x, target=TensorType(x.dtype, shape))
 
 
@@ -244,12 +244,12 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
     return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
 
 
-def _listed(dims: tuple[Extent | Sequence[Extent], ...]) -> tuple[Any, ...]:
+def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
     """Dims that are given one by one, or as one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 
-def _extent(dim: Extent, kind: str, location: Location) -> Size:
+def _size_of(dim: SizeLike, kind: str, location: Location) -> Size:
     size = stated(Size.of, dim, kind, location)
     if size.coefficient < 1:
         raise ProgramError(f"{kind}: a dim has at least one element, not {dim}", location)
@@ -260,7 +260,7 @@ def _extent(dim: Extent, kind: str, location: Location) -> Size:
 
 
 @checked
-def reshard(x: Tensor, *dims: Extent | Sequence[Extent], mesh: Mesh | None = None) -> Tensor:
+def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
     """States the sharding of a tensor: the same dims, each with the mesh axes that split it. The compiler inserts the communication.
 
     Sharded to replicated is an all-gather, from one dim to another an all-to-all, partial to replicated an all-reduce, partial to
