@@ -104,8 +104,10 @@ class _Checker:
                 self.race(touch, conflict, memory)
             if access.region.generation in memory.freed:
                 self.fail(part, f" {_verb(part, access)} %{access.name} after its deallocate: move the deallocate down, out of the loop")
-            if tree.names(part.instruction, "free"):
+            if access.writes and tree.names(part.instruction, "free"):
                 memory.freed.add(access.region.generation)
+        if not task.operation.communications:
+            return
         for earlier in self.posted.unordered(task, clock):
             one, other = task.operation.communications[0], earlier.communications[0]
             what = "over different channels" if one.channel != other.channel else "not both the library's, which orders its own"

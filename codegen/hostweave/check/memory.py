@@ -74,7 +74,7 @@ class Memory:
     def touch(self, touch: TaskAccess, clock: Clock) -> TaskAccess | None:
         """Notes an access of a task that starts when `clock` is known. Returns an earlier conflicting one that may still run."""
         task, access, region = touch.by, touch.access, touch.access.region
-        is_claim = bool(tree.names(touch.part.instruction, "allocate", "free"))
+        fills = access.writes and not tree.names(touch.part.instruction, "allocate", "free")
         for piece in self.covered(region):
             write = self.writes[piece]
             if clock[write.by.stream_id] < write.by.number and write.by is not task:
@@ -85,7 +85,7 @@ class Memory:
                         if clock[read.by.stream_id] < read.by.number and read.by is not task:
                             return read
                 self.writes[piece] = touch
-                if not is_claim:
+                if fills:
                     self.filled[piece] = region.generation
             if access.reads:
                 self.reads.setdefault(piece, {})[task.stream_id] = touch
