@@ -104,7 +104,7 @@ class Operation:
     @property
     def takes_turns(self) -> bool:
         """Whether a device runs what it posts and what is posted on other channels one after the other."""
-        return any([part.channel.takes_turns for part in self.communications if part.channel])
+        return any(part.channel.takes_turns for part in self.communications if part.channel)
 
     def __repr__(self) -> str:
         stream = f"{self.stream[0]}[{self.stream[1]}]" if self.stream else "the caller's stream"

@@ -26,6 +26,8 @@ from hostweave.cli.highlight import show
 from hostweave.cli.memory_plan import memory_report
 from hostweave.cli.notes import costly_choices
 from hostweave.cli.programs import load_program
+from hostweave.emit import render
+from hostweave.emit.main import executable_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
@@ -137,8 +139,6 @@ def _inspect(options: argparse.Namespace) -> None:
     if options.memory:
         print(memory_report(host, _sizes(options.sizes)), end="")
     elif options.after is None:
-        from hostweave.emit import render
-
         sources = render(host)
         if options.only:
             show(_one_of(sources, options.only, "file"), "cpp")
@@ -194,8 +194,6 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from hostweave.emit.main import executable_of
-
     program, settings = _load(options)
     hw.compile(program, options=settings).export(options.folder)
     build = options.folder / "build"

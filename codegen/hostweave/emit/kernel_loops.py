@@ -243,9 +243,7 @@ class Loops:
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
         whole = [name for name in inputs if all(any(self.stride(name, dim) != ZERO for dim in of) for of in (self.kept, self.reduced))]
-        if any(
-            self.stride(name, self.reduced[-1]) == ONE for name in whole or inputs
-        ):  # vectors along what is reduced are read as they lie
+        if any(self.stride(name, self.reduced[-1]) == ONE for name in whole or inputs):  # vectors are read as they lie
             return BY_BLOCK
         columns = product(tuple(dim.size for dim in self.kept))
         in_tiles = columns.is_int and int(columns) % TILE == 0  # no thread walks a column that another one stores

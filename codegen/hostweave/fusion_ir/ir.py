@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
@@ -146,6 +146,10 @@ class Op:
         """The op with another value of an attribute that it has."""
         new: Any = value
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
+
+    def renamed(self, names: Mapping[str, str]) -> Op:
+        """The op on operands of other names, as far as there are any."""
+        return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
 
     @property
     def tensors(self) -> tuple[str, ...]:

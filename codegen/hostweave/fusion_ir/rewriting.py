@@ -91,8 +91,7 @@ def inlined(fusion: Fusion) -> Fusion:
         for inner in function.ops:
             name = inner.result.name
             names[name] = op.result.name if name == function.outputs[0] else fresh(f"{function.name}_{name}")
-            operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in inner.operands)
-            ops.extend(expanded(replace(inner, operands=operands, result=replace(inner.result, name=names[name]))))
+            ops.extend(expanded(replace(inner.renamed(names), result=replace(inner.result, name=names[name]))))
         others.update({(op.result.name, i): names[name] for i, name in enumerate(function.outputs)})
         return ops
 

@@ -72,14 +72,15 @@ class Kernel:
 
     @property
     def telling_name(self) -> str:
-        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, `fused_y`; or that says what it updates."""
+        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, `fused_y`; or that says what it updates.
+
+        What makes a result that is named after it, as `multiply_y`, is said by that.
+        """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
-        words, results = [op.kind for op in self.ops], [result.name for result in self.results]
-        if len(words) > MAX_WORDS:
-            words = ["fused"]
-        elif results[0].startswith(f"{words[-1]}_"):  # it is named after the op already
-            words.pop()
+        results = [result.name for result in self.results]
+        words = [op.kind for op in self.ops if op.result.name not in results or not op.result.name.startswith(f"{op.kind}_")]
+        words = ["fused"] if len(self.ops) > MAX_WORDS else words
         return "_".join([*words, *results, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, stamp_of
+from hostweave.build.make import make_runtime
 from hostweave.runtime.arrays import Buffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
@@ -158,8 +159,6 @@ def _register(jax: Any, target: str) -> str:
 @cache
 def _library(include: Path, version: str) -> ctypes.CDLL:
     """Compiled on first use, with the headers of the JAX that is here. Raises BuildError where that fails."""
-    from hostweave.build.make import make_runtime
-
     toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]

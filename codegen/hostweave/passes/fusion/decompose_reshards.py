@@ -49,7 +49,7 @@ class _Decomposition:
         self.ops.append(op)
 
     def add(self, op: Op) -> None:
-        op = replace(op, operands=tuple(self.same.get(name, name) if isinstance(name, str) else name for name in op.operands))
+        op = op.renamed(self.same)
         if op.kind != "reshard":
             self.emit(op)
             return

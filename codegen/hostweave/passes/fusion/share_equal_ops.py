@@ -29,7 +29,7 @@ def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
     ops: list[Op] = []
     for op in fusion.ops:
         name = op.result.name
-        op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
+        op = op.renamed(same)
         is_alone = op.result.stream or any(user and user.result.stream for user in uses[name])
         is_made_apart = not op.operands and any(not user or user.kind != "shard" for user in uses[name])
         if not is_made_apart and op.kind not in ("kernel", "copy") and not is_alone and not (op.callee and op.callee.user_kernels):

@@ -26,7 +26,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
     same: dict[str, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:
-        op = replace(op, operands=tuple(same.get(o, o) if isinstance(o, str) else o for o in op.operands))
+        op = op.renamed(same)
         source = _stacked(op, made)
         is_itself = source is not None and types[source] == op.result.type and not op.result.stream
         if source is not None and is_itself and op.result.name not in fusion.outputs:

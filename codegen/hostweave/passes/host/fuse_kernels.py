@@ -246,19 +246,18 @@ def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
     names: dict[str, str] = {}
     ops = []
     for op in kernel.ops:
-        operands = tuple(names.get(operand, operand) if isinstance(operand, str) else operand for operand in op.operands)
-        what = replace(op, operands=operands, result=Value("", op.result.type)), indices.get(op.result.name)
+        renamed = op.renamed(names)
+        what = replace(renamed, result=Value("", op.result.type)), indices.get(op.result.name)
         same = first.setdefault(what, op.result.name)
         if same != op.result.name and op.result.name not in results:
             names[op.result.name] = same
         else:
-            ops.append(replace(op, operands=operands))
+            ops.append(renamed)
     return replace(kernel, ops=tuple(ops))
 
 
 def _renamed(op: Op, names: dict[str, str]) -> Op:
-    operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in op.operands)
-    return replace(op, operands=operands, result=replace(op.result, name=names[op.result.name]))
+    return replace(op.renamed(names), result=replace(op.result, name=names[op.result.name]))
 
 
 def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:

@@ -29,12 +29,10 @@ class Kernels:
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
-        operands = tuple(called[operand] if isinstance(operand, str) else operand for operand in op.operands)
         inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
-        body = replace(op, operands=operands, result=Value(op.result.name, self.tensor(target)))
+        body = replace(op.renamed(called), result=Value(op.result.name, self.tensor(target)))
         positions = {name: str(i) for i, name in enumerate(names.values())}
-        numbered = tuple(positions[operand] if isinstance(operand, str) else operand for operand in operands)
-        same = replace(body, operands=numbered, result=replace(body.result, name="")), tuple(p.type for p in inputs)
+        same = replace(body.renamed(positions), result=replace(body.result, name="")), tuple(p.type for p in inputs)
         if same not in self.made:
             taken = {kernel.name for kernel in self.made.values()}
             kernel = ir.Kernel("", inputs, (body,))
