@@ -5,7 +5,7 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -105,6 +105,13 @@ class Builder:
         self._scopes.append(_Scope())
         yield self._scopes[-1].instructions
         self._scopes.pop()
+
+    @contextmanager
+    def inside(self, made_of: Callable[[tree.Body], tree.Instruction]) -> Iterator[None]:
+        """Emits into the body of an instruction."""
+        with self.nested() as body:
+            yield
+        self.emit(made_of(tuple(body)))
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:

@@ -318,10 +318,9 @@ def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, s
 
 
 def group(b: Builder, *communications: tree.Instruction) -> None:
-    with b.nested() as body:
+    with b.inside(ir.Group):
         for communication in communications:
             b.emit(communication)
-    b.emit(ir.Group(tuple(body)))
 
 
 def branch(b: Builder, condition: Expr, then: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:

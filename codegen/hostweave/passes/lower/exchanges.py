@@ -29,8 +29,9 @@ round alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
@@ -145,9 +146,9 @@ class Exchange(Signals):
 
     def reduce(self, src: str, dst: str, root: int, on_root: Callable[[], AbstractContextManager[None]], reduce: Reduce) -> None:
         """At root; that stands in a body of its own, of a mesh of such ranks."""
-        others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], opposite(self.rank.equals(root))
+        others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], partial(ir.If, opposite(self.rank.equals(root)))
         src, type = self.in_window(src), self.b.types[dst]
-        with self.where(elsewhere):
+        with self.b.inside(elsewhere):
             self.signal_to(Const(root), src)
         with on_root():
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
@@ -155,7 +156,7 @@ class Exchange(Signals):
             for peer in others:
                 self.get(peer, src, self.block(terms, peer))
             reduce((terms,), dst)
-        with self.where(elsewhere):
+        with self.b.inside(elsewhere):
             self.wait_for(Const(root), src)
 
     def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
@@ -176,7 +177,7 @@ class Exchange(Signals):
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
-            with self.where(self.rank.equals(rank)):
+            with self.b.inside(partial(ir.If, self.rank.equals(rank))):
                 if receiver != rank:
                     self.signal_to(Const(receiver), src)
                 if source is None:
@@ -252,12 +253,6 @@ class Exchange(Signals):
         own = Size(1, (LocalSize(shape[along], self.axes, self.b.mesh),))
         own_rows = self.b.slice(rows, 0, own, self.rank * expr_of(shape[along].ceil_div(self.size)), f"{packed}_own")
         return self.b.reshape(own_rows, block, f"{packed}_block")
-
-    @contextmanager
-    def where(self, condition: Expr) -> Iterator[None]:
-        with self.b.nested() as body:
-            yield
-        self.b.emit(ir.If(condition, tuple(body)))
 
 
 def apart(b: Builder, terms: str, name: str) -> list[str]:

@@ -8,9 +8,10 @@ has waited for the one before. What ranks read of each other is signalled to be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hostweave.fusion_ir.ir import Op
 from hostweave.host_ir import ir
@@ -44,11 +45,8 @@ class PutLoop(Signals):
 
     # --- what streams do ---
 
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        with self.b.nested() as body:
-            yield
-        self.b.emit(ir.OnStream(stream, Const(0), tuple(body)))
+    def on(self, stream: str) -> AbstractContextManager[None]:
+        return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         """Of what an iteration takes of a value."""

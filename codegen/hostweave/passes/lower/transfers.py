@@ -6,6 +6,7 @@ Where ranks may share a dim unevenly, blocks end where a shard of either mesh do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import prod
 
 from hostweave.base.errors import ProgramError
@@ -72,10 +73,8 @@ def by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, num
     def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
         """Has each rank do its part of the routes, in their order."""
         for route in chosen:
-            with b.on(mesh):
-                with b.nested() as body:
-                    emit(route)
-                b.emit(ir.If(Rank().equals(rank_of(route)), tuple(body)))
+            with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
+                emit(route)
 
     def take(route: Route) -> None:
         sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
