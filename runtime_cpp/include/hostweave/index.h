@@ -2,7 +2,6 @@
 // how ranks share a dim: each holds ceil(n / ranks) indices, but for the last ones, which hold less or nothing.
 #pragma once
 #include <cstdint>
-#include <initializer_list>
 
 namespace hw {
 
@@ -27,11 +26,10 @@ constexpr int64_t local_size(int64_t n, int64_t ranks, int64_t rank_in_group) {
 }
 
 // The place of a rank in a list of ranks, -1 where it is not there.
-constexpr int64_t index_in(std::initializer_list<int64_t> ranks, int64_t rank) {
-  int64_t place = 0;
-  for (const int64_t each : ranks) {
-    if (each == rank) return place;
-    ++place;
+template <int n>
+constexpr int64_t index_in(const int64_t (&ranks)[n], int64_t rank) {
+  for (int place = 0; place < n; ++place) {
+    if (ranks[place] == rank) return place;
   }
   return -1;
 }
