@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, lowered, random_arrays
+from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
@@ -17,11 +17,9 @@ from hostweave.check.interpret import interpret
 from hostweave.check.run import compiled as evaluated
 from hostweave.check.run import coordinates
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
-from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.tensor import DType
 
 MESHES = [hw.Mesh(tp=1, cp=1), hw.Mesh(tp=1, cp=2), hw.Mesh(tp=1, cp=3), hw.Mesh(tp=2, cp=2), hw.Mesh(tp=1, cp=4), hw.Mesh(tp=2, cp=4)]
@@ -89,19 +87,8 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
     fusion = in_zigzag(mesh, dtype)
-    host = lowered(fusion)
-    assert HostProgram.parse(str(host)) == host
-    assert Fusion.parse(str(fusion)) == fusion
-    sizes = SIZES[mesh.size % len(SIZES)]
-    arrays = random_arrays(fusion, sizes, seed=mesh.size)
-    for got, want in zip(run_reference(fusion, arrays), by_torch(arrays), strict=True):
-        np.testing.assert_allclose(got, want, 1e-9, 1e-9)
-    for schedule in (parallel(check_dependencies=True), seeded(mesh.size)):
-        with schedule:
-            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
-    outputs = [p.name for p in host.outputs]
-    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
-    compiled(fusion).check()
+    arrays = random_arrays(fusion, SIZES[mesh.size % len(SIZES)], seed=mesh.size)
+    expect_every_way(fusion, arrays, by_torch(arrays), mesh.size)
 
 
 @pytest.mark.gpu

@@ -20,9 +20,18 @@ class Emitter:
     op: Op
 
     def __init__(self, fusion: Fusion):
-        self.mesh, self.names = fusion.mesh, Names(fusion)
+        self.fusion, self.mesh, self.names = fusion, fusion.mesh, Names(fusion)
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
+
+    def rewritten(self) -> Fusion:
+        """The fusion with what `add` makes of each op in turn."""
+        for op in self.fusion.ops:
+            self.add(op)
+        return replace(self.fusion, ops=tuple(self.ops))
+
+    def add(self, op: Op) -> None:
+        self.emit(op)
 
     def make(
         self,

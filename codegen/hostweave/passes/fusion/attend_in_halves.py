@@ -17,7 +17,6 @@ and the same way back. Of N ranks rank r has rows that see up to (r + 1) S/2N an
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.emitter import Attributes, Emitter
@@ -39,10 +38,7 @@ OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
     """After it no attention under a mask that depends on where rows are has rows in zigzag."""
-    halving = _Halving(fusion)
-    for op in fusion.ops:
-        halving.add(op)
-    return replace(fusion, ops=tuple(halving.ops))
+    return _Halving(fusion).rewritten()
 
 
 class _Halving(Emitter):

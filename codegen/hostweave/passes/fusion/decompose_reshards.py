@@ -28,10 +28,8 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     """After it a reshard is one of ops.RESHARD_STEPS, with all that it does in its attributes. Of several ways the one that moves the
     fewest bytes is taken.
     """
-    decomposition = _Decomposition(fusion, options)
-    for op in fusion.ops:
-        decomposition.add(op)
-    return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
+    decomposed = _Decomposition(fusion, options).rewritten()
+    return replace(decomposed, ops=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
 
 class _Decomposition(Emitter):
@@ -123,7 +121,7 @@ class _Decomposition(Emitter):
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """In the second half what lies along an axis from the last one on. A half begins with the piece of the first rank, and ends with it."""
+        """With the second half from its last index on along an axis: the first rank has the first piece of one half, the last of the other."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:

@@ -31,15 +31,13 @@ def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
-    for op in fusion.ops:
-        numbering.add(op)
-    return replace(fusion, ops=tuple(numbering.ops), choices=(*fusion.choices, *numbering.choices))
+    return replace(numbering.rewritten(), choices=(*fusion.choices, *numbering.choices))
 
 
 class _Numbering(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
-        self.fusion, self.options = fusion, options
+        self.options = options
         self.found = {op.result.name: beside for op, beside in attended_alone(fusion) if self.is_in_zigzag(fusion, op)}
         self.choices: list[Choice] = []
         self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}  # by the log-sum-exps that go with an attention, what that takes
