@@ -217,7 +217,7 @@ class Section:
         half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.size_of_lane(op.tensors[0])
         last = int(size) - 1 if size.isdecimal() else f"{size} - 1"
-        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index} : {index};")
+        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if index.isidentifier() else f'({index})'} : {index};")
         return local
 
     def taken_at(self, op: Op) -> str:

@@ -12,16 +12,18 @@
 // S@zigzag(cp), 64], %dv_resharded: bf16[2, S@zigzag(cp), 64]) mesh(cp=4) channels(cp: cp two_sided) {
 //   %k_in_order_reshaped = reshape %k to [2, 1, 2, S/8, 64]
 //   %k_in_order_shards = reshape %k_in_order_reshaped to [1, 2, 2, S/8, 64]
+//   %v_in_order_reshaped = reshape %v to [2, 1, 2, S/8, 64]
+//   %v_in_order_shards = reshape %v_in_order_reshaped to [1, 2, 2, S/8, 64]
 //   %k_in_order_gathered = allocate bf16[4, 2, 2, S/8, 64]
-//   all_gather %k_in_order_shards -> %k_in_order_gathered on cp
+//   %v_in_order_gathered = allocate bf16[4, 2, 2, S/8, 64]
+//   group {
+//     all_gather %k_in_order_shards -> %k_in_order_gathered on cp
+//     all_gather %v_in_order_shards -> %v_in_order_gathered on cp
+//   }
 //   %k_in_order_halves = permute %k_in_order_gathered by [1, 2, 0, 3, 4]
 //   %k_in_order_pieces = allocate bf16[2, 2, 4, S/8, 64]
 //   launch @reverse_second_k_in_order_pieces %k_in_order_halves -> %k_in_order_pieces
 //   deallocate %k_in_order_gathered
-//   %v_in_order_reshaped = reshape %v to [2, 1, 2, S/8, 64]
-//   %v_in_order_shards = reshape %v_in_order_reshaped to [1, 2, 2, S/8, 64]
-//   %v_in_order_gathered = allocate bf16[4, 2, 2, S/8, 64]
-//   all_gather %v_in_order_shards -> %v_in_order_gathered on cp
 //   %v_in_order_halves = permute %v_in_order_gathered by [1, 2, 0, 3, 4]
 //   %v_in_order_pieces = allocate bf16[2, 2, 4, S/8, 64]
 //   launch @reverse_second_k_in_order_pieces %v_in_order_halves -> %v_in_order_pieces
@@ -163,13 +165,13 @@ void Program::prepare(const Inputs& in) {
                      hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
   hw::MemoryPlan memory;
   // Never in use at once, so that they may share bytes:
-  // - k_in_order_gathered_, v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
-  // - k_in_order_pieces_, dk_concat_, dv_resharded_pieces_
-  // - v_in_order_pieces_, dk_resharded_pieces_
+  // - k_in_order_gathered_, v_in_order_pieces_, dk_concat_, dv_resharded_pieces_
+  // - v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
+  // - k_in_order_pieces_, dk_resharded_pieces_
   memory.allocate(k_in_order_gathered_, 128 * S);
+  memory.allocate(v_in_order_gathered_, 128 * S);
   memory.allocate(k_in_order_pieces_, 128 * S);
   memory.free(k_in_order_gathered_);
-  memory.allocate(v_in_order_gathered_, 128 * S);
   memory.allocate(v_in_order_pieces_, 128 * S);
   memory.free(v_in_order_gathered_);
   memory.allocate(lse_first_, S / 2);
@@ -215,11 +217,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:39  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
-  HW_CHECK(ncclAllGather(k, k_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+  {
+    HW_CHECK(ncclGroupStart());
+    const hw::CloseGroupOnError guard;
+    HW_CHECK(ncclAllGather(k, k_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+    HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+    HW_CHECK(ncclGroupEnd());
+  }
   HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
                           hw::reads(k_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
                           hw::writes(k_in_order_pieces_, 128 * S), S));
-  HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
   HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
                           hw::reads(v_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
                           hw::writes(v_in_order_pieces_, 128 * S), S));

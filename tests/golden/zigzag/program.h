@@ -78,8 +78,8 @@ class Program {
   hw::AttentionBackwardPlan plan_dq_1_;
   hw::Arena arena_;
   hw::bf16* k_in_order_gathered_ = nullptr;  // %k_in_order_gathered: bf16[4, 2, 2, S/8, 64]
-  hw::bf16* k_in_order_pieces_ = nullptr;    // %k_in_order_pieces: bf16[2, 2, 4, S/8, 64]
   hw::bf16* v_in_order_gathered_ = nullptr;  // %v_in_order_gathered: bf16[4, 2, 2, S/8, 64]
+  hw::bf16* k_in_order_pieces_ = nullptr;    // %k_in_order_pieces: bf16[2, 2, 4, S/8, 64]
   hw::bf16* v_in_order_pieces_ = nullptr;    // %v_in_order_pieces: bf16[2, 2, 4, S/8, 64]
   float* lse_first_ = nullptr;               // %lse_first: f32[4, S/8]
   float* lse_second_ = nullptr;              // %lse_second: f32[4, S/8]
