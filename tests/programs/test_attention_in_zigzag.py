@@ -22,9 +22,9 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.tensor import DType
 
-MESHES = [hw.Mesh(tp=1, cp=1), hw.Mesh(tp=1, cp=2), hw.Mesh(tp=1, cp=3), hw.Mesh(tp=2, cp=2), hw.Mesh(tp=1, cp=4), hw.Mesh(tp=2, cp=4)]
-DTYPES = [hw.bf16, hw.f16, hw.f32, hw.bf16, hw.f32, hw.f16]
-SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 120})
+MESHES = [hw.Mesh(tp=tp, cp=cp) for tp, cp in ((1, 1), (1, 2), (1, 3), (2, 2), (1, 4), (2, 4), (1, 8))]
+DTYPES = [hw.bf16, hw.f16, hw.f32, hw.bf16, hw.f32, hw.f16, hw.bf16]
+SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 112})
 
 
 @cache

@@ -121,7 +121,7 @@ class _Decomposition(Emitter):
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """With the second half from its last index on along an axis: the first rank has the first piece of one half, the last of the other."""
+        """With the second half from its last index on along an axis: the first rank has the first piece of one, the last of the other."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
