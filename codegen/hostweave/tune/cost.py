@@ -112,7 +112,7 @@ class Attended:
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
         of_score = self.products * self.width / (machine.flops * self.speed)
         waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
-        longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.is_causal and self.rows > ATTENTION_ROWS else 0.0
+        longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0  # of fewer, keys are cut
         return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:

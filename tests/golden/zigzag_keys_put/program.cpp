@@ -21,7 +21,7 @@
 //   %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
 //   %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
 // }
-// choice %k_gathered of @in_zigzag predicted: put(2) 48.5 us, p2p(2) 61.2 us, none 73.0 us
+// choice %k_gathered of @in_zigzag predicted: put(2) 52.2 us, p2p(2) 64.9 us, none 73.0 us
 // host @in_zigzag(%q: bf16[4, S@zigzag(cp), 64], %k: bf16[2, S@zigzag(cp), 64], %v: bf16[2, S@zigzag(cp), 64]) -> (%y: bf16[4,
 // S@zigzag(cp), 64]) mesh(cp=2) channels(cp: cp one_sided) streams(ring[2], puts[1]) events(arrived[2]) {
 //   %y_attention_packed = allocate_window bf16[2, S/2, 128]
