@@ -308,6 +308,11 @@ class Loops:
         """Whether what is taken together is of what is kept, so that each of those elements has totals of its own."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
+    @property
+    def calls_lanes(self) -> bool:
+        """Whether it reads or writes where data say: other elements are at indices that its loops have."""
+        return not self.walked.lanes.keys().isdisjoint(name for op in self.kernel.ops if op.kind != "reverse_second" for name in op.tensors)
+
     def is_inside(self, value: str) -> bool:
         """Whether a value differs among the elements of the innermost loop."""
         return self.are_inside(self.walked.indices[value])

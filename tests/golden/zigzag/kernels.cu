@@ -1,4 +1,4 @@
-#include "hostweave/lanes.h"
+#include "hostweave/kernel.h"
 #include "kernels.h"
 
 namespace programs::trained_in_zigzag {

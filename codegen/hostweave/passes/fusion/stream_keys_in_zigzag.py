@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ops.attributes import CAUSAL
 from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
 from hostweave.tune.overlaps import candidates, choice_of, ways
-from hostweave.types.zigzag import Zigzag, order_of_pieces
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
@@ -108,7 +108,7 @@ class _Numbering(Emitter):
     def attend(self, op: Op, operands: tuple[str, ...], how: Attributes) -> None:
         made, axis = self.make(op.kind, *operands, how=how), len(op.result.type.dims) - (2 if op.kind == "attention" else 1)
         order = self.order(op.result.type.dims[axis].axes)
-        back = attributes(axis=axis, sources=tuple(map(order.index, range(len(order)))))
+        back = attributes(axis=axis, sources=inverse(order))
         self.emit(Op("renumber", (made,), op.result, back, op.location))
         if lse := self.found.get(op.result.name):
             self.made[lse.result.name] = operands, how
