@@ -9,6 +9,7 @@ becomes
 """
 
 from dataclasses import replace
+from functools import reduce
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.emitter import Emitter
@@ -84,9 +85,8 @@ class _Decomposition(Emitter):
         for dim in before:
             source = self.put_in_order(source, dim, between if dim == before[-1] else with_axes(self.types[source], dim, ()))
         source = self.resharded(op, source, between)
-        for dim in after:
-            axes = layout(wanted)[dim]
-            source = self.put_by_rank(source, dim, wanted if dim == after[-1] else with_axes(self.types[source], dim, axes))
+        for number, dim in enumerate(after, 1):
+            source = self.put_by_rank(source, dim, reduce(lambda type, later: with_axes(type, later, ()), after[number:], wanted))
         self.remove(op, self.resharded(op, source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
@@ -26,6 +26,8 @@ from hostweave.passes.lower.steps import Loop
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
+
+HEADS = 5  # operands of an attention, at most, that it reads as they lie
 
 Part = tuple[Op, int]  # a concat or pad, and which operand of it
 
@@ -80,16 +82,11 @@ def _parts(flow: Dataflow) -> dict[str, Part]:
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """Whether a value can lie in the memory of what an op makes of it, as strided as it is there."""
+    """Whether a value can lie in the memory of what an op makes of it, as strided as it is there, where attention alone reads it."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
-    return len(others) == len(users) - 1 and name not in flow.fusion.outputs and all(_reads_strided(user, name) for user in others)
-
-
-def _reads_strided(op: Op, name: str) -> bool:
-    """Whether an op reads an operand as it lies: kernels do, and attention what has heads of elements."""
-    by_kernel = bool(OPS[op.kind].cpp) and not OPS[op.kind].is_view
-    return op.result.stream is None and (by_kernel or (op.kind in COUNTS and name in op.tensors[:5]))
+    are_read = all(user.kind in COUNTS and name in user.tensors[:HEADS] for user in others)
+    return len(others) == len(users) - 1 and name not in flow.fusion.outputs and are_read
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
