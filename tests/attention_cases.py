@@ -19,6 +19,30 @@ def grouped(ranks: int, t: DType) -> dict[str, Any]:
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
 
 
+def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
+    """A causal attention of rows that are as long on all ranks, to keys and values that lie alike."""
+    rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys)
+    def in_zigzag(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return in_zigzag
+
+
+def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
+    """The same and its gradients, those of the keys and values where these lie."""
+    rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
+
+    @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys, dy=rows)
+    def trained_in_zigzag(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, dy: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
+        dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
+        return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
+
+    return trained_in_zigzag
+
+
 def keys_in_a_loop(ranks: int, algorithm: str, t: DType) -> hw.Fusion:
     """A causal attention to keys and values that come in a stated loop."""
     rows = t[2, "S@x", 8]

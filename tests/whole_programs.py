@@ -13,6 +13,7 @@ from example_programs import all_fusions, exchange_fusions, more_fusions, one_si
 from numpy.typing import NDArray
 
 import hostweave as hw
+from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.tolerance import Tolerance, tolerance_of
 from hostweave.fusion_ir.ir import Fusion
@@ -20,6 +21,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
+from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, bf16, bind_sizes, block_of, global_shape, holds
@@ -125,3 +127,21 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
             block = want[block_of(output.type, fusion.mesh, rank, want.shape)]
             assert (got.dtype, got.shape) == (numpy_dtype(output.type.dtype), block.shape)
             np.testing.assert_allclose(got.astype(want.dtype), block, allowed.rtol, allowed.atol, err_msg=f"rank {rank}, {output.name}")
+
+
+def expect_every_way(
+    fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
+) -> None:
+    """NumPy gives what is wanted, in f64; and so do ranks that run at once and in a seeded order, and the interpreter. Both texts say all
+    of the program, and it passes the check."""
+    program, host = compiled(fusion), lowered(fusion)
+    assert HostProgram.parse(str(host)) == host
+    assert Fusion.parse(str(fusion)) == fusion
+    for index, (got, want) in enumerate(zip(reference(fusion, arrays), wanted, strict=True)):
+        np.testing.assert_allclose(got, want, allowed, allowed, err_msg=f"result {index}")
+    for schedule in (parallel(check_dependencies=True), seeded(seed)):
+        with schedule:
+            expect(fusion, arrays, program.run(**arrays, ranks=True))
+    if interprets:
+        expect(fusion, arrays, [tuple(rank[output.name] for output in host.outputs) for rank in interpret(host, arrays)])
+    program.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from attention_cases import in_zigzag, keys_in_a_loop, trained_in_zigzag
 from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
 from host_programs import GOLDEN, STAGES, golden
 
@@ -16,9 +17,12 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.types.tensor import bf16
 
 ONE_SIDED = {name: one_sided_fusions(ranks=4)[name] for name in ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put")}
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4)}
+ATTENTION = {"keys_put": keys_in_a_loop(4, "put", bf16), "zigzag": trained_in_zigzag(4, bf16), "zigzag_keys_put": in_zigzag(2, bf16)}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION}
+OPTIONS = {"zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"})}
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ def lowered(request: pytest.FixtureRequest) -> Lowered:
         if not stages or program != next(reversed(stages.values())):
             stages[name] = program
 
-    host = lower(FUSIONS[request.param], Options(), observe)
+    host = lower(FUSIONS[request.param], OPTIONS.get(request.param, Options()), observe)
     return Lowered(request.param, stages, host)
 
 

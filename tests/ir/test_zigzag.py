@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from whole_programs import expect_every_way, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
@@ -135,3 +136,31 @@ def test_other_meshes_and_streams() -> None:
     streamed = r"test_zigzag.py:\d+: reshard: .* is streamed, and .* changes the order of its pieces to become .*; stream what is computed"
     with pytest.raises(ProgramError, match=streamed):
         lower(streams, hw.Options())
+
+
+def test_a_second_half_in_reverse() -> None:
+    """Of any dims, also the innermost ones, side by side or not; as it is stored, computed with and reduced."""
+    text = """\
+fusion @reversed(%a: bf16[2, 3, N, 8], %b: f32[N, 5, 2], %c: f32[N, 2, 4], %d: f8e4m3[2, N], %e: bool[4, N, 2, 8]) mesh(x=1) {
+  %a_pieces: bf16[2, 3, N, 8] = reverse_second(%a, axis=1, halves=0)
+  %b_pieces: f32[N, 5, 2] = reverse_second(%b, axis=1, halves=2)
+  %b_twice: f32[N, 5, 2] = add(%b_pieces, %b_pieces)
+  %c_pieces: f32[N, 2, 4] = reverse_second(%c, axis=2, halves=1)
+  %c_scaled: f32[N, 2, 4] = multiply(%c_pieces, %c)
+  %c_sum: f32[N, 2] = sum(%c_scaled, axis=(2,))
+  %d_pieces: f8e4m3[2, N] = reverse_second(%d, axis=1, halves=0)
+  %e_pieces: bool[4, N, 2, 8] = reverse_second(%e, axis=0, halves=2)
+  return %a_pieces, %b_twice, %c_sum, %d_pieces, %e_pieces
+}
+"""
+    fusion = Fusion.parse(text)
+    arrays = random_arrays(fusion, {"N": 6}, seed=0) | {"e": np.random.default_rng(1).random((4, 6, 2, 8)) > 0.5}
+    a, b, c, d, e = arrays.values()
+    turned = [np.concatenate(pair, axis) for pair, axis in (
+        ((a[:1], a[1:, ::-1]), 0), ((b[..., :1], b[:, ::-1, 1:]), 2), ((c[:, :1], c[:, 1:, ::-1]), 1), ((d[:1], d[1:, ::-1]), 0),
+        ((e[:, :, :1], e[::-1, :, 1:]), 2),
+    )]  # fmt: skip
+    expect_every_way(fusion, arrays, (turned[0], 2 * turned[1].astype(float), (turned[2] * c.astype(float)).sum(2), *turned[3:]), seed=1)
+    for wrong in ("axis=1, halves=1", "axis=0, halves=1"):
+        with pytest.raises(ProgramError, match=r"reverse_second: halves=1 is no other dim than [01] of .* that has 2 indices"):
+            Fusion.parse(text.replace("axis=1, halves=0", wrong))

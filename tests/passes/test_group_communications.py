@@ -174,3 +174,24 @@ def test_a_program_with_groups(ranks: int) -> None:
                 np.testing.assert_array_equal(got, want)
     check(lower(shared, Options()))
     program.close()
+
+
+def test_what_lays_out_comes_behind() -> None:
+    """What only moves what has arrived goes behind the next communication, unless that takes it, or writes where it was moved to."""
+    laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
+    assert (
+        grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))
+        == """\
+  %c = allocate f32[4, 1]
+  group {
+    all_reduce sum %a -> %c on x
+    all_reduce sum %b -> %q on x
+  }
+  copy %c -> %p
+  launch @negative_n %c -> %r
+"""
+    )
+    for next_one in ("%p -> %q", "%b -> %p"):
+        assert "group" not in grouped(host(f"{laid}all_reduce sum {next_one} on x\nfill %r with 0.0"))
+    computed = laid.replace("copy %c", "launch @negative_n %c")
+    assert "group" not in grouped(host(f"{computed}all_reduce sum %b -> %q on x\nfill %r with 0.0"))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
-from whole_programs import compiled, expect, lowered, random_arrays
+from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError, ProgramError
@@ -19,7 +19,7 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
-from hostweave.runtime.cpu import parallel, seeded
+from hostweave.runtime.cpu import parallel
 from hostweave.types.tensor import DType
 
 SIZES = {"B": 3, "C": 5, "S": 9, "T": 13, "U": 70, "V": 300}
@@ -147,18 +147,9 @@ def test_lengths(ranks: int, dtype: DType) -> None:
     lengths = {"n": [13, 1, 5, 13, 2][: ranks + 1], "m": [300, 270, 4], "one": 11}
     arrays |= {name: np.array(length, np.int32) for name, length in lengths.items()}
     allowed = 1e-6 if dtype == hw.f32 else 1e-10  # a log-sum-exp that is composed is rounded to f32
-    for got, want in zip(run_reference(fusion, arrays), decoded_by_torch(arrays), strict=True):
-        np.testing.assert_allclose(got, want, allowed, allowed)
-    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
-        with schedule:
-            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
-    host = lowered(fusion)
-    assert HostProgram.parse(str(host)) == host
-    assert Fusion.parse(str(fusion)) == fusion
+    expect_every_way(fusion, arrays, decoded_by_torch(arrays), ranks, allowed, interprets=dtype != hw.f32)
     if dtype == hw.f32:
         return
-    outputs = [p.name for p in host.outputs]
-    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
     arrays["k"][1, :, lengths["n"][1] :] = np.nan
     arrays["w"][2, :, lengths["m"][2] :] = np.nan
     assert not any(np.isnan(result.astype(np.float32)).any() for result in compiled(fusion).run(**arrays))
@@ -192,18 +183,9 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
-    host = lowered(fusion)
-    assert HostProgram.parse(str(host)) == host
-    assert Fusion.parse(str(fusion)) == fusion
     for sizes in (SIZES, {**SIZES, "C": ranks - 1, "S": 1, "U": 1, "T": 1, "V": 2}):  # the last rank has nothing
         arrays = random_arrays(fusion, sizes, seed=ranks)
-        for got, want in zip(run_reference(fusion, arrays), by_torch(arrays), strict=True):
-            np.testing.assert_allclose(got, want, 1e-10, 1e-10)
-        for schedule in (parallel(check_dependencies=True), seeded(ranks)):
-            with schedule:
-                expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
-    outputs = [p.name for p in host.outputs]
-    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
+        expect_every_way(fusion, arrays, by_torch(arrays), ranks, 1e-10, interprets=sizes != SIZES)
 
 
 def test_the_scores_are_never_in_memory() -> None:

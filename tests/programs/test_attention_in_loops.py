@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from attention_cases import by_torch
 from cuda_here import nccl
-from whole_programs import compiled, expect, lowered, random_arrays
+from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.build.cuda import gpus
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
@@ -78,21 +76,11 @@ CASES = [
 @pytest.mark.parametrize(("ranks", "tp", "algorithm"), CASES)
 def test_matches_torch(ranks: int, tp: int, algorithm: str) -> None:
     fusion = in_loops(ranks, hw.bf16 if ranks < 4 else hw.f32, algorithm, tp)
-    host = lowered(fusion)
-    assert HostProgram.parse(str(host)) == host
-    assert Fusion.parse(str(fusion)) == fusion
-    loops = [i for i in tree.walk(host.body) if isinstance(i, ir.For)]
+    loops = [i for i in tree.walk(lowered(fusion).body) if isinstance(i, ir.For)]
     calls = (sum(isinstance(i, ir.Attention) for i in tree.walk(loop.body)) for loop in loops)
     assert list(filter(None, calls)) == ([2, 1] if ranks > 1 else [])
     arrays = random_arrays(fusion, sizes_for(ranks), seed=ranks)
-    for got, want in zip(run_reference(fusion, arrays), expected(arrays), strict=True):
-        np.testing.assert_allclose(got, want, 1e-9, 1e-9)
-    for schedule in (parallel(check_dependencies=True), seeded(ranks)):
-        with schedule:
-            expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
-    outputs = [p.name for p in host.outputs]
-    expect(fusion, arrays, [tuple(rank[name] for name in outputs) for rank in interpret(host, arrays)])
-    compiled(fusion).check()
+    expect_every_way(fusion, arrays, expected(arrays), ranks)
 
 
 @pytest.mark.gpu

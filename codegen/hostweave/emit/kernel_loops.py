@@ -9,8 +9,10 @@ from hostweave.analysis.kernel_indices import Iteration, reduced_indices
 from hostweave.base.names import claim_unique
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.names import Names
+from hostweave.fusion_ir.index_map import Labels
+from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import ORDER
+from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
 from hostweave.host_ir import ir
 from hostweave.types.size import Factor, Size, product
 from hostweave.types.tensor import BufferType, row_major, strides_of
@@ -118,6 +120,11 @@ def stored(result: str) -> str:
     return f"{result} stored"
 
 
+def reversed_at(op: Op, dim: int) -> str:
+    """The place that is an index of a dim of what an op reverses."""
+    return f"{op.result.name} {dim}"
+
+
 class Loops:
     """Of what a kernel keeps, and inside of what it reduces.
 
@@ -164,6 +171,9 @@ class Loops:
             own_indices = self.walked.indices[self.kernel.results[0].name]
             places |= {f"{place} {i}": {index: ONE} if (index := own_indices[i]) else {} for i in axes}
         for op in self.kernel.ops:
+            if op.kind == "reverse_second":
+                of_result = self.walked.indices[op.result.name]
+                places |= {reversed_at(op, dim): {index: ONE} if (index := of_result[dim]) else {} for dim in (op[AXIS], op[HALVES])}
             if op.kind == "iota":
                 counted: Iterable[str | None] = self.walked.indices[op.result.name]
             elif OPS[op.kind].locates:
@@ -296,11 +306,24 @@ class Loops:
         """Whether what is taken together is of what is kept, so that each of those elements has totals of its own."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
+    @property
+    def calls_lanes(self) -> bool:
+        """Whether it reads or writes where data say: other elements are at indices that its loops have."""
+        return not self.walked.lanes.keys().isdisjoint(name for op in self.kernel.ops if op.kind != "reverse_second" for name in op.tensors)
+
     def is_inside(self, value: str) -> bool:
         """Whether a value differs among the elements of the innermost loop."""
+        return self.are_inside(self.walked.indices[value])
+
+    def moves_inside(self, op: Op) -> bool:
+        """Whether the place differs among these at which an op reads its operand."""
+        labels = self.walked.indices[op.result.name]
+        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]])) if op.kind == "reverse_second" else self.is_inside(op.tensors[1])
+
+    def are_inside(self, indices: Labels) -> bool:
         if self.reduced:
-            return self.walked.is_whole(value)
-        return self.width == 1 or any(index in self.along.indices for index in self.walked.indices[value])
+            return any(index in self.walked.reduced for index in indices)
+        return self.width == 1 or any(index in self.along.indices for index in indices)
 
     # --- text ---
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import compute_type, number
-from hostweave.emit.kernel_loops import ONE, stored
+from hostweave.emit.kernel_loops import ONE, reversed_at, stored
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import ORDER, VALUE
+from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
@@ -158,6 +158,8 @@ class Section:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
         if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
             return self.element(op.tensors[0])
+        if op.kind == "reverse_second":
+            return self.moved_element(op)[0]
         text, computed = self.expression(op)
         return _converted(text, computed, op.result.type.dtype)
 
@@ -185,7 +187,7 @@ class Section:
         if op.kind in COUNTED:
             ids, rows = op.tensors
             return OPS[op.kind].cpp.format(self.value(ids), self.kernel.size_of_lane(rows)), dtype
-        if op.kind == "take":
+        if op.kind in ("take", "reverse_second"):
             return self.taken_at(op), dtype
         if self.is_same(op):
             return self.value(op.tensors[0]), dtype
@@ -196,39 +198,48 @@ class Section:
         return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def place(self, op: Op) -> tuple[str, str]:
-        """Where in its operand an element is that a take reads, and the condition under which it is there, of which none is needed
+        """Where in its operand an element is that an op reads, and the condition under which it is there, of which none is needed
         where all rows are."""
-        _, index, rows = op.tensors
-        if self.outer and not self.kernel.loops.is_inside(index):
+        if self.outer and not self.kernel.loops.moves_inside(op):
             return self.outer.place(op)
         if (name := f"{op.result.name} place") not in self.texts:
-            self.texts[name] = self.value(index)
-            if first := self.kernel.pointers.get(rows):
+            self.texts[name] = self.number_in_order(op) if op.kind == "reverse_second" else self.value(op.tensors[1])
+            if op.kind == "take" and (first := self.kernel.pointers.get(op.tensors[2])):
                 local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
-                size = self.kernel.size_of_lane(rows)
+                size = self.kernel.size_of_lane(op.tensors[2])
                 self.lines.append(f"const int64_t {local} = {self.texts[name]} - hw::first({first}, {size});")
                 self.lines.append(f"const bool {held} = {local} >= 0 && {local} < {size};")
                 self.texts[name], self.texts[f"{op.result.name} held"] = local, held
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")
 
+    def number_in_order(self, op: Op) -> str:
+        """A local with the index along the axis, which counts from the last one on in the second half."""
+        half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
+        local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.size_of_lane(op.tensors[0])
+        last = int(size) - 1 if size.isdecimal() else f"{size} - 1"
+        self.lines.append(f"const int64_t {local} = {half} ? {last} - {index if index.isidentifier() else f'({index})'} : {index};")
+        return local
+
     def taken_at(self, op: Op) -> str:
-        """The element that a take reads; 0 where the rank does not hold it. Neighbours are loaded together where one index is of all."""
+        """The element that an op reads at another place, as it is computed with; 0 where the rank does not hold it."""
+        (element, held), dtype = self.moved_element(op), op.result.type.dtype
+        element = f"float({element})" if _is_small_float(dtype) else element
+        return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
+
+    def moved_element(self, op: Op) -> tuple[str, str]:
+        """The element itself, and the condition under which it is there. Neighbours are loaded together where one place is of all."""
         kernel, loops = self.kernel, self.kernel.loops
-        x, index, _ = op.tensors
-        dtype, (place, held) = kernel.types[x].dtype, self.place(op)
+        x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
-        if self.is_wide and x in loops.packed and not loops.is_inside(index):
+        if self.is_wide and x in loops.packed and not loops.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements")
             load = f"hw::load<kWidth>({shifted(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")
-            element, held = f"{local}[{loops.lane}]", ""
-        else:
-            offset = loops.offset(x)
-            element = f"{kernel.pointers[x]}[{moved if offset == '0' else f'{moved} + {offset}'}]"
-            element = f"hw::truth({element})" if dtype == bool_ else element
-        element = f"float({element})" if _is_small_float(dtype) else element
-        return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
+            return f"{local}[{loops.lane}]", ""
+        offset = loops.offset(x)
+        element = f"{kernel.pointers[x]}[{moved if offset == '0' else f'{moved} + {offset}'}]"
+        return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def total(self, op: Op) -> tuple[str, DType]:
         """What a reduction comes to, in the dtype that it adds up in."""

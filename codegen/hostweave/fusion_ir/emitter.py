@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value
-from hostweave.fusion_ir.ops import infer_type, operand_types
+from hostweave.fusion_ir.ops import OPS, infer_type, operand_types
 from hostweave.fusion_ir.rewriting import Names
 from hostweave.fusion_ir.sharding import flow, with_layout
-from hostweave.types.tensor import TensorType, f32
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType, f32
 
 Attributes = tuple[tuple[str, AttributeValue], ...]
 
@@ -19,9 +20,18 @@ class Emitter:
     op: Op
 
     def __init__(self, fusion: Fusion):
-        self.mesh, self.names = fusion.mesh, Names(fusion)
+        self.fusion, self.mesh, self.names = fusion, fusion.mesh, Names(fusion)
         self.types = {value.name: value.type for value in fusion.inputs}
         self.ops: list[Op] = []
+
+    def rewritten(self) -> Fusion:
+        """The fusion with what `add` makes of each op in turn."""
+        for op in self.fusion.ops:
+            self.add(op)
+        return replace(self.fusion, ops=tuple(self.ops))
+
+    def add(self, op: Op) -> None:
+        self.emit(op)
 
     def make(
         self,
@@ -36,10 +46,17 @@ class Emitter:
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
         op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
-        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result)
+        passed = given[0].partial if given and OPS[kind].linear == "first" else None
+        sharded = with_layout(op.result.type, flow(op, given, self.mesh).result, passed)
         self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))
         return op.result.name
 
     def emit(self, op: Op) -> None:
         self.ops.append(op)
         self.types[op.result.name] = op.result.type
+
+    def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped") -> str:
+        """With these dims in place of some, from one on."""
+        shape = self.types[name].shape
+        like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
+        return self.make("reshape", name, like=like, word=word)

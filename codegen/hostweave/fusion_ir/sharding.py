@@ -25,6 +25,11 @@ def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) 
     return replace(type, dims=dims, partial=partial)
 
 
+def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
+    """With these axes of one dim."""
+    return with_layout(type, (*layout(type)[:dim], axes, *layout(type)[dim + 1 :]), type.partial)
+
+
 @dataclass(frozen=True)
 class ShardingRule:
     """How an op propagates the shardings of its operands to its result, if no other is annotated.

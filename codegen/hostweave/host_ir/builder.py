@@ -220,7 +220,11 @@ class Builder:
             order = tuple(first[i] for i in order)
         if order == tuple(range(len(order))):
             return src
-        name = self._view(ir.Permute("", src, order), wanted)
+        shape = self.types[src].shape
+        longer = [i for i in order if shape[i] != Size()]
+        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # dims of one index alone change places
+        turned = tuple(shape[i] for i in order)
+        name = self._view(ir.Reshape("", src, turned) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
         return name
 

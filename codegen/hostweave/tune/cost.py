@@ -101,20 +101,24 @@ class Attended:
     columns: float
     width: float  # of a row of keys and a row of values
     is_causal: bool
-    is_balanced: bool = False  # rows are in zigzag: they see half of the columns, and half of each block
+    is_balanced: bool = False  # rows are in zigzag: they see half of each block, and gathered columns in two calls
     speed: float = ATTENTION
     products: float = 2.0  # of the scores' size, for every element of a row: of a gradient more
 
     def seconds(self, machine: Machine) -> float:
+        if self.is_balanced:  # the first piece of the first rank, and the last one
+            piece = replace(self, rows=self.rows / 2, is_balanced=False)
+            return replace(piece, columns=piece.rows).seconds(machine) + piece.seconds(machine)
         seen = max(self.columns - self.rows / 2, self.columns / 2) if self.is_causal else self.columns
-        seen = self.columns / 2 if self.is_balanced else seen
         of_score = self.products * self.width / (machine.flops * self.speed)
         waits = ATTENTION_ROWS / 2 * min(self.rows, self.columns) * machine.multiprocessors if self.is_causal else 0.0
-        return machine.launch + of_score * (self.heads * self.rows * seen + waits)
+        longest = ATTENTION_ROWS * self.columns * machine.multiprocessors if self.rows > ATTENTION_ROWS else 0.0  # of fewer, keys are cut
+        return machine.launch + of_score * max(self.heads * self.rows * seen + waits, longest)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Attended:
-        """A block of the columns. All rows see those that others have."""
-        return replace(self, columns=self.columns / chunks, is_causal=self.is_causal and is_own)
+        """A block of the columns. All rows see those that others have, or in zigzag half of them."""
+        columns = self.columns / chunks / (2 if self.is_balanced and not is_own else 1)
+        return replace(self, columns=columns, is_causal=self.is_causal and is_own, is_balanced=False)
 
 
 def attended_of(op: Op, fusion: Fusion, sizes: Mapping[str, int]) -> Attended:

@@ -20,6 +20,7 @@ HAS_BIAS, IS_PACKED = Attribute("bias", bool, False), Attribute("packed", bool, 
 KEY_BLOCKS = Attribute("blocks", int, 0)  # of attention: so many results, of a block of the keys each; 0: one of all
 PIECES = Attribute("pieces", int, 0)  # of attention: rows and keys lie in so many, as ranks have them in zigzag; 0: in order
 REVERSED = Attribute("reversed", int, 0)  # of attention: of so many blocks of rows, one a rank, the last one comes first; 0: in order
+HALVES = Attribute("halves", int)
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

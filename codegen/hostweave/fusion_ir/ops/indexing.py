@@ -8,7 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, ORDER
+from hostweave.fusion_ir.ops.attributes import AXIS, DESCENDING, FIRST, HALVES, ORDER
 from hostweave.fusion_ir.ops.definition import (
     INTS,
     NUMBERS,
@@ -128,6 +128,37 @@ def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[
 
 OPS["take"] = OpDef(
     3, _take, _looked_up, _taken, (AXIS,), cpp="{0}[{1} - {2}]", cost=4, partial="sum", whole="looked up", makes="taken", is_exact=True
+)
+
+# --- elements of one half that lie in reverse ---------------------------------------------------------------------------
+
+
+def _reverse_second(types: Types, op: Op) -> TensorType:
+    (x,) = types
+    axis, halves = checked_axis(op[AXIS], x), checked_axis(op[HALVES], x)
+    if x.shape[halves] != Size(2) or axis == halves:
+        raise Mismatch(f"halves={halves} is no other dim than {axis} of {x} that has 2 indices")
+    return unsharded(x)
+
+
+def _reversed_alone(types: Types, op: Op) -> IndexMap:
+    """Of the halves a rank needs both."""
+    labels = numbered(types[0].shape)
+    source = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
+    return IndexMap((source,), labels, blocks=((labels[op[HALVES]], 1),), unwalked=frozenset((INDEXED,)))
+
+
+def _second_reversed(np: Any, x: Any, axis: int, halves: int) -> Any:
+    first, second = np.split(x, 2, halves)
+    return np.concatenate([first, np.flip(second, axis)], halves)
+
+
+OPS["reverse_second"] = OpDef(
+    *(1, _reverse_second, _reversed_alone, _second_reversed, (AXIS, HALVES)),
+    cpp="{0}[half ? last - i : i]",
+    linear="first",
+    whole="reversed",
+    makes="in_order",
 )
 
 # --- elements that go to indices --------------------------------------------------------------------------------------

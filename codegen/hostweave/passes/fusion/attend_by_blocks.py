@@ -16,6 +16,7 @@ becomes
 and what joins the blocks by their log-sum-exps. Keys and values of a rank travel together.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value, attributes
@@ -27,19 +28,7 @@ from hostweave.types.tensor import TensorType
 def attend_by_blocks(fusion: Fusion, options: Options) -> Fusion:
     """After it gathers of keys that are streamed in a chunk of each rank have the attention in their loop."""
     found = [each for each in gathered_keys(fusion) if _is_by_blocks(each, fusion)]
-    if not found:
-        return fusion
-    attending = _Attending(fusion)
-    by_keys = {each.keys.result.name: each for each in found}
-    gathers = {gather.result.name for each in found for gather in each.gathers}
-    for op in fusion.ops:
-        if op.result.name in gathers:
-            continue
-        if keys := next((by_keys[name] for name in op.tensors if name in by_keys), None):
-            attending.attend(keys, op)
-        else:
-            attending.emit(op)
-    return replace(fusion, ops=tuple(attending.ops))
+    return _Attending(fusion, found).rewritten() if found else fusion
 
 
 def _is_by_blocks(keys: GatheredKeys, fusion: Fusion) -> bool:
@@ -49,9 +38,17 @@ def _is_by_blocks(keys: GatheredKeys, fusion: Fusion) -> bool:
 
 
 class _Attending(BlockWriter):
-    def __init__(self, fusion: Fusion):
+    def __init__(self, fusion: Fusion, found: Sequence[GatheredKeys]):
         super().__init__(fusion)
+        self.by_keys = {each.keys.result.name: each for each in found}
+        self.gathers = {gather.result.name for each in found for gather in each.gathers}
         self.done: dict[str, tuple[str, str]] = {}  # by the gather of keys, results and log-sum-exps of the blocks
+
+    def add(self, op: Op) -> None:
+        if keys := next((self.by_keys[name] for name in op.tensors if name in self.by_keys), None):
+            self.attend(keys, op)
+        elif op.result.name not in self.gathers:
+            self.emit(op)
 
     def attend(self, keys: GatheredKeys, op: Op) -> None:
         """The attention, or its log-sum-exps, whichever comes first writes the blocks of both."""

@@ -17,7 +17,6 @@ and the same way back. Of N ranks rank r has rows that see up to (r + 1) S/2N an
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.emitter import Attributes, Emitter
@@ -39,10 +38,7 @@ OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
     """After it no attention under a mask that depends on where rows are has rows in zigzag."""
-    halving = _Halving(fusion)
-    for op in fusion.ops:
-        halving.add(op)
-    return replace(fusion, ops=tuple(halving.ops))
+    return _Halving(fusion).rewritten()
 
 
 class _Halving(Emitter):
@@ -97,7 +93,7 @@ class _Halving(Emitter):
             order = made[ORDER]
             source = self.in_layout(made.tensors[0], tuple(needed[order.index(dim)] for dim in range(len(order))))
             return self.make("permute_dims", source, how=made.attributes, word="transposed")
-        result = Value(self.names.new(f"{name}_resharded"), with_layout(self.types[name], needed))
+        result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
         self.emit(Op("reshard", (name,), result, location=self.op.location))
         return result.name
 
@@ -138,12 +134,6 @@ class _Halving(Emitter):
         low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))
         parts = [self.make("expand_dims", x, how=attributes(axis=(at,))) for x in (self.make("add", low, first), high)]
         self.finish("reshape", self.make("concat", *parts, how=attributes(axis=at)))
-
-    def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str) -> str:
-        """With these dims in place of some, from one on."""
-        shape = self.types[name].shape
-        like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
-        return self.make("reshape", name, like=like, word=word)
 
     def finish(self, kind: str, source: str, how: Attributes = ()) -> None:
         self.emit(Op(kind, (source,), self.op.result, how, self.op.location))

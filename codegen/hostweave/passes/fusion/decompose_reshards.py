@@ -8,18 +8,20 @@ becomes
     %y: bf16[M, N@y] pinned = all_gather(%y_sliced, dim=0, axes=(x))
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 
 from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.emitter import Emitter
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import needs_whole, operand_types
 from hostweave.fusion_ir.resharding import ReshardStep, in_rank_order, plan, zigzag_changes
-from hostweave.fusion_ir.rewriting import Names, consumers, eliminate_dead_code
-from hostweave.fusion_ir.sharding import Axes, layout, with_layout
+from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
+from hostweave.fusion_ir.sharding import Axes, layout, with_axes
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
-from hostweave.types.tensor import TensorType
+from hostweave.types.size import Size
+from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
@@ -27,29 +29,26 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
     """After it a reshard is one of ops.RESHARD_STEPS, with all that it does in its attributes. Of several ways the one that moves the
     fewest bytes is taken.
     """
-    decomposition = _Decomposition(fusion, options)
-    for op in fusion.ops:
-        decomposition.add(op)
-    return replace(fusion, ops=eliminate_dead_code(decomposition.ops, fusion.outputs))
+    decomposed = _Decomposition(fusion, options).rewritten()
+    return replace(decomposed, ops=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
 
-class _Decomposition:
+class _Decomposition(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
-        self.mesh, self.sizes = fusion.mesh, options.sizes
-        self.ops: list[Op] = []
-        self.types = {name: value.type for name, value in fusion.values().items()}
+        super().__init__(fusion)
+        self.sizes, self.types = options.sizes, {name: value.type for name, value in fusion.values().items()}
         self.producer: dict[str, int] = {}  # value -> place of its op in `ops`
         self.consumers = consumers(fusion)
-        self.names = Names(fusion)
         self.same: dict[str, str] = {}  # the result of a reshard that changes nothing, or that was made before -> the value to use
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
         self.producer[op.result.name] = len(self.ops)
-        self.ops.append(op)
+        self.consumers.setdefault(op.result.name, [self.op])
+        super().emit(op)
 
     def add(self, op: Op) -> None:
-        op = op.renamed(self.same)
+        self.op = op = op.renamed(self.same)
         if op.kind != "reshard":
             self.emit(op)
             return
@@ -80,48 +79,65 @@ class _Decomposition:
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
             raise ProgramError(f"reshard: {why}; stream what is computed from it, or leave zigzag out", op.location)
-        (_, between), (_, last) = in_rank_order(given, wanted)
-        before, after = (
-            [(dim, layout(type)[dim]) for dim in zigzag_changes(given, wanted) if isinstance(layout(type)[dim], Zigzag)]
-            for type in (given, wanted)
-        )
-        source = self.reordered(op, source, "renumber", before)
+        changed = zigzag_changes(given, wanted)
+        before, after = ([dim for dim in changed if isinstance(layout(type)[dim], Zigzag)] for type in (given, wanted))
+        between = in_rank_order(given, wanted)[0][1]
+        for dim in before:
+            source = self.put_in_order(source, dim, between if dim == before[-1] else with_axes(self.types[source], dim, ()))
         source = self.resharded(op, source, between)
-        source = self.reordered(op, source, "collective_permute", before, is_back=True)
-        source = self.reordered(op, source, "collective_permute", after)
-        source = self.resharded(op, source, last)
-        source = self.reordered(op, source, "renumber", after, is_back=True)
-        self.remove(op, source)
+        for number, dim in enumerate(after, 1):
+            source = self.put_by_rank(source, dim, reduce(lambda type, later: with_axes(type, later, ()), after[number:], wanted))
+        self.remove(op, self.resharded(op, source, wanted))
 
-    def reordered(self, op: Op, source: str, kind: str, dims: Iterable[tuple[int, Axes]], is_back: bool = False) -> str:
-        """The value with the pieces of these dims as the ranks along the axes have them, or back."""
-        for dim, axes in dims:
-            type = self.types[source]
-            if kind == "renumber":
-                now = axes if is_back else tuple(axes)
-                type = with_layout(type, (*layout(type)[:dim], now, *layout(type)[dim + 1 :]), type.partial)
-            order = order_of_pieces(type.mesh_in(self.mesh).size_of(axes))
-            value = self.between(op, "in_order" if is_back else "by_rank", type)
-            self.emit(Op(kind, (source,), value, attributes(axis=dim, sources=inverse(order) if is_back else order), op.location))
-            source = value.name
-        return source
+    def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
+        """From zigzag along a dim: shards of all ranks come to lie one behind the other, and their pieces go from there to their places."""
+        axes = layout(self.types[source])[dim]
+        ranks, piece = self.pieces(source, dim, axes)
+        by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")
+        shards = self.moved(self.reshaped(by_rank, dim, 1, (ranks, Size(2), piece)), dim, 0, "shards")
+        shards = self.resharded(self.op, shards, self.by_shard(wanted, dim, (), (ranks, piece)))
+        halves = self.moved(shards, 0, dim + 1, "halves")
+        return self.reshaped(self.second_reversed(halves, dim + 1, dim), dim, 3, (wanted.shape[dim],))
+
+    def put_by_rank(self, source: str, dim: int, wanted: TensorType) -> str:
+        """To zigzag along a dim, the same way back."""
+        axes = tuple(layout(wanted)[dim])
+        ranks, piece = self.pieces(source, dim, axes)
+        halves = self.moved(self.reshaped(source, dim, 1, (Size(2), ranks, piece)), dim + 1, 0, "halves")
+        shards = self.second_reversed(halves, 0, dim + 1)
+        shards = self.moved(self.resharded(self.op, shards, self.by_shard(wanted, dim, axes, (ranks, piece))), 0, dim, "shards")
+        by_rank = self.reshaped(shards, dim, 3, (wanted.shape[dim],))
+        order = inverse(order_of_pieces(int(ranks)))
+        return self.make("renumber", by_rank, how=attributes(axis=dim, sources=order), word="in_zigzag")
+
+    def pieces(self, source: str, dim: int, axes: Axes) -> tuple[Size, Size]:
+        """How many ranks there are, and the size of a piece, of which each one has two."""
+        ranks = self.types[source].mesh_in(self.mesh).size_of(axes)
+        return Size(ranks), self.types[source].shape[dim] // (2 * ranks)
+
+    def by_shard(self, type: TensorType, dim: int, axes: Axes, pieces: tuple[Size, Size]) -> TensorType:
+        """With a dim of the ranks along these axes outermost, and the two pieces of each in place of a dim."""
+        ranks, piece = pieces
+        return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
+
+    def second_reversed(self, source: str, axis: int, halves: int) -> str:
+        """With the second half from its last index on along an axis: the first rank has the first piece of one, the last of the other."""
+        return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
+
+    def moved(self, source: str, dim: int, to: int, word: str) -> str:
+        order = [i for i in range(len(self.types[source].dims)) if i != dim]
+        return self.make("permute_dims", source, how=attributes(axes=(*order[:to], dim, *order[to:])), word=word)
 
     def resharded(self, op: Op, source: str, wanted: TensorType) -> str:
         for step in plan(self.types[source], wanted, self.mesh, self.sizes, op.location):
             source = self.step(op, source, step, self.types[source])
         return source
 
-    def between(self, op: Op, word: str, type: TensorType) -> Value:
-        value = Value(self.names.new(f"{op.result.name}_{word}"), type)
-        self.types[value.name] = type
-        self.consumers[value.name] = [op]
-        return value
-
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
         """The value between two steps, made once."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
-            between = self.between(op, SUFFIXES[step.kind], type)
+            between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
             self.emit(step.op(source, before, between, self.mesh, op.location))
             self.done[source, type] = between.name
         return self.done[source, type]

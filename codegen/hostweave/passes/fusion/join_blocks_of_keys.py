@@ -34,10 +34,7 @@ from hostweave.types.zigzag import Zigzag
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
     """After it keys are gathered only where a rank has rows of its own of the queries, for a window, where lengths say where a mask ends,
     and where keys are in zigzag."""
-    joining = _Joining(fusion)
-    for op in fusion.ops:
-        joining.add(op)
-    return replace(fusion, ops=tuple(joining.ops))
+    return _Joining(fusion).rewritten()
 
 
 class _Joining(BlockWriter):

@@ -23,7 +23,7 @@ from hostweave.fusion_ir.ops.attributes import CAUSAL
 from hostweave.fusion_ir.sharding import Axes, layout, with_layout
 from hostweave.options import Options
 from hostweave.tune.overlaps import candidates, choice_of, ways
-from hostweave.types.zigzag import Zigzag, order_of_pieces
+from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
@@ -31,15 +31,13 @@ def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
-    for op in fusion.ops:
-        numbering.add(op)
-    return replace(fusion, ops=tuple(numbering.ops), choices=(*fusion.choices, *numbering.choices))
+    return replace(numbering.rewritten(), choices=(*fusion.choices, *numbering.choices))
 
 
 class _Numbering(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
-        self.fusion, self.options = fusion, options
+        self.options = options
         self.found = {op.result.name: beside for op, beside in attended_alone(fusion) if self.is_in_zigzag(fusion, op)}
         self.choices: list[Choice] = []
         self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}  # by the log-sum-exps that go with an attention, what that takes
@@ -110,7 +108,7 @@ class _Numbering(Emitter):
     def attend(self, op: Op, operands: tuple[str, ...], how: Attributes) -> None:
         made, axis = self.make(op.kind, *operands, how=how), len(op.result.type.dims) - (2 if op.kind == "attention" else 1)
         order = self.order(op.result.type.dims[axis].axes)
-        back = attributes(axis=axis, sources=tuple(map(order.index, range(len(order)))))
+        back = attributes(axis=axis, sources=inverse(order))
         self.emit(Op("renumber", (made,), op.result, back, op.location))
         if lse := self.found.get(op.result.name):
             self.made[lse.result.name] = operands, how

@@ -175,8 +175,8 @@ class Attentions:
             return number * expr_of(even if rows == even else dim.size.ceil_div(mesh.size_of(dim.axes)))
 
         shift = first(queries, own[0]) - first(keys, own[1])
-        columns = Const(0) if has_lengths else expr_of(keys.size)
-        return shift + (columns - expr_of(queries.size)) if op[CAUSAL] == BOTTOM_RIGHT else shift
+        more = -1 * queries.size if has_lengths else keys.size - queries.size
+        return shift + expr_of(more) if op[CAUSAL] == BOTTOM_RIGHT else shift
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:

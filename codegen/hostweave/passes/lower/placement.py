@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
 from hostweave.passes.lower.dataflow import Dataflow
@@ -25,6 +26,8 @@ from hostweave.passes.lower.steps import Loop
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
+
+HEADS = 5  # operands of an attention, at most, that it reads as they lie
 
 Part = tuple[Op, int]  # a concat or pad, and which operand of it
 
@@ -66,16 +69,24 @@ def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
 
 
 def _parts(flow: Dataflow) -> dict[str, Part]:
-    """Operands of concat and pad that their own op can write where they belong in the result, as nothing else uses them; also through a
-    view that gives them dims of one element."""
+    """Operands of concat and pad that their own op can write where they belong in the result, as what else uses them can read them there;
+    also through a view that gives them dims of one element."""
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
         for op in flow.fusion.ops
         if op.kind in ("concat", "pad") and op.result.stream is None
         for number, name in enumerate(op.tensors)
-        if name in made and flow.consumers[name] == [op] and name not in flow.fusion.outputs
+        if name in made and _can_lie_in(flow, name, op)
     }
+
+
+def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
+    """Whether a value can lie in the memory of what an op makes of it, as strided as it is there, where attention alone reads it."""
+    users = flow.consumers[name]
+    others = [user for user in users if user != op]
+    are_read = all(user.kind in COUNTS and name in user.tensors[:HEADS] for user in others)
+    return len(others) == len(users) - 1 and name not in flow.fusion.outputs and are_read
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
@@ -86,7 +97,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
     made = flow.producer.get(source.name)
     have, want = ([size for size in flow.local(value).shape if size != ONE] for value in (source, op.result))
     is_free = made is not None and made.result.stream is None and made.kind not in RESHARD_STEPS and _writes_strided(flow, made)
-    return have == want and is_free and flow.consumers[source.name] == [op] and source.name not in flow.fusion.outputs
+    return have == want and is_free and _can_lie_in(flow, source.name, op)
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:

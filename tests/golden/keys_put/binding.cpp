@@ -1,0 +1,23 @@
+// What the binding knows of keys_in_a_loop.
+#include "hostweave/abi.h"
+#include "program.h"
+
+using namespace programs::keys_in_a_loop;
+
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"x", 4}};
+constexpr const char* kOneSidedChannels[] = {"x"};
+
+}  // namespace
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "keys_in_a_loop",
+    .mesh = kMesh,
+    .world = kWorld,
+    .axes = kAxes,
+    .one_sided_channels = kOneSidedChannels,
+    .prepares_together = true,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+};

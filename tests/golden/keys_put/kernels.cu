@@ -1,0 +1,159 @@
+#include "hostweave/kernel.h"
+#include "kernels.h"
+
+namespace programs::keys_in_a_loop {
+
+// %dst: f32[2, S/4] = fill(value=-inf)
+template <int kWidth>
+__device__ void fill_y_lse_i_own_by(float* dst, int64_t S) {
+  for (int64_t i : hw::over_grid<kWidth>(S / 2)) {
+    hw::Values<float, kWidth> dst_i;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      dst_i[e] = -INFINITY;
+    }
+    hw::store(dst + i, dst_i);
+  }
+}
+
+__global__ void fill_y_lse_i_own(float* dst, int64_t S) {
+  hw::griddep_wait();
+  if (S / 2 % 4 == 0 && hw::aligned(dst)) {
+    fill_y_lse_i_own_by<4>(dst, S);
+  } else {
+    fill_y_lse_i_own_by<1>(dst, S);
+  }
+}
+
+// %y_max: f32[1, 2, S/4] = max(%y_lse, axis=(0,), keepdims=true)
+// %y_maximum: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
+// %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
+// %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
+// %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
+// %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
+template <int kWidth>
+__device__ void fused_y_maximum_y_maximum_2_by(const float* y_lse, float* y_maximum, float* y_maximum_2, int64_t S) {
+  for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
+    auto y_max = hw::filled<kWidth, float>(-INFINITY);
+    for (int64_t i = 0; i < 4; ++i) {
+      const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_lse_e = y_lse_ij[e];
+        y_max[e] = hw::Maximum()(y_max[e], y_lse_e);
+      }
+    }
+    auto y_sum = hw::filled<kWidth, hw::Sum<float>>({});
+    for (int64_t i = 0; i < 4; ++i) {
+      const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_lse_e = y_lse_ij[e];
+        const float y_max_1 = y_max[e];
+        const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
+        const float y_subtract = y_lse_e - y_maximum_e;
+        const float y_exp = expf(y_subtract);
+        y_sum[e] += y_exp;
+      }
+    }
+    hw::Values<float, kWidth> y_maximum_j;
+    hw::Values<float, kWidth> y_maximum_2_j;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float y_max_1 = y_max[e];
+      const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
+      const float y_sum_1 = y_sum[e];
+      y_maximum_j[e] = y_maximum_e;
+      y_maximum_2_j[e] = (y_sum_1 > 1.0f || y_sum_1 != y_sum_1) ? y_sum_1 : 1.0f;
+    }
+    hw::store(y_maximum + j, y_maximum_j);
+    hw::store(y_maximum_2 + j, y_maximum_2_j);
+  }
+}
+
+__global__ void fused_y_maximum_y_maximum_2(const float* y_lse, float* y_maximum, float* y_maximum_2, int64_t S) {
+  hw::griddep_wait();
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2)) {
+    fused_y_maximum_y_maximum_2_by<4>(y_lse, y_maximum, y_maximum_2, S);
+  } else {
+    fused_y_maximum_y_maximum_2_by<1>(y_lse, y_maximum, y_maximum_2, S);
+  }
+}
+
+// %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
+// %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
+// %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
+template <int kWidth, class Index>
+__device__ void subtract_exp_divide_y_divide_by(const float* y_lse, const float* y_maximum, const float* y_maximum_2,
+                                                float* y_divide, int64_t S) {
+  for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
+    const int64_t j = element % Index(S / 2);
+    const auto y_lse_element = hw::load<kWidth>(y_lse + element);
+    const auto y_maximum_j = hw::load<kWidth>(y_maximum + j);
+    const auto y_maximum_2_j = hw::load<kWidth>(y_maximum_2 + j);
+    hw::Values<float, kWidth> y_divide_element;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float y_subtract_2 = y_lse_element[e] - y_maximum_j[e];
+      const float y_exp_2 = expf(y_subtract_2);
+      y_divide_element[e] = y_exp_2 / y_maximum_2_j[e];
+    }
+    hw::store(y_divide + element, y_divide_element);
+  }
+}
+
+__global__ void subtract_exp_divide_y_divide(const float* y_lse, const float* y_maximum, const float* y_maximum_2,
+                                             float* y_divide, int64_t S) {
+  hw::griddep_wait();
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2, y_divide) && hw::fits_int32(2 * S)) {
+    subtract_exp_divide_y_divide_by<4, uint32_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
+  } else if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2, y_divide)) {
+    subtract_exp_divide_y_divide_by<4, int64_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
+  } else {
+    subtract_exp_divide_y_divide_by<1, int64_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
+  }
+}
+
+// %y_astype: f32[4, 2, S/4, 8] = astype(%y_blocks)
+// %y_multiply: f32[4, 2, S/4, 8] = multiply(%y_astype, %y_expand_dims)
+// %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
+// %y_where: f32[4, 2, S/4, 8] = where(%y_greater, %y_multiply, 0.0)
+// %y_sum_2: f32[2, S/4, 8] = sum(%y_where, axis=(0,))
+// %y: bf16[2, S/4, 8] = astype(%y_sum_2)
+template <int kWidth, class Index>
+__device__ void fused_y_by(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
+  for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
+    const int64_t j = element / 8;
+    auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+    for (int64_t i = 0; i < 4; ++i) {
+      const auto y_blocks_elementi = hw::load<kWidth>(y_blocks + i * (4 * S) + element);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_expand_dims_ij = y_expand_dims[i * (S / 2) + j];
+        const bool y_greater = y_expand_dims_ij > 0.0f;
+        const float y_multiply = float(y_blocks_elementi[e]) * y_expand_dims_ij;
+        const float y_where = y_greater ? y_multiply : 0.0f;
+        y_sum_2[e] += y_where;
+      }
+    }
+    hw::Values<hw::bf16, kWidth> y_element;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      y_element[e] = hw::bf16(y_sum_2[e]);
+    }
+    hw::store(y + element, y_element);
+  }
+}
+
+__global__ void fused_y(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
+  hw::griddep_wait();
+  if (4 * S % 8 == 0 && hw::aligned(y_blocks, y) && hw::fits_int32(4 * S)) {
+    fused_y_by<8, uint32_t>(y_blocks, y_expand_dims, y, S);
+  } else if (4 * S % 8 == 0 && hw::aligned(y_blocks, y)) {
+    fused_y_by<8, int64_t>(y_blocks, y_expand_dims, y, S);
+  } else {
+    fused_y_by<1, int64_t>(y_blocks, y_expand_dims, y, S);
+  }
+}
+
+}  // namespace programs::keys_in_a_loop

@@ -1,0 +1,241 @@
+// kernel @fused_y_maximum_y_maximum_2(%y_lse: f32[4, 2, S/4]) {
+//   %y_max: f32[1, 2, S/4] = max(%y_lse, axis=(0,), keepdims=true)
+//   %y_maximum: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
+//   %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
+//   %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
+//   %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
+//   %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
+//   return %y_maximum, %y_maximum_2
+// }  # ends here: few threads would compute all of %y_divide
+// kernel @subtract_exp_divide_y_divide(%y_lse: f32[4, 2, S/4], %y_maximum: f32[1, 2, S/4], %y_maximum_2: f32[1, 2, S/4]) {
+//   %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
+//   %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
+//   %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
+// }  # ends here: %y_exp_2 would be computed again and again
+// kernel @fused_y(%y_blocks: bf16[4, 2, S/4, 8], %y_expand_dims: f32[4, 2, S/4, 1]) {
+//   %y_astype: f32[4, 2, S/4, 8] = astype(%y_blocks)
+//   %y_multiply: f32[4, 2, S/4, 8] = multiply(%y_astype, %y_expand_dims)
+//   %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
+//   %y_where: f32[4, 2, S/4, 8] = where(%y_greater, %y_multiply, 0.0)
+//   %y_sum_2: f32[2, S/4, 8] = sum(%y_where, axis=(0,))
+//   %y: bf16[2, S/4, 8] = astype(%y_sum_2)
+// }
+// host @keys_in_a_loop(%q: bf16[2, S@x, 8], %k: bf16[2, S@x, 8], %v: bf16[2, S@x, 8]) -> (%y: bf16[2, S@x, 8]) mesh(x=4)
+// channels(x: x one_sided) streams(ring[2], puts[1]) events(arrived[4]) {
+//   %y_packed = allocate_window bf16[2, S/4, 16]
+//   %y_packed_0 = slice %y_packed[2: 8 from 0]
+//   copy %k -> %y_packed_0
+//   %y_packed_1 = slice %y_packed[2: 8 from 8]
+//   copy %v -> %y_packed_1
+//   %keys = allocate bf16[4, 2, S/4, 16]
+//   fork puts
+//   stream puts[0] {
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %y_packed on x
+//     }
+//   }
+//   %y_blocks = allocate bf16[4, 2, S/4, 8]
+//   %y_lse = allocate f32[4, 2, S/4]
+//   fork ring
+//   for %i in 0..4 {
+//     %p = (rank.x + %i) % 4
+//     %keys_i = select %keys[0: %p]
+//     if %p != rank.x {
+//       stream puts[0] {
+//         wait_signal 0 from %p for %keys_i on x
+//         get %y_packed at %p -> %keys_i on x
+//         record arrived[%i]
+//       }
+//     }
+//     stream ring[%i] {
+//       if %p != rank.x {
+//         wait arrived[%i]
+//       }
+//       %y_packed_chunk = choose %y_packed if %p == rank.x else %keys_i
+//       %y_keys_i = slice %y_packed_chunk[2: 8 from 0]
+//       %y_keys_packed = allocate bf16[2, S/4, 8]
+//       copy %y_keys_i -> %y_keys_packed
+//       %y_values_i = slice %y_packed_chunk[2: 8 from 8]
+//       %y_values_packed = allocate bf16[2, S/4, 8]
+//       copy %y_values_i -> %y_values_packed
+//       %y_blocks_i = chunk %y_blocks[0: %p of 4]
+//       %y_blocks_i_own = reshape %y_blocks_i to [2, S/4, 8]
+//       %y_lse_i = chunk %y_lse[0: %p of 4]
+//       %y_lse_i_own = reshape %y_lse_i to [2, S/4]
+//       if %p == rank.x {
+//         attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 diagonal 0 -> %y_blocks_i_own lse
+// %y_lse_i_own
+//       } else {
+//         if %p < rank.x {
+//           attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 -> %y_blocks_i_own lse %y_lse_i_own
+//         } else {
+//           fill %y_blocks_i_own with 0.0
+//           fill %y_lse_i_own with -inf
+//         }
+//       }
+//     }
+//   }
+//   stream puts[0] {
+//     for %i in 0..3 {
+//       signal 0 at (rank.x + 1 + %i) % 4 for %y_packed on x
+//     }
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %y_packed on x
+//     }
+//   }
+//   join ring
+//   join puts
+//   deallocate %y_packed
+//   deallocate %keys
+//   %y_maximum = allocate f32[1, 2, S/4]
+//   %y_maximum_2 = allocate f32[1, 2, S/4]
+//   launch @fused_y_maximum_y_maximum_2 %y_lse -> %y_maximum, %y_maximum_2
+//   %y_divide = reshape %y_lse to [4, 2, S/4]
+//   launch @subtract_exp_divide_y_divide %y_lse, %y_maximum, %y_maximum_2 -> %y_divide
+//   %y_expand_dims = reshape %y_divide to [4, 2, S/4, 1]
+//   launch @fused_y %y_blocks, %y_expand_dims -> %y
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "kernels.h"
+
+namespace programs::keys_in_a_loop {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      ring_(rank, "ring", 2),
+      puts_(rank, "puts", 1),
+      arrived_(4),
+      plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.35355339059327373, .causal = true, .has_lse = true, .streams = 2}),
+      plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.35355339059327373, .has_lse = true, .streams = 2}),
+      arena_({&channel_x_}) {
+  HW_CHECK(hw::load(fill_y_lse_i_own));
+  HW_CHECK(hw::load(fused_y_maximum_y_maximum_2));
+  HW_CHECK(hw::load(subtract_exp_divide_y_divide));
+  HW_CHECK(hw::load(fused_y));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.q.expect("q", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, hw::kAny, 8}, rank_.device());
+  const int64_t S = in.q.dim(1) * 4;
+  in.k.expect("k", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
+  in.v.expect("v", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
+  return {S};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [S] = check(in);
+  return {.y = {2, S / 4, 8}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [S] = sizes;
+  prepared_.reset();
+  plan_y_blocks_.prepare({2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8});
+  plan_y_blocks_1_.prepare({2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8});
+  hw::MemoryPlan memory;
+  // Never in use at once, so that they may share bytes:
+  // - keys_, y_maximum_
+  // - y_keys_packed_, y_maximum_2_
+  memory.allocate_window(y_packed_, 8 * S);
+  memory.allocate(keys_, 32 * S);
+  memory.allocate(y_blocks_, 16 * S);
+  memory.allocate(y_lse_, 2 * S);
+  memory.allocate(y_keys_packed_, 4 * S, ring_);
+  memory.allocate(y_values_packed_, 4 * S, ring_);
+  memory.join(ring_);
+  memory.free(y_packed_);
+  memory.free(keys_);
+  memory.allocate(y_maximum_, S / 2);
+  memory.allocate(y_maximum_2_, S / 2);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [S] = sizes;
+  out.y.expect("y", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
+
+  const auto* q = in.q.as<hw::bf16>();
+  const auto* k = in.k.as<hw::bf16>();
+  const auto* v = in.v.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_x = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // attention_cases.py:53  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
+  HW_CHECK(cudaMemcpy2DAsync(y_packed_, 16 * sizeof(hw::bf16), k, 8 * sizeof(hw::bf16), 8 * sizeof(hw::bf16), S / 2,
+                             cudaMemcpyDeviceToDevice, caller));
+  auto* y_packed_1 = y_packed_ + 8;
+  HW_CHECK(cudaMemcpy2DAsync(y_packed_1, 16 * sizeof(hw::bf16), v, 8 * sizeof(hw::bf16), 8 * sizeof(hw::bf16), S / 2,
+                             cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(puts_.fork(caller));
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(ring_.fork(caller));
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_x + i) % 4;
+    auto* keys_i = keys_ + p * (8 * S);
+    if (p != rank_x) {
+      const hw::Stream stream = puts_[0];
+      HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 8 * S * sizeof(hw::bf16),
+                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(cudaEventRecord(arrived_[i], stream));
+    }
+    const hw::Stream stream = ring_[i];
+    if (p != rank_x) {
+      HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
+    }
+    auto* y_packed_chunk = p == rank_x ? y_packed_ : keys_i;
+    auto* y_keys_packed = y_keys_packed_[i % 2];
+    HW_CHECK(cudaMemcpy2DAsync(y_keys_packed, 8 * sizeof(hw::bf16), y_packed_chunk, 16 * sizeof(hw::bf16), 8 * sizeof(hw::bf16),
+                               S / 2, cudaMemcpyDeviceToDevice, stream));
+    auto* y_values_i = y_packed_chunk + 8;
+    auto* y_values_packed = y_values_packed_[i % 2];
+    HW_CHECK(cudaMemcpy2DAsync(y_values_packed, 8 * sizeof(hw::bf16), y_values_i, 16 * sizeof(hw::bf16), 8 * sizeof(hw::bf16),
+                               S / 2, cudaMemcpyDeviceToDevice, stream));
+    auto* y_blocks_i = y_blocks_ + p * (4 * S);
+    auto* y_lse_i = y_lse_ + p * (S / 2);
+    if (p == rank_x) {
+      HW_CHECK(plan_y_blocks_.attend(q, y_keys_packed, y_values_packed, y_blocks_i, stream, {.lse = y_lse_i}));
+    } else {
+      if (p < rank_x) {
+        HW_CHECK(plan_y_blocks_1_.attend(q, y_keys_packed, y_values_packed, y_blocks_i, stream, {.lse = y_lse_i}));
+      } else {
+        HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 4 * S * sizeof(hw::bf16), stream));
+        HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, hw::writes(y_lse_i, S / 2), S));
+      }
+    }
+  }
+  {
+    const hw::Stream stream = puts_[0];
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+    }
+  }
+  HW_CHECK(ring_.join(caller));
+  HW_CHECK(puts_.join(caller));
+  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_maximum_2, hw::grid_of_elements<4>(S / 2), caller, hw::reads(y_lse_, 2 * S),
+                          hw::writes(y_maximum_, S / 2), hw::writes(y_maximum_2_, S / 2), S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_divide_y_divide, hw::grid_of_elements<4>(2 * S), caller, hw::reads(y_lse_, 2 * S),
+                          hw::reads(y_maximum_, S / 2), hw::reads(y_maximum_2_, S / 2), hw::writes(y_lse_, 2 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(4 * S), caller, hw::reads(y_blocks_, 16 * S), hw::reads(y_lse_, 2 * S),
+                          hw::writes(y, 4 * S), S));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::keys_in_a_loop

@@ -1,0 +1,80 @@
+// keys_in_a_loop: (q: bf16[2, S@x, 8], k: bf16[2, S@x, 8], v: bf16[2, S@x, 8]) -> (y: bf16[2, S@x, 8]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/attention.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+#include "hostweave/window.h"
+
+namespace programs::keys_in_a_loop {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+  hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+};
+
+struct Outputs {
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t S;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::WindowArena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[2]
+  hw::Streams puts_;              // puts[1]
+  hw::Events arrived_;            // arrived[4]
+  // attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
+  hw::AttentionPlan plan_y_blocks_;
+  // attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 -> %y_blocks_i_own lse %y_lse_i_own
+  hw::AttentionPlan plan_y_blocks_1_;
+  hw::WindowArena arena_;                       // which peers write to and read from
+  hw::bf16* y_packed_ = nullptr;                // %y_packed: bf16[2, S/4, 16]
+  hw::bf16* keys_ = nullptr;                    // %keys: bf16[4, 2, S/4, 16]
+  hw::bf16* y_blocks_ = nullptr;                // %y_blocks: bf16[4, 2, S/4, 8]
+  float* y_lse_ = nullptr;                      // %y_lse: f32[4, 2, S/4], also %y_divide
+  std::array<hw::bf16*, 2> y_keys_packed_{};    // %y_keys_packed: bf16[2, S/4, 8], one a stream
+  std::array<hw::bf16*, 2> y_values_packed_{};  // %y_values_packed: bf16[2, S/4, 8], one a stream
+  float* y_maximum_ = nullptr;                  // %y_maximum: f32[1, 2, S/4]
+  float* y_maximum_2_ = nullptr;                // %y_maximum_2: f32[1, 2, S/4]
+  std::optional<Sizes> prepared_;               // what prepare was last called for
+};
+
+}  // namespace programs::keys_in_a_loop

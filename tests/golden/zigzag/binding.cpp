@@ -1,0 +1,22 @@
+// What the binding knows of trained_in_zigzag.
+#include "hostweave/abi.h"
+#include "program.h"
+
+using namespace programs::trained_in_zigzag;
+
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"cp", 4}};
+constexpr const char* kChannels[] = {"cp"};
+
+}  // namespace
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "trained_in_zigzag",
+    .mesh = kMesh,
+    .world = kWorld,
+    .axes = kAxes,
+    .channels = kChannels,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+};

@@ -1,0 +1,273 @@
+// kernel @reverse_second_k_in_order_pieces(%k_in_order_halves: bf16[2, 2, 4, S/8, 64]) {
+//   %k_in_order_pieces: bf16[2, 2, 4, S/8, 64] = reverse_second(%k_in_order_halves, axis=2, halves=1)
+// }  # ends here: attention uses %k_in_order_pieces
+// kernel @add_dk_add(%dk_half: bf16[2, S/2, 64], %dk_first_partial: bf16[2, S/2, 64]) {
+//   %dk_add: bf16[2, S/2, 64] = add(%dk_half, %dk_first_partial)
+// }  # ends here: %dk_concat is written in parts
+// kernel @reverse_second_dk_resharded_pieces(%dk_resharded_halves: bf16[4, 2, 2, S/8, 64]) {
+//   %dk_resharded_pieces: bf16[4, 2, 2, S/8, 64] = reverse_second(%dk_resharded_halves, axis=0, halves=2)
+// }  # ends here: reduce_scatter uses %dk_resharded_pieces
+// host @trained_in_zigzag(%q: bf16[4, S@zigzag(cp), 64], %k: bf16[2, S@zigzag(cp), 64], %v: bf16[2, S@zigzag(cp), 64], %dy:
+// bf16[4, S@zigzag(cp), 64]) -> (%y: bf16[4, S@zigzag(cp), 64], %dq: bf16[4, S@zigzag(cp), 64], %dk_resharded: bf16[2,
+// S@zigzag(cp), 64], %dv_resharded: bf16[2, S@zigzag(cp), 64]) mesh(cp=4) channels(cp: cp two_sided) {
+//   %k_in_order_reshaped = reshape %k to [2, 1, 2, S/8, 64]
+//   %k_in_order_shards = reshape %k_in_order_reshaped to [1, 2, 2, S/8, 64]
+//   %v_in_order_reshaped = reshape %v to [2, 1, 2, S/8, 64]
+//   %v_in_order_shards = reshape %v_in_order_reshaped to [1, 2, 2, S/8, 64]
+//   %k_in_order_gathered = allocate bf16[4, 2, 2, S/8, 64]
+//   %v_in_order_gathered = allocate bf16[4, 2, 2, S/8, 64]
+//   group {
+//     all_gather %k_in_order_shards -> %k_in_order_gathered on cp
+//     all_gather %v_in_order_shards -> %v_in_order_gathered on cp
+//   }
+//   %k_in_order_halves = permute %k_in_order_gathered by [1, 2, 0, 3, 4]
+//   %k_in_order_pieces = allocate bf16[2, 2, 4, S/8, 64]
+//   launch @reverse_second_k_in_order_pieces %k_in_order_halves -> %k_in_order_pieces
+//   deallocate %k_in_order_gathered
+//   %v_in_order_halves = permute %v_in_order_gathered by [1, 2, 0, 3, 4]
+//   %v_in_order_pieces = allocate bf16[2, 2, 4, S/8, 64]
+//   launch @reverse_second_k_in_order_pieces %v_in_order_halves -> %v_in_order_pieces
+//   deallocate %v_in_order_gathered
+//   %y_pieces = reshape %q to [4, 1, 2, S/8, 64]
+//   %y_piece = select %y_pieces[2: 0]
+//   %y_rows = reshape %y_piece to [4, S/8, 64]
+//   %k_in_order = reshape %k_in_order_pieces to [2, S, 64]
+//   %y_columns = slice %k_in_order[1: S/2 from 0]
+//   %v_in_order = reshape %v_in_order_pieces to [2, S, 64]
+//   %y_columns_2 = slice %v_in_order[1: S/2 from 0]
+//   %y_pieces_2 = reshape %y to [4, 1, 2, S/8, 64]
+//   %y_pieces_2_0 = slice %y_pieces_2[2: 1 from 0]
+//   %y_first = reshape %y_pieces_2_0 to [4, S/8, 64]
+//   %lse_first = allocate f32[4, S/8]
+//   attention %y_rows, %y_columns, %y_columns_2 scaled 0.125 diagonal rank.cp * (S / 8) -> %y_first lse %lse_first
+//   %y_piece_2 = select %y_pieces[2: 1]
+//   %y_rows_2 = reshape %y_piece_2 to [4, S/8, 64]
+//   %y_pieces_2_1 = slice %y_pieces_2[2: 1 from 1]
+//   %y_second = reshape %y_pieces_2_1 to [4, S/8, 64]
+//   %lse_second = allocate f32[4, S/8]
+//   attention %y_rows_2, %k_in_order, %v_in_order scaled 0.125 diagonal (3 - rank.cp) * (S / 8) + S / 2 -> %y_second lse
+// %lse_second
+//   %dq_pieces = reshape %dy to [4, 1, 2, S/8, 64]
+//   %dq_piece = select %dq_pieces[2: 0]
+//   %dq_rows = reshape %dq_piece to [4, S/8, 64]
+//   %dq_pieces_2 = reshape %dq to [4, 1, 2, S/8, 64]
+//   %dq_pieces_2_0 = slice %dq_pieces_2[2: 1 from 0]
+//   %dq_first = reshape %dq_pieces_2_0 to [4, S/8, 64]
+//   %dk_first_partial = allocate bf16[2, S/2, 64]
+//   %dv_first_partial = allocate bf16[2, S/2, 64]
+//   attention_backward %y_rows, %y_columns, %y_columns_2, %y_first, %dq_rows, %lse_first scaled 0.125 diagonal rank.cp * (S / 8)
+// -> %dq_first, %dk_first_partial, %dv_first_partial
+//   deallocate %lse_first
+//   %dq_piece_2 = select %dq_pieces[2: 1]
+//   %dq_rows_2 = reshape %dq_piece_2 to [4, S/8, 64]
+//   %dq_pieces_2_1 = slice %dq_pieces_2[2: 1 from 1]
+//   %dq_second = reshape %dq_pieces_2_1 to [4, S/8, 64]
+//   %dk_second_partial = allocate bf16[2, S, 64]
+//   %dv_second_partial = allocate bf16[2, S, 64]
+//   attention_backward %y_rows_2, %k_in_order, %v_in_order, %y_second, %dq_rows_2, %lse_second scaled 0.125 diagonal (3 -
+// rank.cp) * (S / 8) + S / 2 -> %dq_second, %dk_second_partial, %dv_second_partial
+//   deallocate %k_in_order_pieces
+//   deallocate %v_in_order_pieces
+//   deallocate %lse_second
+//   %dk_halves = reshape %dk_second_partial to [2, 2, S/2, 64]
+//   %dk_half = select %dk_halves[1: 0]
+//   %dk_concat = allocate bf16[2, 2, S/2, 64]
+//   %dk_concat_0 = slice %dk_concat[1: 1 from 0]
+//   %dk_add = reshape %dk_concat_0 to [2, S/2, 64]
+//   launch @add_dk_add %dk_half, %dk_first_partial -> %dk_add
+//   deallocate %dk_first_partial
+//   %dk_half_2 = select %dk_halves[1: 1]
+//   %dk_expand_dims_2 = reshape %dk_half_2 to [2, 1, S/2, 64]
+//   %dk_concat_1 = slice %dk_concat[1: 1 from 1]
+//   copy %dk_expand_dims_2 -> %dk_concat_1
+//   deallocate %dk_second_partial
+//   %dv_halves = reshape %dv_second_partial to [2, 2, S/2, 64]
+//   %dv_half = select %dv_halves[1: 0]
+//   %dv_concat = allocate bf16[2, 2, S/2, 64]
+//   %dv_concat_0 = slice %dv_concat[1: 1 from 0]
+//   %dv_add = reshape %dv_concat_0 to [2, S/2, 64]
+//   launch @add_dk_add %dv_half, %dv_first_partial -> %dv_add
+//   deallocate %dv_first_partial
+//   %dv_half_2 = select %dv_halves[1: 1]
+//   %dv_expand_dims_2 = reshape %dv_half_2 to [2, 1, S/2, 64]
+//   %dv_concat_1 = slice %dv_concat[1: 1 from 1]
+//   copy %dv_expand_dims_2 -> %dv_concat_1
+//   deallocate %dv_second_partial
+//   %dk = reshape %dk_concat to [2, S, 64]
+//   %dk_resharded_reshaped = reshape %dk to [2, 2, 4, S/8, 64]
+//   %dk_resharded_halves = permute %dk_resharded_reshaped by [2, 0, 1, 3, 4]
+//   %dk_resharded_pieces = allocate bf16[4, 2, 2, S/8, 64]
+//   launch @reverse_second_dk_resharded_pieces %dk_resharded_halves -> %dk_resharded_pieces
+//   deallocate %dk_concat
+//   %dv = reshape %dv_concat to [2, S, 64]
+//   %dv_resharded_reshaped = reshape %dv to [2, 2, 4, S/8, 64]
+//   %dv_resharded_halves = permute %dv_resharded_reshaped by [2, 0, 1, 3, 4]
+//   %dv_resharded_pieces = allocate bf16[4, 2, 2, S/8, 64]
+//   launch @reverse_second_dk_resharded_pieces %dv_resharded_halves -> %dv_resharded_pieces
+//   %dk_resharded_scattered = reshape %dk_resharded to [1, 2, 2, S/8, 64]
+//   %dv_resharded_scattered = reshape %dv_resharded to [1, 2, 2, S/8, 64]
+//   group {
+//     reduce_scatter sum %dk_resharded_pieces -> %dk_resharded_scattered on cp
+//     reduce_scatter sum %dv_resharded_pieces -> %dv_resharded_scattered on cp
+//   }
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/group.h"
+#include "kernels.h"
+
+namespace programs::trained_in_zigzag {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_cp_(rank.channel(kMesh, "cp", 4)),
+      plan_y_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_y_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_dq_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
+      plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
+  HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
+  HW_CHECK(hw::load(add_dk_add));
+  HW_CHECK(hw::load(reverse_second_dk_resharded_pieces));
+}
+
+Sizes Program::check(const Inputs& in) const {
+  in.q.expect("q", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, hw::kAny, 64}, rank_.device());
+  const int64_t S = in.q.dim(1) * 4;
+  hw::expect_divisible("S", S, 8);
+  in.k.expect("k", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  in.v.expect("v", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  in.dy.expect("dy", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
+  return {S};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [S] = check(in);
+  return {.y = {4, S / 4, 64}, .dq = {4, S / 4, 64}, .dk_resharded = {2, S / 4, 64}, .dv_resharded = {2, S / 4, 64}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [S] = sizes;
+  const int64_t rank_cp = rank_.index();
+  prepared_.reset();
+  plan_y_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                  hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), rank_cp * (S / 8));
+  plan_y_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                    hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), (3 - rank_cp) * (S / 8) + S / 2);
+  plan_dq_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                   hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                   hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S / 2, 64},
+                   {2, S / 2, 64}, rank_cp * (S / 8));
+  plan_dq_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
+  hw::MemoryPlan memory;
+  // Never in use at once, so that they may share bytes:
+  // - k_in_order_gathered_, v_in_order_pieces_, dk_concat_, dv_resharded_pieces_
+  // - v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
+  // - k_in_order_pieces_, dk_resharded_pieces_
+  memory.allocate(k_in_order_gathered_, 128 * S);
+  memory.allocate(v_in_order_gathered_, 128 * S);
+  memory.allocate(k_in_order_pieces_, 128 * S);
+  memory.free(k_in_order_gathered_);
+  memory.allocate(v_in_order_pieces_, 128 * S);
+  memory.free(v_in_order_gathered_);
+  memory.allocate(lse_first_, S / 2);
+  memory.allocate(lse_second_, S / 2);
+  memory.allocate(dk_first_partial_, 64 * S);
+  memory.allocate(dv_first_partial_, 64 * S);
+  memory.free(lse_first_);
+  memory.allocate(dk_second_partial_, 128 * S);
+  memory.allocate(dv_second_partial_, 128 * S);
+  memory.free(k_in_order_pieces_);
+  memory.free(v_in_order_pieces_);
+  memory.free(lse_second_);
+  memory.allocate(dk_concat_, 128 * S);
+  memory.free(dk_first_partial_);
+  memory.free(dk_second_partial_);
+  memory.allocate(dv_concat_, 128 * S);
+  memory.free(dv_first_partial_);
+  memory.free(dv_second_partial_);
+  memory.allocate(dk_resharded_pieces_, 128 * S);
+  memory.free(dk_concat_);
+  memory.allocate(dv_resharded_pieces_, 128 * S);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [S] = sizes;
+  out.y.expect("y", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
+  out.dq.expect("dq", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
+  out.dk_resharded.expect("dk_resharded", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  out.dv_resharded.expect("dv_resharded", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+
+  const auto* q = in.q.as<hw::bf16>();
+  const auto* k = in.k.as<hw::bf16>();
+  const auto* v = in.v.as<hw::bf16>();
+  const auto* dy = in.dy.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  auto* dq = out.dq.as<hw::bf16>();
+  auto* dk_resharded = out.dk_resharded.as<hw::bf16>();
+  auto* dv_resharded = out.dv_resharded.as<hw::bf16>();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // attention_cases.py:39  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
+  {
+    HW_CHECK(ncclGroupStart());
+    const hw::CloseGroupOnError guard;
+    HW_CHECK(ncclAllGather(k, k_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+    HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
+    HW_CHECK(ncclGroupEnd());
+  }
+  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
+                          hw::reads(k_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
+                          hw::writes(k_in_order_pieces_, 128 * S), S));
+  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
+                          hw::reads(v_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
+                          hw::writes(v_in_order_pieces_, 128 * S), S));
+  HW_CHECK(plan_y_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
+  const auto* y_piece_2 = q + 8 * S;
+  auto* y_pieces_2_1 = y + 8 * S;
+  HW_CHECK(plan_y_1_.attend(y_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_2_1, caller, {.lse = lse_second_}));
+  // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
+  HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_first_partial_,
+                                  dv_first_partial_, caller));
+  const auto* dq_piece_2 = dy + 8 * S;
+  auto* dq_pieces_2_1 = dq + 8 * S;
+  HW_CHECK(plan_dq_1_.differentiate(y_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_2_1, lse_second_, dq_piece_2,
+                                    dq_pieces_2_1, dk_second_partial_, dv_second_partial_, caller));
+  HW_CHECK(hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller,
+                          hw::reads(dk_second_partial_, {2, S / 2, 64}, {64 * S, 64, 1}), hw::reads(dk_first_partial_, 64 * S),
+                          hw::writes(dk_concat_, {2, S / 2, 64}, {64 * S, 64, 1}), S));
+  auto* dk_half_2 = dk_second_partial_ + 32 * S;
+  auto* dk_concat_1 = dk_concat_ + 32 * S;
+  HW_CHECK(cudaMemcpy2DAsync(dk_concat_1, 64 * S * sizeof(hw::bf16), dk_half_2, 64 * S * sizeof(hw::bf16),
+                             32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
+  HW_CHECK(hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller,
+                          hw::reads(dv_second_partial_, {2, S / 2, 64}, {64 * S, 64, 1}), hw::reads(dv_first_partial_, 64 * S),
+                          hw::writes(dv_concat_, {2, S / 2, 64}, {64 * S, 64, 1}), S));
+  auto* dv_half_2 = dv_second_partial_ + 32 * S;
+  auto* dv_concat_1 = dv_concat_ + 32 * S;
+  HW_CHECK(cudaMemcpy2DAsync(dv_concat_1, 64 * S * sizeof(hw::bf16), dv_half_2, 64 * S * sizeof(hw::bf16),
+                             32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
+  // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller,
+                          hw::reads(dk_concat_, {4, 2, 2, S / 8, 64}, {8 * S, 64 * S, 32 * S, 64, 1}),
+                          hw::writes(dk_resharded_pieces_, 128 * S), S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller,
+                          hw::reads(dv_concat_, {4, 2, 2, S / 8, 64}, {8 * S, 64 * S, 32 * S, 64, 1}),
+                          hw::writes(dv_resharded_pieces_, 128 * S), S));
+  HW_CHECK(ncclGroupStart());
+  const hw::CloseGroupOnError guard;
+  HW_CHECK(ncclReduceScatter(dk_resharded_pieces_, dk_resharded, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+  HW_CHECK(ncclReduceScatter(dv_resharded_pieces_, dv_resharded, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+  HW_CHECK(ncclGroupEnd());
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::trained_in_zigzag

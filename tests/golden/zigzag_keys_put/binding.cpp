@@ -1,0 +1,23 @@
+// What the binding knows of in_zigzag.
+#include "hostweave/abi.h"
+#include "program.h"
+
+using namespace programs::in_zigzag;
+
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"cp", 2}};
+constexpr const char* kOneSidedChannels[] = {"cp"};
+
+}  // namespace
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "in_zigzag",
+    .mesh = kMesh,
+    .world = kWorld,
+    .axes = kAxes,
+    .one_sided_channels = kOneSidedChannels,
+    .prepares_together = true,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+};

@@ -1,0 +1,168 @@
+#include "hostweave/kernel.h"
+#include "kernels.h"
+
+namespace programs::in_zigzag {
+
+// %dst: f32[4, S/2] = fill(value=-inf)
+template <int kWidth>
+__device__ void fill_y_attention_lse_i_own_by(float* dst, int64_t S) {
+  for (int64_t i : hw::over_grid<kWidth>(2 * S)) {
+    hw::Values<float, kWidth> dst_i;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      dst_i[e] = -INFINITY;
+    }
+    hw::store(dst + i, dst_i);
+  }
+}
+
+__global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
+  hw::griddep_wait();
+  if (2 * S % 4 == 0 && hw::aligned(dst)) {
+    fill_y_attention_lse_i_own_by<4>(dst, S);
+  } else {
+    fill_y_attention_lse_i_own_by<1>(dst, S);
+  }
+}
+
+// %y_attention_max: f32[1, 4, S/2] = max(%y_attention_lse, axis=(0,), keepdims=true)
+// %y_attention_maximum: f32[1, 4, S/2] = maximum(%y_attention_max, -1e+30)
+// %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
+// %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
+// %y_attention_sum: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
+// %y_attention_maximum_2: f32[1, 4, S/2] = maximum(%y_attention_sum, 1.0)
+template <int kWidth>
+__device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* y_attention_lse, float* y_attention_maximum,
+                                                                   float* y_attention_maximum_2, int64_t S) {
+  for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
+    auto y_attention_max = hw::filled<kWidth, float>(-INFINITY);
+    for (int64_t i = 0; i < 2; ++i) {
+      const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_attention_lse_e = y_attention_lse_ij[e];
+        y_attention_max[e] = hw::Maximum()(y_attention_max[e], y_attention_lse_e);
+      }
+    }
+    auto y_attention_sum = hw::filled<kWidth, hw::Sum<float>>({});
+    for (int64_t i = 0; i < 2; ++i) {
+      const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_attention_lse_e = y_attention_lse_ij[e];
+        const float y_attention_max_1 = y_attention_max[e];
+        const float y_attention_maximum_e = (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+        const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
+        const float y_attention_exp = expf(y_attention_subtract);
+        y_attention_sum[e] += y_attention_exp;
+      }
+    }
+    hw::Values<float, kWidth> y_attention_maximum_j;
+    hw::Values<float, kWidth> y_attention_maximum_2_j;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float y_attention_max_1 = y_attention_max[e];
+      const float y_attention_maximum_e = (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+      const float y_attention_sum_1 = y_attention_sum[e];
+      y_attention_maximum_j[e] = y_attention_maximum_e;
+      y_attention_maximum_2_j[e] = (y_attention_sum_1 > 1.0f || y_attention_sum_1 != y_attention_sum_1) ? y_attention_sum_1 : 1.0f;
+    }
+    hw::store(y_attention_maximum + j, y_attention_maximum_j);
+    hw::store(y_attention_maximum_2 + j, y_attention_maximum_2_j);
+  }
+}
+
+__global__ void fused_y_attention_maximum_y_attention_maximum_2(const float* y_attention_lse, float* y_attention_maximum,
+                                                                float* y_attention_maximum_2, int64_t S) {
+  hw::griddep_wait();
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2)) {
+    fused_y_attention_maximum_y_attention_maximum_2_by<4>(y_attention_lse, y_attention_maximum, y_attention_maximum_2, S);
+  } else {
+    fused_y_attention_maximum_y_attention_maximum_2_by<1>(y_attention_lse, y_attention_maximum, y_attention_maximum_2, S);
+  }
+}
+
+// %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
+// %y_attention_exp_2: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
+// %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_exp_2, %y_attention_maximum_2)
+template <int kWidth, class Index>
+__device__ void subtract_exp_divide_y_attention_divide_by(const float* y_attention_lse, const float* y_attention_maximum,
+                                                          const float* y_attention_maximum_2, float* y_attention_divide,
+                                                          int64_t S) {
+  for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
+    const int64_t j = element % Index(2 * S);
+    const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
+    const auto y_attention_maximum_j = hw::load<kWidth>(y_attention_maximum + j);
+    const auto y_attention_maximum_2_j = hw::load<kWidth>(y_attention_maximum_2 + j);
+    hw::Values<float, kWidth> y_attention_divide_element;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_maximum_j[e];
+      const float y_attention_exp_2 = expf(y_attention_subtract_2);
+      y_attention_divide_element[e] = y_attention_exp_2 / y_attention_maximum_2_j[e];
+    }
+    hw::store(y_attention_divide + element, y_attention_divide_element);
+  }
+}
+
+__global__ void subtract_exp_divide_y_attention_divide(const float* y_attention_lse, const float* y_attention_maximum,
+                                                       const float* y_attention_maximum_2, float* y_attention_divide, int64_t S) {
+  hw::griddep_wait();
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2, y_attention_divide) &&
+      hw::fits_int32(4 * S)) {
+    subtract_exp_divide_y_attention_divide_by<4, uint32_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
+                                                           y_attention_divide, S);
+  } else if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2, y_attention_divide)) {
+    subtract_exp_divide_y_attention_divide_by<4, int64_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
+                                                          y_attention_divide, S);
+  } else {
+    subtract_exp_divide_y_attention_divide_by<1, int64_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
+                                                          y_attention_divide, S);
+  }
+}
+
+// %y_attention_astype: f32[2, 4, S/2, 64] = astype(%y_attention_blocks)
+// %y_attention_multiply: f32[2, 4, S/2, 64] = multiply(%y_attention_astype, %y_attention_expand_dims)
+// %y_attention_greater: bool[2, 4, S/2, 1] = greater(%y_attention_expand_dims, 0.0)
+// %y_attention_where: f32[2, 4, S/2, 64] = where(%y_attention_greater, %y_attention_multiply, 0.0)
+// %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
+// %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
+template <int kWidth, class Index>
+__device__ void fused_y_attention_by(const hw::bf16* y_attention_blocks, const float* y_attention_expand_dims,
+                                     hw::bf16* y_attention, int64_t outermost) {
+  for (Index element : hw::over_grid<kWidth, Index>(64 * outermost)) {
+    const int64_t j = element / 64;
+    auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+    for (int64_t i = 0; i < 2; ++i) {
+      const auto y_attention_blocks_elementi = hw::load<kWidth>(y_attention_blocks + i * (64 * outermost) + element);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_attention_expand_dims_ij = y_attention_expand_dims[i * outermost + j];
+        const bool y_attention_greater = y_attention_expand_dims_ij > 0.0f;
+        const float y_attention_multiply = float(y_attention_blocks_elementi[e]) * y_attention_expand_dims_ij;
+        const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
+        y_attention_sum_2[e] += y_attention_where;
+      }
+    }
+    hw::Values<hw::bf16, kWidth> y_attention_element;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      y_attention_element[e] = hw::bf16(y_attention_sum_2[e]);
+    }
+    hw::store(y_attention + element, y_attention_element);
+  }
+}
+
+__global__ void fused_y_attention(const hw::bf16* y_attention_blocks, const float* y_attention_expand_dims, hw::bf16* y_attention,
+                                  int64_t outermost) {
+  hw::griddep_wait();
+  if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * outermost)) {
+    fused_y_attention_by<8, uint32_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+  } else if (hw::aligned(y_attention_blocks, y_attention)) {
+    fused_y_attention_by<8, int64_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+  } else {
+    fused_y_attention_by<1, int64_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+  }
+}
+
+}  // namespace programs::in_zigzag

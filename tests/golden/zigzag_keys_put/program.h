@@ -1,0 +1,85 @@
+// in_zigzag: (q: bf16[4, S@zigzag(cp), 64], k: bf16[2, S@zigzag(cp), 64], v: bf16[2, S@zigzag(cp), 64]) -> (y: bf16[4,
+// S@zigzag(cp), 64]) on mesh(cp=2)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/attention.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+#include "hostweave/window.h"
+
+namespace programs::in_zigzag {
+
+constexpr char kMesh[] = "mesh(cp=2)";
+constexpr int64_t kWorld = 2;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[4, S/2, 64]
+  hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/2, 64]
+  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[2, S/2, 64]
+};
+
+struct Outputs {
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[4, S/2, 64]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t S;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::WindowArena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_cp_;  // the 2 ranks along cp
+  hw::Streams ring_;               // ring[2]
+  hw::Streams puts_;               // puts[1]
+  hw::Events arrived_;             // arrived[2]
+  // attention %q, %y_attention_keys_i, %y_attention_values_i scaled 0.125 diagonal 0 -> %y_attention_blocks_i_own lse
+  // %y_attention_lse_i_own
+  hw::AttentionPlan plan_y_attention_blocks_;
+  // attention %q, %y_attention_keys_i_half, %y_attention_values_i_half scaled 0.125 -> %y_attention_blocks_i_own lse
+  // %y_attention_lse_i_own
+  hw::AttentionPlan plan_y_attention_blocks_1_;
+  // attention %q_half, %y_attention_keys_i, %y_attention_values_i scaled 0.125 -> %y_attention_blocks_i_own_half lse
+  // %y_attention_lse_i_own_half_packed
+  hw::AttentionPlan plan_y_attention_blocks_2_;
+  hw::WindowArena arena_;                                      // which peers write to and read from
+  hw::bf16* y_attention_packed_ = nullptr;                     // %y_attention_packed: bf16[2, S/2, 128]
+  hw::bf16* k_gathered_ = nullptr;                             // %k_gathered: bf16[2, 2, S/2, 128]
+  hw::bf16* y_attention_blocks_ = nullptr;                     // %y_attention_blocks: bf16[2, 4, S/2, 64]
+  float* y_attention_lse_ = nullptr;                           // %y_attention_lse: f32[2, 4, S/2], also %y_attention_divide
+  std::array<float*, 2> y_attention_lse_i_own_half_packed_{};  // %y_attention_lse_i_own_half_packed: f32[4, S/4], one a stream
+  float* y_attention_maximum_ = nullptr;                       // %y_attention_maximum: f32[1, 4, S/2]
+  float* y_attention_maximum_2_ = nullptr;                     // %y_attention_maximum_2: f32[1, 4, S/2]
+  std::optional<Sizes> prepared_;                              // what prepare was last called for
+};
+
+}  // namespace programs::in_zigzag
