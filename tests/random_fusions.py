@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.frontend.function import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interpret import interpret
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import as_torch, by_torch, grouped, refusal_of_gradients
+from interpret import interpret
 from whole_programs import compiled, expect, lowered, random_arrays, reference
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram

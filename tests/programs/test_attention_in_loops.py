@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from attention_cases import by_torch
 from cuda_here import nccl
+from interpret import interpret
 from whole_programs import compiled, expect, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.build.cuda import gpus
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpret import interpret
 from whole_programs import compiled, expect, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.build.cuda import gpus
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree
