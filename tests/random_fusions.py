@@ -31,7 +31,7 @@ from hostweave.types.tensor import TensorType, block_of, holds
 
 Array = NDArray[Any]
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
-MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
+MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3}, {"x": 8}, {"a": 2, "b": 2, "c": 2})
 NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact; also those that number operands, as ints and as floats
 # How the operand of a loop's product arrives, or its terms are added up, where the result is split and where it is whole.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
@@ -70,8 +70,9 @@ class Generator:
         for i, size in enumerate(shape):
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
             dims.append(f"{size}@{','.join(own)}" if own else size)
-            if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
-                in_pieces.append(i)
+            with contextlib.suppress(ValueError):  # of a size that is none here, as M/2 where M is 7
+                if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
+                    in_pieces.append(i)
         for i in in_pieces if self.has_zigzag else ():
             if self.zigzag.random() < 0.6:
                 dims[i] = f"{dims[i].replace('@', '@zigzag(')})"
@@ -202,6 +203,21 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     )()
 
 
+def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """A part of a tensor at a place that may be computed, also outside of it and of sharded dims, taken or written."""
+    if t.dtype != hw.i64 or not t.ndim:
+        return _with_number(g, values, t)
+    cut = [g.random.random() < 0.6 for _ in range(t.ndim)]
+    anywhere = hw.argmax(hw.reshape(g.other(values, t), -1), 0)
+    starts = [g.random.choice([0, 1, -3, 100, anywhere, 1 - anywhere]) if is_cut else 0 for is_cut in cut]
+    if g.random.random() < 0.3:
+        return hw.dynamic_slice(t, starts, [1 if is_cut else size for is_cut, size in zip(cut, t.shape, strict=True)])
+    update = t[tuple(slice(0, g.random.choice([1, -1])) if is_cut else slice(None) for is_cut in cut)] * 3
+    if t.ndim > 1 and cut[1] and not cut[0] and g.random.random() < 0.5:
+        starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # a place for each of a batch
+    return hw.dynamic_update_slice(t, g.random.choice([update, g.resharded(update)]), starts)
+
+
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     """Its operand arrives in steps, for one product or several of one loop, or its terms are added up in steps, by any algorithm."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
@@ -273,6 +289,7 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: g.resharded(t),
     _reduced,
     _located,
+    _updated,
     _turned,
     _cut,
     _joined,
