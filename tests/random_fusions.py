@@ -31,7 +31,7 @@ from hostweave.types.tensor import TensorType, block_of, holds
 
 Array = NDArray[Any]
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
-MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3}, {"x": 8}, {"a": 2, "b": 2, "c": 2})
+MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
 NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact; also those that number operands, as ints and as floats
 # How the operand of a loop's product arrives, or its terms are added up, where the result is split and where it is whole.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
@@ -43,9 +43,10 @@ SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None,
 class Generator:
     """A mesh and some of its ranks, sizes, and a function of random ops."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, meshes: Sequence[dict[str, int]] = MESHES, ops: Sequence[MakeOp] = ()):
         self.random = Random(seed)
-        self.mesh = hw.Mesh(**self.random.choice(MESHES))
+        self.mesh = hw.Mesh(**self.random.choice(meshes))
+        self.ops = (*OPS, *ops)
         self.meshes = [self.mesh, *(self.some_ranks() for _ in range(2) if self.random.random() < 0.3)]
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
@@ -105,7 +106,7 @@ class Generator:
         inputs = {f"x{i}": self.input(self.random.sample(sizes, self.random.randint(1, 3))) for i in range(self.random.randint(1, 3))}
 
         def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return self.body(list(tensors.values()), 8, (*OPS, *OUTER_OPS))
+            return self.body(list(tensors.values()), 8, (*self.ops, *OUTER_OPS))
 
         return hw.fusion(mesh=self.mesh, **inputs)(random)
 
@@ -289,7 +290,6 @@ OPS: tuple[MakeOp, ...] = (
     lambda g, values, t: g.resharded(t),
     _reduced,
     _located,
-    _updated,
     _turned,
     _cut,
     _joined,
@@ -315,7 +315,7 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     if not known:
 
         def block(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
-            return g.body([x, y], 3, OPS)
+            return g.body([x, y], 3, g.ops)
 
         block.__name__ = f"block{len(g.blocks)}"
         known.append(hw.block(x=_parameter(g, t), y=_parameter(g, other))(block))
@@ -363,6 +363,11 @@ def without_kernels(fusion: Fusion) -> Fusion:
         return replace(body, ops=tuple(map(replaced, body.ops)))
 
     return map_functions(fusion, of_body)
+
+
+def wider(seed: int) -> Generator:
+    """Of more ranks, with places that are computed: the programs of `Generator` alone stay as they are."""
+    return Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [_updated] * 6)
 
 
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)

@@ -6,6 +6,8 @@
 #include "hostweave/kernel.h"
 #ifndef __CUDACC__
 #include <hostweave_cpu.h>
+
+#include <type_traits>
 #endif
 
 namespace hw {
@@ -367,9 +369,10 @@ class Products {
  private:
   using Floats = float[kTileSide * kMostHead];
 
-  static const Tile<float>& floats_of(const Tile<float>& x, Floats&) { return x; }
-  template <class Element>
-  static Tile<float> floats_of(const Tile<Element>& x, Floats& floats) {
+  static Tile<float> floats_of(const Tile<T>& x, Floats& floats) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (x.pitch >= x.size) return x;  // as BLAS takes it
+    }
     for (int64_t row = 0; row < x.rows; ++row) {
       for (int64_t i = 0; i < x.size; ++i) floats[row * x.size + i] = static_cast<float>(*x.at(row, i));
     }
