@@ -80,6 +80,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "by": (lambda x: (-x).stream(0, algorithm="Ring"), {}, "stream: there is no algorithm='Ring'; did you mean ring?"),
     "by=reduce": (lambda x: (-x).stream(0, algorithm="All_Reduce"), {}, "did you mean all_reduce?"),
     "stream": (lambda x: (-x).stream(0, chunk=2), {}, "has no parameter 'chunk'; did you mean chunks?"),
+    "beyond floats": (lambda x: x + 10**400, {}, "0 is not a value of f32[M@x, K]; use hw.astype on the tensor"),
     "text": (lambda x, w: x, {"w": "f32[M]"}, "w='f32[M]' is not the type of a tensor; write w=hw.f32[\"M\"]"),
 }
 
@@ -92,6 +93,9 @@ def test_in_a_fusion(case: str) -> None:
     assert message in str(caught.value)
 
 
+LEFT: list[hw.Tensor] = []
+fused(lambda x: LEFT.append(x) or x + 1)  # type: ignore[func-returns-value]
+
 OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh": (lambda: hw.Mesh(4), "Mesh(4): the axes have no names; write hw.Mesh(x=4)"),
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
@@ -103,6 +107,9 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: hw.fusion(lambda x: x),
         "fusion: takes 0 positional arguments but 1 was given; write fusion(mesh=None, donate=(), **inputs)",
     ),
+    "a call": (lambda: PRODUCT._compiled.given(X, W), "@program: a fusion is no function of arrays or tensors; hw.compile(it).run(...)"),
+    "afterwards": (lambda: LEFT[0] + 1, "add: the function of f32[M@x, K] has returned; compute in it, or with what a run gives"),
+    "init": (lambda: hw.init(rank=0), "has no parameter 'rank'; one of provider, group, timeout, call_timeout, device"),
     "compile": (lambda: hw.compile(PRODUCT._compiled.given, streams=2), "has no parameter 'streams'"),
 }
 

@@ -76,6 +76,8 @@ PlannedAttention::PlannedAttention(const AttentionProblem& p, const AttentionOpt
 void Attentions::Plans::prepare(const AttentionProblem& problem) {
   if (problem.sequences < 0)
     throw ExecutionError("attention: there are no offsets: pass one more than packed sequences, at least 1");
+  if (std::max(problem.q.size, problem.v.size) > kMostHead)
+    throw ExecutionError("attention: heads have at most " + std::to_string(kMostHead) + " elements: use smaller ones");
   current = known.find(problem, [&] {
     if (!problem.is_empty() && !options.blind_zeros) expect_columns(problem);
     return make(problem);

@@ -250,9 +250,6 @@ struct OnCuda : PlannedAttention {
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 
   void add_kernels(const AttentionOptions& options) {
-    if (std::max(whole.q.size, whole.v.size) > kMostHead) {
-      throw ExecutionError("attention: heads have at most 256 elements where cuDNN has no attention: use smaller ones");
-    }
     if (!options.kernels) {
       throw ExecutionError("attention: cuDNN has none of these sizes, and the instruction names no kernels: add `kernels` to it");
     }

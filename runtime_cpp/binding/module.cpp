@@ -1,14 +1,241 @@
-// The glue: makes a Python extension module of a program.
-#include <exception>
-#include <string>
+// The glue: makes a Python extension module of a program. It is compiled once, when the package is built, and linked with the
+// objects of every program; what it knows of a program is the table in its binding.cpp. Types are local to the module of a
+// program; a member that another program's module made is accepted all the same.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
 
-#include "glue.h"
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hostweave/abi.h"
+#include "hostweave/algorithms.h"
+#include "hostweave/device_lease.h"
 #include "hostweave/errors.h"
+#include "hostweave/group_memory.h"
+#include "hostweave/instance.h"
+#include "hostweave/member.h"
+#include "hostweave/staging.h"
 
 namespace py = pybind11;
-using glue::table;
 
 namespace {
+
+const hw::ProgramTable& table() { return hw_program_table; }
+
+hw::Shape shape_of(const std::vector<int64_t>& sizes) {
+  if (sizes.size() > hw::kMaxDims) throw hw::ArgumentError("an array of more than 8 dims");
+  hw::Shape shape;
+  for (const int64_t size : sizes) shape.dims[shape.ndim++] = size;
+  return shape;
+}
+
+// Calls `work` without the GIL.
+template <class Work>
+auto without_gil(const Work& work) {
+  const py::gil_scoped_release release;
+  return work();
+}
+
+// For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
+// A process that was forked keeps what its parent made: it has the memory, and neither the threads nor the devices.
+template <class T>
+struct DeleteWithoutGil {
+  pid_t process = getpid();  // where it was made
+
+  void operator()(T* object) const {
+    if (getpid() != process) return;
+    const py::gil_scoped_release release;
+    hw::DeviceLease::free([object] { delete object; });
+  }
+};
+template <class T>
+using Holder = std::unique_ptr<T, DeleteWithoutGil<T>>;
+
+using Sizes = std::vector<int64_t>;
+
+py::tuple sizes_of(const hw::Shape& shape) {
+  py::tuple sizes(shape.ndim);
+  for (int i = 0; i < shape.ndim; ++i) sizes[i] = shape[i];
+  return sizes;
+}
+
+py::bytes new_id(hw::Member& member) {
+  const ncclUniqueId id = without_gil([&] { return member.new_process_group_id(); });
+  return py::bytes(id.internal, sizeof id.internal);
+}
+
+ncclUniqueId id_of(const std::string& bytes) {
+  ncclUniqueId id;
+  if (bytes.size() != sizeof id.internal)
+    throw hw::ExecutionError("the store gave an id of " + std::to_string(bytes.size()) + " bytes");
+  std::memcpy(id.internal, bytes.data(), bytes.size());
+  return id;
+}
+
+std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
+  std::vector<void*> result;
+  for (const uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
+  return result;
+}
+
+cudaStream_t stream_at(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
+
+std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& global_shapes,
+                               uintptr_t stream) {
+  std::vector<hw::Instance::Input> inputs;
+  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(global_shapes[i])});
+  std::vector<py::tuple> result;
+  for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs, stream_at(stream)); }))
+    result.push_back(sizes_of(shape));
+  return result;
+}
+
+// Of this module's program: the keys of the process groups whose channels are to be made, and this rank in each.
+std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
+  std::vector<std::pair<std::string, int64_t>> result;
+  for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
+    result.emplace_back(process_group.key, process_group.rank_in_group);
+  return result;
+}
+
+void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
+  std::map<std::string, ncclUniqueId> known;
+  for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
+  without_gil([&] { member.connect(table(), known, timeout); });
+}
+
+void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
+  std::map<std::string, ncclComm_t> given;
+  for (const auto& [axes, address] : communicators) given[axes] = reinterpret_cast<ncclComm_t>(address);
+  without_gil([&] { member.adopt(table(), given); });
+}
+
+std::string out_of_reach(hw::Member& member) {
+  return without_gil([&] { return member.out_of_reach(table()); });
+}
+
+// Why the ranks cannot reach each other's memory, or "".
+std::string connect_all(hw::Member& member, const py::bytes& id, double timeout) {
+  const ncclUniqueId all = id_of(id);
+  return without_gil([&] { return hw::GroupMemory::connect(member, all, timeout); });
+}
+
+// What DLPack's tensors are laid out as, in its header.
+struct DLTensor {
+  void* data;
+  int32_t device_type, device;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+// A contiguous array in DLPack's capsule, which keeps its owner.
+struct Lent {
+  DLManagedTensor managed;
+  Sizes shape;
+  py::object owner;
+};
+
+py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> device, Sizes shape, int code, int bits) {
+  auto* const lent = new Lent{{}, std::move(shape), std::move(owner)};
+  lent->managed.tensor = {.data = reinterpret_cast<void*>(address),
+                          .device_type = device.first,
+                          .device = device.second,
+                          .ndim = static_cast<int32_t>(lent->shape.size()),
+                          .code = static_cast<uint8_t>(code),
+                          .bits = static_cast<uint8_t>(bits),
+                          .lanes = 1,
+                          .shape = lent->shape.data(),
+                          .strides = nullptr,
+                          .byte_offset = 0};
+  lent->managed.context = lent;
+  lent->managed.deleter = [](DLManagedTensor* managed) {
+    const py::gil_scoped_acquire gil;
+    delete static_cast<Lent*>(managed->context);
+  };
+  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // whoever takes it renames it
+    if (!PyCapsule_IsValid(capsule, "dltensor")) return;
+    auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
+    managed->deleter(managed);
+  });
+}
+
+hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
+  std::vector<std::optional<void*>> pointers;
+  for (const std::optional<uintptr_t>& address : bound)
+    pointers.push_back(address ? std::optional(reinterpret_cast<void*>(*address)) : std::nullopt);
+  return hw::Table(std::move(pointers));
+}
+
+void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
+         const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule, hw::Graphs graphs) {
+  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
+  without_gil([&] { instance.run(schedule, bound, in, out, stream_at(stream), graphs); });
+}
+
+Holder<hw::Graph> capture(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
+                          const std::vector<uintptr_t>& outputs) {
+  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
+  return without_gil([&] { return Holder<hw::Graph>(instance.capture(bound, in, out).release()); });
+}
+
+void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, const hw::Schedule& schedule) {
+  without_gil([&] { instance.launch(schedule, graph, stream_at(stream)); });
+}
+
+// Each (address, bytes, device).
+using Arrays = std::vector<std::tuple<uintptr_t, size_t, int>>;
+
+std::vector<hw::Array> arrays_of(const Arrays& views) {
+  std::vector<hw::Array> arrays;
+  for (const auto& [address, bytes, device] : views) arrays.push_back({reinterpret_cast<void*>(address), bytes, device});
+  return arrays;
+}
+
+// Of each call its inputs and outputs.
+void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
+  std::vector<hw::StagedCalls::Call> all;
+  for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
+  without_gil([&] { staged.prepare(std::move(all)); });
+}
+
+std::map<std::string, py::bytes> measured_algorithms() {
+  std::map<std::string, py::bytes> result;
+  for (const auto& [problem, algorithm] : hw::measured_algorithms().known())
+    result[problem] = py::bytes(reinterpret_cast<const char*>(&algorithm), sizeof algorithm);
+  return result;
+}
+
+void set_measured_algorithms(const std::map<std::string, std::string>& algorithms) {
+  for (const auto& [problem, bytes] : algorithms) {
+    cublasLtMatmulAlgo_t algorithm;
+    if (bytes.size() != sizeof algorithm) throw hw::ArgumentError("an algorithm of " + std::to_string(bytes.size()) + " bytes");
+    std::memcpy(&algorithm, bytes.data(), sizeof algorithm);
+    hw::measured_algorithms().set(problem, algorithm);
+  }
+}
+
+// Calls made, calls done, and for how many seconds the first of the others has been waited for.
+py::tuple progress(hw::Instance& instance) {
+  const hw::Progress::State state = without_gil([&] { return instance.progress(); });
+  return py::make_tuple(state.made, state.done, state.waiting_seconds);
+}
 
 void raise(const char* type, const std::string& message) {
   const std::string text = std::string(table().name) + ": " + message;
@@ -36,8 +263,81 @@ PYBIND11_MODULE(hostweave_program, m) {
   m.attr("__doc__") = std::string("The program ") + table().name + " on " + table().mesh;
   m.attr("name") = table().name;
   m.attr("mesh") = table().mesh;
-
   m.attr("prepares_together") = table().prepares_together;
 
-  glue::bind_member(m);
+  py::class_<hw::Schedule>(m, "Schedule", py::module_local())
+      .def(py::init<bool, uint64_t, int, int, int, int, double>(), py::kw_only(), py::arg("seeded"), py::arg("seed"),
+           py::arg("picker"), py::arg("ordered_launches"), py::arg("buffered_sends"), py::arg("check_dependencies"),
+           py::arg("timeout_seconds"));
+
+  py::class_<hw::DeviceLease>(m, "DeviceLease", py::module_local());
+  py::class_<hw::Member, Holder<hw::Member>>(m, "Member", py::module_local())
+      .def(py::init<std::string, int, int64_t, int64_t, bool>(), py::arg("group"), py::arg("device"), py::arg("rank"),
+           py::arg("count"), py::arg("processes"))
+      .def_property_readonly("device", &hw::Member::device)
+      .def_property_readonly("stopped", &hw::Member::stopped)
+      .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+
+  m.def(  // of the module, whose program an error names; the member is one for all programs
+      "lease",
+      [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
+      py::arg("schedule"), py::arg("member"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
+  m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
+  m.def("new_id", new_id, py::arg("member"));
+  m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
+  m.def("missing_process_groups", missing_process_groups, py::arg("member"));
+  m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
+  m.def("out_of_reach", out_of_reach, py::arg("member"));
+  m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
+  m.def("connect_all", connect_all, py::arg("member"), py::arg("id"), py::arg("timeout"));
+  py::class_<hw::GroupMemory, Holder<hw::GroupMemory>>(m, "GroupMemory", py::module_local())
+      .def(py::init([](hw::Member& member, size_t bytes) {
+             return without_gil([&] { return Holder<hw::GroupMemory>(new hw::GroupMemory(member, bytes)); });
+           }),
+           py::arg("member"), py::arg("bytes"), py::keep_alive<1, 2>())
+      .def_property_readonly("address", [](const hw::GroupMemory& memory) { return reinterpret_cast<uintptr_t>(memory.data()); });
+  m.def("dlpack", dlpack, py::arg("owner"), py::arg("address"), py::arg("device"), py::arg("shape"), py::arg("code"),
+        py::arg("bits"));
+
+  m.def("blas_version", [] { return cublasLtGetVersion(); });
+  m.def("measured_algorithms", measured_algorithms);
+  m.def("set_measured_algorithms", set_measured_algorithms, py::arg("algorithms"));
+
+  py::enum_<hw::Graphs>(m, "Graphs", py::module_local())
+      .value("never", hw::Graphs::never)
+      .value("noted", hw::Graphs::noted)
+      .value("repeated", hw::Graphs::repeated)
+      .value("all", hw::Graphs::all);
+  py::class_<hw::Graph, Holder<hw::Graph>>(m, "Graph", py::module_local());
+  py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
+
+  py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
+      .def(py::init([](hw::Member& member, bool measures) {
+             return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table(), measures)); });
+           }),
+           py::arg("member"), py::arg("measures"), py::keep_alive<1, 2>())
+      .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"))
+      .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
+           py::arg("graphs"))
+      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))
+      .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
+      .def("progress", progress)
+      .def_property_readonly("graphs", &hw::Instance::graphs)
+      .def_property_readonly("unseen", &hw::Instance::unseen);
+
+  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init([](int ranks) {
+    return without_gil([&] { return Holder<hw::Gate>(new hw::Gate(ranks)); });
+  }));
+  py::class_<hw::Timing>(m, "Timing", py::module_local())
+      .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
+      .def_readonly("total_ms", &hw::Timing::total_ms);
+  py::class_<hw::StagedCalls, Holder<hw::StagedCalls>>(m, "StagedCalls", py::module_local())
+      .def(py::init([](hw::Instance& instance) {
+             return without_gil([&] { return Holder<hw::StagedCalls>(new hw::StagedCalls(instance)); });
+           }),
+           py::arg("instance"), py::keep_alive<1, 2>())
+      .def("prepare", stage, py::arg("calls"))
+      .def("run", &hw::StagedCalls::run, py::arg("schedule"), py::arg("poison"), py::call_guard<py::gil_scoped_release>())
+      .def("measure", &hw::StagedCalls::measure, py::arg("schedule"), py::arg("warmups"), py::arg("repetitions"), py::arg("gate"),
+           py::call_guard<py::gil_scoped_release>());
 }

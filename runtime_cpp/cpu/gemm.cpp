@@ -206,12 +206,12 @@ void run(const Gemm& g) {
 
 }  // namespace hostweave::cpu
 
-void hw_cpu_multiply(const float* a, bool a_transposed, const float* b, bool b_transposed, float* c, std::int64_t m,
-                     std::int64_t n, std::int64_t k, float alpha, float beta) {
+void hw_cpu_multiply(const float* a, std::int64_t a_pitch, const float* b, std::int64_t b_pitch, bool b_transposed, float* c,
+                     std::int64_t c_pitch, std::int64_t m, std::int64_t n, std::int64_t k, float beta) {
   using namespace hostweave::cpu;
   Gemm g;  // of column-major matrices: c' = b' a'
-  g.transpose_a = b_transposed, g.transpose_b = a_transposed;
-  g.m = n, g.n = m, g.k = k, g.alpha = alpha, g.beta = beta;
+  g.transpose_a = b_transposed;
+  g.m = n, g.n = m, g.k = k, g.beta = beta;
   use_one_thread();
-  multiply<float>(g, {b, b_transposed ? k : n}, {a, a_transposed ? m : k}, {c, n});
+  multiply<float>(g, {b, b_pitch}, {a, a_pitch}, {c, c_pitch});
 }

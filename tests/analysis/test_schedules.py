@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_programs import NAMES, program
+from interpret import _Rank, _World, interpret
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import _Rank, _World, interpret
 from hostweave.check.match_collectives import meetings
 from hostweave.check.operations import Instances, Operation, Stream
 from hostweave.check.simulate import instantiate

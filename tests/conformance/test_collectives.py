@@ -12,10 +12,10 @@ import host_text
 import ml_dtypes  # noqa: F401  its import teaches NumPy bf16 and f8
 import numpy as np
 import pytest
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.check.interpret import interpret
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.rules.communication import REDUCTIONS
 from hostweave.transports.transport import DEFAULT, find_transport

@@ -37,10 +37,10 @@ import host_text
 import ml_dtypes  # noqa: F401  its import teaches NumPy bf16
 import numpy as np
 import pytest
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.check.interpret import interpret
 from hostweave.types.numpy_dtypes import numpy_dtype
 
 Array = NDArray[Any]

@@ -12,10 +12,10 @@ from math import lcm
 
 import numpy as np
 import pytest
+from interpret import interpret
 from test_reshards import Array, arrays, compare, kinds_of, traced
 
 import hostweave as hw
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
 from hostweave.pipeline import lower

@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
+from interpret import interpret
 
 import hostweave as hw
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from interpret import interpret
 
 from hostweave.api import compile
-from hostweave.check.interpret import interpret
 from hostweave.host_ir.ir import HostProgram
 
 COPIES = """

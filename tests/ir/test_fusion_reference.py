@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from example_programs import all_fusions, fusions, more_fusions, pipelines
+from interpret import interpret
 from numpy.typing import NDArray
 from whole_programs import random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
-from hostweave.check.interpret import interpret
 from hostweave.cli.tolerance import tolerance
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS

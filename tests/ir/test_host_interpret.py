@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from host_programs import NAMES, RANKS, program
+from interpret import interpret
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ArgumentError, ExecutionError
-from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import block_of, global_shape

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interpret import interpret
 from whole_programs import expect_every_way, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram

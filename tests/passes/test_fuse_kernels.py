@@ -8,9 +8,9 @@ from typing import Any
 import host_text
 import numpy as np
 import pytest
+from interpret import interpret
 
 import hostweave as hw
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from interpret import interpret
 from whole_programs import compiled, expect, fusion_of, integer_arrays
 
 import hostweave as hw
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.check.match_collectives import meetings
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from interpret import interpret
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options

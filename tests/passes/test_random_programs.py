@@ -23,6 +23,7 @@ from random_fusions import (
     of_sums,
     parts,
     turned_in_a_loop,
+    wider,
     without_kernels,
 )
 
@@ -46,6 +47,16 @@ def is_right(seed: int) -> bool:
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.8 * len(seeds)  # the others are refused
+
+
+@pytest.mark.parametrize("seeds", parts(100, 10000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_wider_programs(seeds: range) -> None:
+    def is_right(seed: int) -> bool:
+        generator = wider(seed)
+        return computes(generator, generator.fusion(), seed)
+
+    assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
 NOT_MADE = {"Barrier", "Gather", "Scatter"}  # by any pass: for host programs of users

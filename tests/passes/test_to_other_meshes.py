@@ -8,10 +8,10 @@ import host_text
 import numpy as np
 import pytest
 from fusion_text import check, fusion
+from interpret import interpret
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.resharding import plan
 from hostweave.host_ir import ir, tree

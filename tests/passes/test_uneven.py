@@ -39,17 +39,17 @@ def test_names(inputs: str, ops: str, uneven: tuple[str, ...]) -> None:
             "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
             "text:2: all_gather: 4 ranks cannot share dim 10@x evenly, as a stream needs; pad it to 12",
         ),
-        (
-            "%x: f32[10@x, 4]",
-            "%y: f32[40@x] = reshape(%x)",
-            "text:2: reshape: 4 ranks cannot share dim 10@x evenly, as a reshape that splits or merges it needs; pad it to 12",
-        ),
     ],
 )
 def test_ints_that_must_divide(inputs: str, ops: str, message: str) -> None:
     with pytest.raises(ProgramError) as caught:
         lower(fusion(inputs, ops, mesh="x=4"), Options())
     assert str(caught.value) == message
+
+
+def test_a_reshape_that_merges_what_does_not_divide_has_it_gathered() -> None:
+    program = lower(fusion("%x: f32[10@x, 4]", "%y: f32[40@x] = reshape(%x)", mesh="x=4"), Options())
+    assert "all_gather %x -> %x_gathered along 0 on x" in str(program)
 
 
 def test_ints_that_need_not() -> None:

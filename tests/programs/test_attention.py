@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from interpret import interpret
 from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError, ProgramError
 from hostweave.build import cuda
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree

@@ -8,12 +8,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from interpret import interpret
 from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.cuda import gpus
-from hostweave.check.interpret import interpret
 from hostweave.check.run import compiled as evaluated
 from hostweave.check.run import coordinates
 from hostweave.fusion_ir.ir import Fusion

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check as check_host
-from hostweave.check.interpret import interpret
 from hostweave.cli.notes import costly_choices
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from interpret import interpret
 from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower

@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.build.cuda import gpus
 from hostweave.check.check import check as check_host
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.pipeline import lower

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from interpret import interpret
 from whole_programs import ONE_SIDED, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir import ir, tree

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention_cases import keys_in_a_loop
+from interpret import interpret
 from whole_programs import compiled, fusion_of, integer_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.check import check
-from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const

@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_here import needs_cuda
+from interpret import interpret
 from whole_programs import compiled, lowered
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, BuildError, ExecutionError, ProgramError
-from hostweave.check.interpret import interpret
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram

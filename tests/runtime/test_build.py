@@ -144,7 +144,7 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_parts_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "NATIVE", tmp_path)
+    monkeypatch.setattr(toolchain, "INSTALLED", (tmp_path / "libhostweave_cpu.so",))
     with pytest.raises(BuildError) as error:
         hw.compile(doubled).build()
     missing = tmp_path / "libhostweave_cpu.so"

@@ -16,7 +16,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
-from hostweave.build.toolchain import ENQUEUING, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain, glue
+from hostweave.build.toolchain import ENQUEUING, GLUE, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain
 
 CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
@@ -73,7 +73,7 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         get_or_make(entries[file], partial(shutil.copy, folder / _object(file)))
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
-    run_together([toolchain.link([*objects, *map(str, glue())], MODULE_FILE, libraries())], folder)
+    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, libraries())], folder)
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

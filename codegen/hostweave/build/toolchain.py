@@ -19,6 +19,8 @@ from hostweave.build.nvrtc import Unit
 MODULE_FILE = "hostweave_program.so"
 # The files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them, and as long again for two as for one.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
+GLUE = NATIVE / "glue" / "module.cpp.o"  # what makes a Python module of a program's objects
+INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
@@ -60,7 +62,7 @@ class Toolchain:
     @cached_property
     def stamp(self) -> str:
         """Changes when the compiler, the libraries, the Python ABI or the GPU's architecture change. Starts no process."""
-        files = (self.compiler, *native(), *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
+        files = (self.compiler, *INSTALLED, *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
 
@@ -92,19 +94,9 @@ def openblas_root() -> Path:
     return Path(spec.origin).parent
 
 
-def glue() -> tuple[Path, ...]:
-    """The objects that make a Python module of a program's objects."""
-    return tuple(NATIVE / "glue" / f"{name}.cpp.o" for name in ("member", "module"))
-
-
-def native() -> tuple[Path, ...]:
-    """What the installation built."""
-    return (NATIVE / "libhostweave_cpu.so", *glue())
-
-
 def require_native() -> None:
     """Raises BuildError where the installation has not built its own parts."""
-    for path in native():
+    for path in INSTALLED:
         if not path.is_file():
             raise BuildError(f"{path} is not there: hostweave is used from a source tree that is not built; pip install .")
 

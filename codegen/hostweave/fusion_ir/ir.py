@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from hostweave.base.errors import Location
+from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
 from hostweave.types.mesh import Mesh
@@ -180,6 +180,10 @@ class Fusion:
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"
+        raise ProgramError(f"@{self.name}: a fusion is no function of arrays or tensors; {remedy}", Location.of_caller())
 
     def values(self) -> dict[str, Value]:
         """Every value by name, in order of definition."""

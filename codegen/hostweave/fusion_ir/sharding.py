@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
@@ -91,17 +91,17 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             into[label] = free
             used.update(free)
 
-    pairs = [
-        [(label, dim) for label, dim in zip(labels, type.dims, strict=True) if label and dim.axes]
-        for labels, type in zip(indices.operands, operands, strict=True)
-    ]
     walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # the dims of each label
-    for labels, type in zip(indices.operands, operands, strict=True):
-        for label, dim in zip(labels, type.dims, strict=True):
-            walked.setdefault(label, []).append(dim)
+    labelled = [list(zip(labels, type.dims, strict=True)) for labels, type in zip(indices.operands, operands, strict=True)]
+    for label, dim in chain.from_iterable(labelled):
+        walked.setdefault(label, []).append(dim)
+    pairs = [
+        [(label, dim) for label, dim in dims if label and dim.axes and all(divides_alike(dim, other, mesh) for other in walked[label])]
+        for dims in labelled
+    ]
     for dims in reversed(pairs) if definition.last_is_first else pairs:
         for label, dim in dims:
-            if label in kept and all(divides_alike(dim, other, mesh) for other in walked[label]):
+            if label in kept:
                 claim(claimed, label, _shared(indices, label, dim.axes, mesh))
     for dims in pairs:
         for label, dim in dims:
@@ -166,10 +166,11 @@ def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """Whether another dim of the same index can be split as one is; in zigzag where it has as many of the other's elements in each."""
+    """Whether another dim of the same index can be split as one is: evenly, if it has more elements for each of that, or fewer; in zigzag
+    where it has as many of the other's elements in each."""
     if dim.size == other.size:
         return True
     if isinstance(dim.axes, Zigzag) and not other.size.is_int:
         times = other.size.divided_by(dim.size)
         return times is not None and times.divisor == 1
-    return divides(dim.axes, other, mesh)
+    return divides(dim.axes, dim, mesh) and divides(dim.axes, other, mesh)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
+from hostweave.base.signatures import checked
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
@@ -47,6 +48,7 @@ _making = threading.Lock()
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
+@checked
 def init(
     provider: Provider | None = None,
     group: str = "default",

@@ -107,8 +107,8 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
 // For kernels: calls run(closure, i) for each i below count, on idle workers, too.
 void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure);
 
-// For kernels: row-major c[m, n] = alpha a[m, k] b[k, n] + beta c, on the calling thread. An operand may lie transposed.
-void hw_cpu_multiply(const float* a, bool a_transposed, const float* b, bool b_transposed, float* c, int64_t m, int64_t n,
-                     int64_t k, float alpha, float beta);
+// For kernels: row-major c[m, n] = a[m, k] b[k, n] + beta c, on the calling thread; b may lie transposed.
+void hw_cpu_multiply(const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, bool b_transposed, float* c,
+                     int64_t c_pitch, int64_t m, int64_t n, int64_t k, float beta);
 
 }  // extern "C"

@@ -1,8 +1,14 @@
 // Tiles of operands of attention's kernels, and products of them in f32: by tensor cores those of 16 bits. All threads of a block
-// share a tile of scores, or of as many rows of results: which of it is a thread's, Products<T> says.
+// share a tile of scores, or of as many rows of results: which of it is a thread's, Products<T> says. On the CPU device a block
+// is one thread, which has all that is there.
 #pragma once
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
+#ifndef __CUDACC__
+#include <hostweave_cpu.h>
+
+#include <type_traits>
+#endif
 
 namespace hw {
 namespace {
@@ -16,11 +22,11 @@ struct Tile {
   int64_t pitch, rows, size;
   bool is_aligned;  // and can be read 16 bytes at once, that begin at multiples of 8 elements
 
-  __device__ bool has(int64_t row, int64_t column) const { return row < rows && column < size; }
-  __device__ const T* at(int64_t row, int64_t column) const { return base + row * pitch + column; }
+  HW_DEVICE bool has(int64_t row, int64_t column) const { return row < rows && column < size; }
+  HW_DEVICE const T* at(int64_t row, int64_t column) const { return base + row * pitch + column; }
 
   // Eight elements of a row, with zeros behind its end.
-  __device__ Values<T, 8> eight(int64_t row, int64_t first) const {
+  HW_DEVICE Values<T, 8> eight(int64_t row, int64_t first) const {
     Values<T, 8> result = filled<8>(static_cast<T>(0.f));
     if (is_aligned) {
       if (has(row, first)) result = load<8>(at(row, first));
@@ -43,7 +49,7 @@ template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
   const bool is_aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0 && x.row_stride * sizeof(T) % 16 == 0 && size % 8 == 0;
-  return {base, x.row_stride, min(int64_t{kTileSide}, end - first), size, is_aligned};
+  return {base, x.row_stride, Sight::least(kTileSide, end - first), size, is_aligned};
 }
 
 // Of kWidth columns what a thread has.
@@ -52,11 +58,32 @@ using Part = float[Products::kRows][kWidth / 16 * Products::kOf16];
 
 template <int kColumns, int kRows>
 __device__ void clear(float (&x)[kRows][kColumns]) {
-#pragma unroll
+  HW_UNROLL
   for (auto& row : x) {
-#pragma unroll
+    HW_UNROLL
     for (float& each : row) each = 0;
   }
+}
+
+#ifdef __CUDACC__
+
+HW_DEVICE void wait_for_threads() { __syncthreads(); }
+
+// The sums of the products of each row's elements.
+template <class T>
+__device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
+  constexpr int kLanes = kAttentionThreads / kTileSide;
+  const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  float sum = 0;
+#pragma unroll 2
+  for (int64_t column = lane * 8; column < a.size; column += kLanes * 8) {
+    const auto left = a.eight(row, column), right = b.eight(row, column);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += static_cast<float>(left[i]) * static_cast<float>(right[i]);
+  }
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  if (lane == 0) sums[row] = sum;
 }
 
 // Adds a product of matrices of 16 x 16 and 16 x 8 to what a thread has of one of 16 x 8.
@@ -78,8 +105,14 @@ class Products {
   static constexpr int kRows = 2, kOf16 = 2;
   using Scores = Part<Products, kTileSide>;
 
+  // Which row, or column, of a tile is a thread's next one, and how many it has, of those that are there and others.
   __device__ static int row(int i) { return strip() + threadIdx.x % 32 / 4 + 8 * i; }
   __device__ static int column(int j) { return 16 * (j / 2) + half() + threadIdx.x % 4 * 2 + j % 2; }
+  __device__ static constexpr int rows(int64_t) { return kRows; }
+  template <int kWidth>
+  __device__ static constexpr int columns(int64_t) {
+    return kWidth / 16 * kOf16;
+  }
 
   // Rows of a by rows of b.
   __device__ void multiply(Scores& scores, const Tile<T>& a, const Tile<T>& b) {
@@ -218,6 +251,11 @@ class Products<float> {
 
   __device__ static int row(int i) { return threadIdx.x / 16 + 16 * i; }
   __device__ static int column(int j) { return threadIdx.x % 16 + 16 * j; }
+  __device__ static constexpr int rows(int64_t) { return kRows; }
+  template <int kWidth>
+  __device__ static constexpr int columns(int64_t) {
+    return kWidth / 16 * kOf16;
+  }
 
   __device__ void multiply(Scores& scores, const Tile<float>& a, const Tile<float>& b) {
     clear(scores);
@@ -282,6 +320,72 @@ class Products<float> {
   float a_[kDepth][kTileSide + 1], b_[kDepth][kTileSide + 1];  // transposed, with a column for the banks
   float weights_[kTileSide][kTileSide + 1];
 };
+
+#else
+
+HW_DEVICE void wait_for_threads() {}
+
+template <class T>
+void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    sums[row] = 0;
+    for (int64_t i = 0; i < a.size; ++i) sums[row] += static_cast<float>(*a.at(row, i)) * static_cast<float>(*b.at(row, i));
+  }
+}
+
+// A thread has the rows and columns that are there. Operands of 16 bits are widened first.
+template <class T>
+class Products {
+ public:
+  static constexpr int kRows = kTileSide, kOf16 = 16;
+  using Scores = Part<Products, kTileSide>;
+
+  static int row(int i) { return i; }
+  static int column(int j) { return j; }
+  static int rows(int64_t count) { return static_cast<int>(Sight::least(count, kRows)); }
+  template <int kWidth>
+  static int columns(int64_t count) {
+    return static_cast<int>(Sight::least(count, kWidth));
+  }
+
+  void multiply(Scores& scores, const Tile<T>& a, const Tile<T>& b) {
+    const Tile<float> left = floats_of(a, a_), right = floats_of(b, b_);
+    hw_cpu_multiply(left.base, left.pitch, right.base, right.pitch, true, scores[0], kTileSide, a.rows, b.rows, a.size, 0);
+    rows_ = a.rows;
+  }
+  void keep(const Scores& scores) { weights_ = scores; }
+
+  template <int kWidth>
+  void add_weighted(Part<Products, kWidth>& sums, const Tile<T>& x) {
+    const Tile<float> right = floats_of(x, b_);
+    hw_cpu_multiply(weights_[0], kTileSide, right.base, right.pitch, false, sums[0], kWidth, rows_, x.size, x.rows, 1);
+  }
+
+  template <class Combine>
+  void combine(float (&)[kRows], Combine) {}
+
+  auto floats() { return scratch_; }
+
+ private:
+  using Floats = float[kTileSide * kMostHead];
+
+  static Tile<float> floats_of(const Tile<T>& x, Floats& floats) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (x.pitch >= x.size) return x;  // as BLAS takes it
+    }
+    for (int64_t row = 0; row < x.rows; ++row) {
+      for (int64_t i = 0; i < x.size; ++i) floats[row * x.size + i] = static_cast<float>(*x.at(row, i));
+    }
+    return {floats, x.size, x.rows, x.size, false};
+  }
+
+  Floats a_, b_;
+  float scratch_[kTileSide][kTileSide];
+  const float (*weights_)[kTileSide];
+  int64_t rows_;
+};
+
+#endif
 
 }  // namespace
 }  // namespace hw

@@ -4,10 +4,12 @@
 #ifdef __CUDACC__
 #define HW_DEVICE __device__ inline
 #define HW_NOINLINE __device__ __noinline__
+#define HW_SHARED __shared__
 #define HW_UNROLL _Pragma("unroll")  // a loop, in headers that compilers without it read, too
 #else
 #define HW_DEVICE inline
 #define HW_NOINLINE inline
+#define HW_SHARED
 #define HW_UNROLL
 #endif
 

@@ -18,11 +18,11 @@ from hostweave.fusion_ir.frontend.indexing import Index, indexed
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, Fusion, Op, Scalar, Stream, Value
-from hostweave.fusion_ir.ops import OPS, infer_type, needs_whole, operand_types
+from hostweave.fusion_ir.ops import OPS, fits, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import DType, TensorType
+from hostweave.types.tensor import DType, TensorType, f64
 
 _KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
 
@@ -246,6 +246,7 @@ class _Trace:
         self.named: dict[str, Tensor] = {}  # what the user named
         self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
         self.types: dict[str, TensorType] = {}
+        self.is_traced = False
 
     def add(self, op: Op | None, type: TensorType, pinned: bool, name: str | None = None) -> Tensor:
         number = str(len(self.tensors))
@@ -261,6 +262,8 @@ class _Trace:
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
             raise ProgramError(f"{kind}: the tensors belong to different fusions; pass one of them in as an input", location)
+        if self.is_traced:
+            raise ProgramError(f"{kind}: the function of {known[0].type} has returned; compute in it, or with what a run gives", location)
         if target is not None:
             target = placed_on(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
         self.look_at_variables()
@@ -321,9 +324,9 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
     """A number as the tensors beside it take it."""
     if isinstance(number, bool):
         return number
-    if isinstance(number, float) or is_float:
+    if isinstance(number, float):
         return math.nan if math.isnan(number) else float(number)
-    return int(number)
+    return float(number) if is_float and fits(number, f64) else int(number)
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:

@@ -73,6 +73,7 @@ def traced(
             trace.name(result, unique_name("y", trace.named))
     finished = replace(_finished(name, trace, outputs), donated=donated)
     verify_fusion(finished)
+    trace.is_traced = True
     return finished
 
 
@@ -89,6 +90,9 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
     """
     here = f"{word} @{name_of(function) or 'program'}"
     declared = inspect.signature(function).parameters.values()
+    for p in declared:
+        if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
+            raise ProgramError(f"{here}: inputs are passed by name, so that {p} cannot be one; write a plain x", location)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared)
     named = [p.name for p in declared if p.kind is not p.VAR_KEYWORD and (p.default is p.empty or p.name in inputs)]
     for name in (names := list(dict.fromkeys((*named, *inputs)))):

@@ -48,7 +48,7 @@ def fits(number: Scalar, dtype: DType) -> bool:
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":
-        return True
+        return isinstance(number, float) or abs(number) < 1 << 1023  # which is a float
     bits = 8 * dtype.itemsize - (dtype.kind == "int")
     return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
 

@@ -1,0 +1,118 @@
+"""Attention of which nobody thought: sizes, groups of heads, masks and shardings by seeds, forward and backward, on 1 to 8 ranks.
+
+It rounds, so that it is compared within a tolerance, and is no op of the other random programs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from interpret import interpret
+from random_fusions import parts
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.check.check import check
+from hostweave.fusion_ir.reference import run_reference
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.tensor import TensorType, block_of, holds
+
+MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 8}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4})
+REFUSED = ("are in zigzag, and there are", "cannot be shared evenly", "choose sizes that it divides")
+
+
+class Case:
+    """A mesh, sizes, inputs and masks."""
+
+    def __init__(self, seed: int):
+        self.random = random = Random(seed)
+        self.mesh = hw.Mesh(**random.choice(MESHES))
+        groups, of_group, self.size = random.choice([1, 2, 3, 4]), random.choice([1, 1, 2]), random.choice([4, 8, 16])
+        keys = random.choice(["S", "T"])  # as many as rows, or another number
+        self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
+        self.batch = random.choice([[], ["B"]])
+        heads, columns = groups * of_group, random.choice([8, self.size])
+        self.inputs = {
+            "query": self.input(heads, "S", self.size),
+            "key": self.input(groups, keys, self.size),
+            "value": self.input(groups, keys, columns),
+        }
+        self.causal = random.choice([None, "top_left", "bottom_right"])
+        self.window = random.choice([None, 1, 3, 10]) if self.causal else None
+        mask = random.choice(["", "", "lengths", "bias", *(["offsets"] if keys == "S" else [])])
+        rows = random.choice([1, "S"])
+        types = {
+            "lengths": hw.i32[(*self.batch,)],
+            "offsets": hw.i32[(*self.batch, 4)],
+            "bias": hw.f32[(*(random.choice([1, size]) for size in self.batch), random.choice([1, heads]), rows, keys)],
+        }
+        self.masks = {mask: types[mask]} if mask else {}
+        self.backward = {"gradient": self.input(heads, "S", columns)} if random.random() < 0.5 else {}
+
+    def input(self, heads: int, rows: str, size: int) -> TensorType:
+        axes = [name for name, _ in self.mesh.axes]
+        self.random.shuffle(axes)
+        dims: list[Any] = [*self.batch, heads, rows]
+        for i, often in enumerate((*([0.25] * len(self.batch)), 0.3, 0.5)):
+            own = tuple(axes.pop() for _ in tuple(axes) if self.random.random() < often)
+            in_pieces = dims[i] == rows and self.sizes[rows] % (2 * self.mesh.size_of(own)) == 0 and self.random.random() < 0.6
+            if own:
+                dims[i] = f"{dims[i]}@zigzag({','.join(own)})" if in_pieces else f"{dims[i]}@{','.join(own)}"
+        return hw.f32[(*dims, size)]
+
+    def fusion(self) -> hw.Fusion:
+        def attention(query, key, value, gradient=None, **masks):  # type: ignore[no-untyped-def]
+            how = {"causal": self.causal, "window": self.window, "enable_gqa": True, **masks}
+            y, lse = hw.attention(query, key, value, **how)
+            return (y, lse, *(hw.attention_backward(query, key, value, y, gradient, lse, **how) if self.backward else ()))
+
+        return hw.fusion(mesh=self.mesh, **self.inputs, **self.masks, **self.backward)(attention)
+
+    def arrays(self, fusion: hw.Fusion, seed: int) -> dict[str, Any]:
+        random = np.random.default_rng(seed)
+        shapes = {value.name: [size.bind(self.sizes) for size in value.type.shape] for value in fusion.inputs}
+        arrays: dict[str, Any] = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        keys = shapes["key"][-2]
+        if "lengths" in arrays:
+            arrays["lengths"] = random.integers(1, keys + 1, shapes["lengths"]).astype(np.int32)
+        if "offsets" in arrays:
+            arrays["offsets"] = np.sort(random.integers(0, keys + 1, shapes["offsets"]), -1).astype(np.int32)
+        return arrays
+
+
+def is_right(seed: int) -> bool:
+    """Whether there is such a program, of these sizes. Fails where it computes something else, or is refused for no known reason."""
+    case = Case(seed)
+    try:
+        fusion = case.fusion()
+        host = lower(fusion, Options(transport=case.random.choice(["auto", "one_sided"]), sizes=case.random.choice([{}, case.sizes])))
+        assert HostProgram.parse(str(host)) == host
+        check(host)
+        arrays = case.arrays(fusion, seed)
+        ranks = interpret(host, arrays)
+    except (ArgumentError, ProgramError) as error:
+        if any(why in str(error) for why in REFUSED):
+            return False
+        raise
+    with np.errstate(all="ignore"):
+        wanted = run_reference(fusion, arrays)
+    for parameter, want in zip(host.outputs, wanted, strict=True):
+        for rank, results in enumerate(ranks):
+            if holds(parameter.type, host.mesh, rank):
+                block = want[block_of(parameter.type, host.mesh, rank, want.shape)]
+                message = f"seed {seed}, rank {rank}\n{fusion}"
+                np.testing.assert_allclose(results[parameter.name], block, rtol=2e-4, atol=2e-4, err_msg=message)
+    return True
+
+
+@pytest.mark.parametrize("seeds", parts(80, 6000), ids=str)
+def test_random_attention(seeds: range) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", hw.errors.OverlapWarning)
+        assert sum(map(is_right, seeds)) > 0.6 * len(seeds)
