@@ -9,9 +9,9 @@ __device__ float activated(float x, Activation activation) {
   return x;
 }
 
-template <bool kTransposed, class T, class Result>
+template <bool kTransposed, int kThreads, class T, class Result>
 __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) {
-  few_rows<kTransposed>(p, [&](int64_t i, int64_t j, const float (&sums)[1]) {
+  few_rows<kTransposed, kThreads>(p, [&](int64_t i, int64_t j, const float (&sums)[1]) {
     const int64_t at = i * end.pitch + j;
     float sum = end.scale * sums[0];
     if (end.accumulate) sum += static_cast<float>(end.accumulate[at]);
@@ -21,13 +21,17 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
 }
 
 // No templates: nvcc gives those no name that another file can launch them by.
-#define HW_PRODUCTS(T, Result)                                                                                                  \
-  __global__ void __launch_bounds__(kProductThreads, 2) multiply_few_rows(FewRows<T, 1> p, ProductEnd<Result> end) {            \
-    multiply<false>(p, end);                                                                                                    \
-  }                                                                                                                             \
-  __global__ void __launch_bounds__(kProductThreads, 2) multiply_few_rows_transposed(FewRows<T, 1> p, ProductEnd<Result> end) { \
-    multiply<true>(p, end);                                                                                                     \
+#define HW_PRODUCT(name, T, Result, kTransposed, kThreads)                                                                     \
+  __global__ void __launch_bounds__(kThreads, kLargeProductThreads / kThreads) name(FewRows<T, 1> p, ProductEnd<Result> end) { \
+    multiply<kTransposed, kThreads>(p, end);                                                                                   \
   }
+#define HW_PRODUCTS(T, Result)                                     \
+  HW_PRODUCT(multiply_few_rows, T, Result, false, kProductThreads) \
+  HW_PRODUCT(multiply_few_rows_transposed, T, Result, true, kProductThreads)
+// What a block keeps of its warps is twice as much, which would leave the others less of the cache if one kernel were both.
+#define HW_LARGE_PRODUCTS(T, Result)                                                    \
+  HW_PRODUCT(multiply_few_rows_by_large_blocks, T, Result, false, kLargeProductThreads) \
+  HW_PRODUCT(multiply_few_rows_transposed_by_large_blocks, T, Result, true, kLargeProductThreads)
 
 // The paragraphs below are compiled each by itself.
 
@@ -40,5 +44,15 @@ HW_PRODUCTS(f16, f16)
 HW_PRODUCTS(f16, float)
 
 HW_PRODUCTS(float, float)
+
+HW_LARGE_PRODUCTS(bf16, bf16)
+
+HW_LARGE_PRODUCTS(bf16, float)
+
+HW_LARGE_PRODUCTS(f16, f16)
+
+HW_LARGE_PRODUCTS(f16, float)
+
+HW_LARGE_PRODUCTS(float, float)
 
 }  // namespace hw

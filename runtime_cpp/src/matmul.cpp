@@ -131,13 +131,12 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// Elements: larger weights cuBLASLt's kernels read as fast as those of few rows, or faster (`hostweave bench few_rows`). Those it
-// has for one row are slower, up to twice as large weights (`hostweave bench decode`).
-constexpr int64_t kMostWeights = int64_t{1} << 24, kMostWeightsOfOneRow = 2 * kMostWeights;
+// Elements: larger weights cuBLASLt's kernels read as fast as those of few rows, or faster (`hostweave bench few_rows`).
+constexpr int64_t kMostWeights = int64_t{1} << 26;
 
 // Whether kernels of ours take the problem: one product of few whole rows.
 bool has_few_rows(const Problem& p) {
-  if (p.a.columns * p.b.columns > (p.a.rows == 1 ? kMostWeightsOfOneRow : kMostWeights)) return false;
+  if (p.a.columns * p.b.columns > kMostWeights) return false;
   return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
 }
 

@@ -74,16 +74,23 @@ constexpr Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
 // A block for each tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
-// A cluster of blocks for each kProductColumns columns of a product of few rows: as many as run at once, and have something to
+// A cluster of blocks for each kProductColumns columns of products of few rows: as many as run at once, and have something to
 // do. Larger clusters do not fill every group of multiprocessors, so of these some room is left.
+template <int kThreads = kProductThreads>
 constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
+  constexpr int64_t kSize = kThreads / kProductThreads, kAtOnce = kProductsAtOnce / kSize;
   const int64_t clusters = ceil_div(columns, kProductColumns);
   int cluster = kMostBlocks;
-  while (cluster > 1 &&
-         (clusters * cluster > kProductsAtOnce - (cluster > 2 ? 24 : 0) || depth < 2 * cluster * kProductThreads)) {
+  while (cluster > 1 && (clusters * cluster > kAtOnce - (cluster > 2 ? 24 / kSize : 0) || depth < 2 * cluster * kThreads)) {
     --cluster;
   }
-  return {clusters * cluster, kProductThreads, cluster};
+  return {clusters * cluster, kThreads, cluster};
+}
+
+// Of one product: pairs of large blocks, where these are more threads that run at once.
+constexpr Grid grid_of_product(int64_t columns, int64_t depth) {
+  const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
+  return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
 // What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument

@@ -14,5 +14,6 @@ constexpr int kFewRows = 8;           // at most, of a product that takes as lon
 constexpr int kProducts = 4;          // at most, of one operand, which one kernel computes
 constexpr int kProductColumns = 64;   // of a block
 constexpr int kProductThreads = 256;  // of a block, two of which a multiprocessor holds
+constexpr int kLargeProductThreads = 2 * kProductThreads;
 
 }  // namespace hw
