@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
+from interpret import interpret
 from numpy.typing import NDArray
 
 import hostweave as hw
-from hostweave.check.interpret import interpret
 from hostweave.check.sizes import minimal_sizes
 from hostweave.cli.tolerance import Tolerance, tolerance_of
 from hostweave.fusion_ir.ir import Fusion
