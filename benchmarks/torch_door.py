@@ -187,7 +187,7 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
     with torch.no_grad():
         ours = hostweave.torch.compile(_model(ranks, 2).eval(), hw.Mesh(tp=ranks), plan(2), (x,))
         ours(local)
-        captured = ours._part._bound[rank][0].capture(local)
+        captured = ours.capture(local)
         for name, call in (("a captured forward", captured), ("a forward", partial(ours, local))):
             call()
             times = []

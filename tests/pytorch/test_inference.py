@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -153,6 +154,36 @@ def test_ranks_of_a_group_call_it() -> None:
 
     for got in threads.run(rank_main):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
+def test_calls_are_captured(plan: str) -> None:
+    """By `capture`, beside calls, with what was written to parameters; and by themselves where their arrays come again."""
+    module, arrays, weights = nn.Linear(8, 4).eval(), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
+    of = hw.Mesh(tp=2), {"weight": plan}, (arrays[0],)
+    model, by_itself = (hostweave.torch.compile(module, *of, options=hw.Options(graph=graph)) for graph in (None, "auto"))
+    threads, following = hw.Threads(2), iter(weights)
+    written = threading.Barrier(2, lambda: module.weight.copy_(next(following)))
+
+    def rank_main(rank: int) -> list[Any]:
+        hw.init(threads)
+        x, found = arrays[0].clone(), []
+        with torch.no_grad():
+            step = model.capture(x)
+            for array in arrays:
+                written.wait()
+                x.copy_(array)
+                assert step() is step.outputs
+                for _ in range(8):
+                    last = by_itself(x)
+                found.append([step.outputs.clone(), model(x), last])
+        return found
+
+    want = [nn.functional.linear(x, weight, module.bias).detach() for x, weight in zip(arrays, weights, strict=True)]
+    for found in threads.run(rank_main):
+        for got, one in zip(found, want, strict=True):
+            for result in got:
+                torch.testing.assert_close(result, one)
 
 
 class Pooled(nn.Module):

@@ -160,6 +160,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
     "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
+    "captured without a group": (
+        lambda c: c.capture(X, 2.0),
+        "Layer: capture: without a group all ranks run in this process, .*; call hw.init on each rank",
+    ),
 }
 
 

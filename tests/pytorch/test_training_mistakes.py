@@ -218,6 +218,7 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
     "evaluated": (evaluated, r"Layer: was compiled for train\(\) and is changed; compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
     "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted"),
+    "captured": (lambda call: call.capture(X), r"Layer: capture: is compiled for training, .*; pass options=hw.Options\(graph="),
     "structure": (lambda call: call(X, 2.0), "Layer: the arguments have another structure than example_inputs; pass as many"),
 }
 

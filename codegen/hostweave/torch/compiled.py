@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from hostweave.api import Program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
+from hostweave.runtime.local import Captured
 from hostweave.torch.graph import Graph
 from hostweave.types.tensor import shard
 
@@ -45,13 +46,23 @@ class Part:
         """The results for this rank's blocks, or for global tensors where all ranks are in this process."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
+        self._renew(copies, rank)
+        given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
+        made = program(**given, group=group) if group else program.run(**given)
+        return made if isinstance(made, tuple) else (made,)
+
+    def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Callable[[], None]]:
+        """A call of this rank as a graph, and what is called before each launch of it."""
+        program, copies = self._bound.get(group.rank) or self._bind(group.rank)
+        self._renew(copies, group.rank)
+        given: dict[str, Any] = {**arrays}
+        return program.capture(**given, group=group), lambda: self._renew(copies, group.rank)
+
+    def _renew(self, copies: list[Copied], rank: int | None) -> None:
         for one in copies:
             if one.version != (now := [_version(one.tensor)]) or now == [-1]:
                 one.copy.copy_(self._block(one.name, one.tensor, rank))
                 one.version[:] = now
-        given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
-        made = program(**given, group=group) if group else program.run(**given)
-        return made if isinstance(made, tuple) else (made,)
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Of what the joint graph takes, the arguments of this program, by name."""
@@ -111,14 +122,43 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
+        return self._of_results(self._part(self._checked(args, kwargs), current_group()))
+
+    def capture(self, *args: Any, **kwargs: Any) -> Captured:
+        """A call with these arguments as a CUDA graph: a callable that launches it, and returns what the module returns.
+
+        All ranks of the group call it together, as each launch. It makes the call once. A launch reads the same tensors, as they are then,
+        and writes the same results: write new arguments with `copy_`. What is written to parameters is seen; one that is replaced by
+        another tensor is not. Raises what a call and `Program.capture` raise, and ArgumentError where no group was joined.
+
+        Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
+        """
+        arrays, group = self._checked(args, kwargs), current_group()
+        if group is None:
+            why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
+            raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
+        call, renew = self._part.capture(arrays, group)
+        returned = self._of_results(call.outputs if isinstance(call.outputs, tuple) else (call.outputs,))
+
+        def launch(stream: Any) -> None:
+            renew()
+            call(stream)
+
+        return Captured(launch, arrays, lambda: returned)
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the program takes of the arguments of a call, by name. Raises ArgumentError where it cannot be made."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
                 "or compile it with training=True"
             )
         self._expect_unchanged()
-        arrays = {name: leaf.detach() for name, leaf in self._arrays(args, kwargs).items()}
-        results = iter(self._part(arrays, current_group()))
+        return {name: leaf.detach() for name, leaf in self._arrays(args, kwargs).items()}
+
+    def _of_results(self, made: Sequence[torch.Tensor]) -> Any:
+        """What the module returns, of the results of the program."""
+        results = iter(made)
         return self._returned({node: next(results) for node in self._graph.outputs if node not in self._graph.constants})
 
     @property

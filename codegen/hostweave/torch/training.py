@@ -2,7 +2,7 @@
 
 import threading
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +26,12 @@ class Differentiated(CompiledModule):
     """A module whose gradients are compiled, with what the joint graph says of its arguments."""
 
     _joint: Joint
+
+    def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ArgumentError(
+            f"{self._name}: capture: is compiled for training, where a call of it is not all that is computed; pass "
+            'options=hw.Options(graph="auto"), or compile it once more without gradients'
+        )
 
     def _expect_unchanged(self) -> None:
         super()._expect_unchanged()
