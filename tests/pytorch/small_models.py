@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+import hostweave as hw
+
 TOKENS, VOCABULARY = (2, 16), 128
 Model = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -89,3 +91,31 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "vit": {},
 }
+
+MESHES = {1: hw.Mesh(tp=1), 2: hw.Mesh(tp=2), 4: hw.Mesh(dp=2, tp=2)}
+BATCHES = {"input_ids": "dp, -", "attention_mask": "dp, -", "pixel_values": "dp, -, -, -"}
+
+
+def training_model(name: str, ranks: int) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """A model, arguments with labels, and a plan for so many ranks."""
+    torch.manual_seed(ranks)
+    module, inputs = MODELS[name]()
+    if name == "vit":
+        inputs["labels"] = torch.tensor([0, 1])
+    else:
+        inputs["labels"] = inputs["input_ids"].clone()
+        inputs["labels"][0, 3] = -100  # which no loss counts
+    plan = dict(PLANS[name]) if ranks > 1 else {}
+    if ranks == 4:
+        plan |= {key: BATCHES.get(key, "dp" if name == "vit" else "dp, -") for key in inputs}
+    return module, inputs, plan
+
+
+def expect_gradients(module: nn.Module, want: nn.Module, tolerance: float) -> None:
+    for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if other.grad is not None and parameter.grad is not None:
+            largest = float(max(other.grad.abs().max(), 1e-4))  # some, as those of biases of keys, are zeros but for roundoff
+            torch.testing.assert_close(
+                parameter.grad, other.grad, rtol=0, atol=tolerance * largest, msg=lambda why, at=name: f"{at}: {why}"
+            )

@@ -1,4 +1,5 @@
-"""A rank of a module of DTensors, trained as a process of torchrun on GPUs: prints "trained" where it is as torch on one device.
+"""A rank of a module of DTensors, trained as a process of torchrun, on GPUs where there are any: prints "trained" where it is as torch on
+one device.
 
 torchrun --nproc-per-node 2 tests/pytorch/train_process.py
 """
@@ -26,15 +27,22 @@ class Loss(nn.Module):
         return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
 
 
-def main() -> None:
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+def joined() -> tuple[hw.Group, torch.device]:
+    """The group of the ranks, over that of torch, and this rank's device."""
+    on_gpus = torch.cuda.is_available()
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
     group = hw.init(hw.TorchStore())
-    device = torch.device("cuda", group.local_rank)
-    torch.cuda.set_device(device)
+    if on_gpus:
+        torch.cuda.set_device(group.local_rank)
+    return group, torch.device("cuda", group.local_rank) if on_gpus else torch.device("cpu")
+
+
+def main() -> None:
+    group, device = joined()
     torch.manual_seed(0)
     want = Loss().to(device)
     x = torch.randn(8, 16, device=device)
-    mesh = init_device_mesh("cuda", (group.count,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device.type, (group.count,), mesh_dim_names=("tp",))
     for whole in (False, True):
         alone, module = copy.deepcopy(want), copy.deepcopy(want)
         parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -56,7 +64,7 @@ def main() -> None:
         for parameter, other in zip(module.parameters(), alone.parameters(), strict=True):
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             torch.testing.assert_close(full.detach(), other.detach(), rtol=1e-3, atol=1e-4)
-    torch.cuda.synchronize()
+    group.check()
     if group.rank == 0:
         print("trained", flush=True)
     torch.distributed.barrier()

@@ -1,0 +1,52 @@
+"""A rank of models of transformers as a process of torchrun, on GPUs where there are any: says of each that it is as torch on one device.
+
+torchrun --nproc-per-node 2 tests/pytorch/model_process.py llama gpt2
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+from small_models import MESHES, expect_gradients, training_model
+from train_process import joined
+
+import hostweave as hw
+import hostweave.torch
+from hostweave.types.tensor import shard
+
+
+def check(name: str, group: hw.Group, device: torch.device) -> None:
+    """Logits, and loss and gradients of a step. A rank has its blocks of the arguments, and all of the parameters."""
+    module, inputs, plan = training_model(name, group.count)
+    module, inputs = module.to(device), {key: value.to(device) for key, value in inputs.items()}
+    want, mesh = copy.deepcopy(module), MESHES[group.count]
+    training = hostweave.torch.compile(module, mesh, plan, inputs, training=True)
+    types = training._graph.input_types
+    local = {key: shard(types[key], value, group.rank, mesh) for key, value in inputs.items()}
+    got, expected = training(**local), want(**inputs)
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-4, atol=0)
+    got.loss.backward()
+    expected.loss.backward()
+    expect_gradients(module, want, 2e-5)
+    del inputs["labels"]
+    forward = hostweave.torch.compile(module, mesh, {key: of for key, of in plan.items() if key != "labels"}, inputs)
+    with torch.no_grad():
+        logits = forward(**{key: local[key] for key in inputs}).logits
+    torch.testing.assert_close(logits, expected.logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+def main(*names: str) -> None:
+    group, device = joined()
+    for name in names:
+        check(name, group, device)
+        group.check()
+        if group.rank == 0:
+            print(f"{name} is right", flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

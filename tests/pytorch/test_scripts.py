@@ -1,0 +1,67 @@
+"""Scripts as users start them: the examples, and a process of torchrun a rank, with gloo on the CPU and with NCCL on GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+
+from hostweave.base.paths import EXAMPLES
+from hostweave.build.cuda import gpus
+
+HERE = Path(__file__).parent
+everywhere = pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
+    """The lines that a command of Python prints."""
+    if place == "cuda" and len(gpus()) < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if place == "cpu" else {})
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def by_torchrun(place: str, ranks: int, script: str, *arguments: str) -> list[str]:
+    return printed(place, ranks, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / script, *arguments)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(1, ["vit"]), (2, ["llama"]), (4, ["bert"]), pytest.param(2, ["gpt2", "bert", "vit"], marks=pytest.mark.slow)],  # minutes
+)
+def test_processes_compute_and_train_models(place: str, ranks: int, names: list[str]) -> None:
+    lines = by_torchrun(place, ranks, "model_process.py", *names)
+    assert [line for line in lines if line.endswith("is right")] == [f"{name} is right" for name in names]
+
+
+@everywhere
+def test_processes_train_dtensors(place: str) -> None:
+    assert "trained" in by_torchrun(place, 2, "train_process.py")
+
+
+@everywhere
+def test_the_llama_of_the_examples(place: str) -> None:
+    (tokens,) = printed(place, 2, EXAMPLES / "torch_llama.py", "--tp", "2", "--tokens", "3")
+    assert re.fullmatch(r"(\d+ ){3}", tokens)
+
+
+@everywhere
+def test_the_gpt_of_the_examples_learns(place: str) -> None:
+    losses = [float(line.split()[-1]) for line in printed(place, 4, EXAMPLES / "torch_train.py", "--steps", "5")]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("example", ["torch_llama.py", "torch_train.py"])
+def test_examples_are_short(example: str) -> None:
+    assert len((EXAMPLES / example).read_text().splitlines()) < 60
