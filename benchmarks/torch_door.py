@@ -276,31 +276,49 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Cold: nothing of it is in a cache. Ours for 8 ranks; torch.compile's one rank's part, without communication."""
+    """Cold: nothing of it is in a cache but the libraries of the runtime, which an installation makes once. Ours for 8 ranks;
+    torch.compile's one rank's part, without communication."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
-        x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
-        with torch.device("meta"):
-            whole = Llama(32, 8).to(torch.bfloat16).eval()
-        _with_tables(whole, 8)
-        started = time.perf_counter()
-        model = hostweave.torch.compile(_without_memory(whole), hw.Mesh(tp=8), plan(32), (x,), target="cuda")
-        traced = time.perf_counter()
-        model.program.build()
-        ours = time.perf_counter() - started
-        print(f"compile 32 layers: {ours:.1f} s, {traced - started:.1f} of them before the C++ compiler", flush=True)
-        if not gpus():
-            return
-        with torch.device("cuda"):
-            alone = _weights(Llama(32, 1).to(torch.bfloat16).eval())
-        with torch.inference_mode():
-            compiled, x = torch.compile(alone, fullgraph=True, dynamic=False), x.cuda()
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            compiled(x)
-            torch.cuda.synchronize()
-            theirs = time.perf_counter() - started
-        print(f"torch.compile of the 32 layers of one rank: {theirs:.1f} s ({theirs / ours:.2f} times ours)", flush=True)
+        _compiled_by_us(1, training=True)
+        for training in (False, True):
+            what = "forward and backward" if training else "forward"
+            lowered, ours = _compiled_by_us(32, training)
+            print(f"compile 32 layers, {what}: {ours:.1f} s, {lowered:.1f} of them before the C++ compiler", flush=True)
+            if gpus():
+                theirs = _compiled_by_torch(32, training)
+                print(f"torch.compile of the 32 layers of one rank, {what}: {theirs:.1f} s ({theirs / ours:.2f} times ours)", flush=True)
+
+
+def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
+    """The seconds until there is C++, and until it is compiled."""
+    x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
+    with torch.device("meta"):
+        whole = Llama(layers, 8).to(torch.bfloat16).train(training)
+    _with_tables(whole, 8)
+    whole = _without_memory(whole).requires_grad_(training)
+    started = time.perf_counter()
+    model = hostweave.torch.compile(whole, hw.Mesh(tp=8), plan(layers), (x,), target="cuda", training=training)
+    lowered = time.perf_counter() - started
+    for program in (model.program, *([model.backward] if training else [])):  # type: ignore[attr-defined]
+        program.build()
+    return lowered, time.perf_counter() - started
+
+
+def _compiled_by_torch(layers: int, training: bool) -> float:
+    """The seconds of the first call and its backward pass."""
+    torch._dynamo.reset()
+    with torch.device("cuda"):
+        alone = _weights(Llama(layers, 1).to(torch.bfloat16)).train(training)
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=training)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    with torch.set_grad_enabled(training):
+        y = torch.compile(alone, fullgraph=True, dynamic=False)(x)
+        if training:
+            y.sum().backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _with_tables(model: nn.Module, ranks: int) -> None:
