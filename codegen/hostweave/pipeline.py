@@ -18,7 +18,6 @@ from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 from hostweave.passes.fusion.choose_overlap import choose_overlap
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
-from hostweave.passes.fusion.gather_again import gather_again
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
 from hostweave.passes.fusion.merge_contractions import merge_contractions
@@ -64,7 +63,6 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     unstack,
     decompose_reshards,
     share_equal_ops,
-    gather_again,
     stream_by_cost,
     attend_by_blocks,
     choose_overlap,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -24,7 +24,6 @@ MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the mo
 LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
 SUBCHUNKS = (1, 2, 4)  # of a shard
 SLICES = (2, 4)  # of all shards
-PRODUCTS = ("matmul", "attention", "attention_backward")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -55,24 +54,15 @@ class Candidate:
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
-def needed_soon(ops: Sequence[Op]) -> set[str]:
-    """What something large takes: a communication, a call, a loop, a product. A gradient of weights is none of that."""
-    needed: set[str] = set()
-    for op in reversed(ops):
-        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
-            needed.update(op.tensors)
-    return needed
-
-
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
     """Those of a body whose reshards are each one communication, in order."""
-    finder = Finder(fusion, sizes)
+    finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
             yield found
 
 
-class Finder:
+class _Finder:
     """Which ops of a body could share a loop with a reshard."""
 
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
@@ -189,7 +179,7 @@ def ways(
 
 def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> bool:
     """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
-    finder = Finder(fusion, sizes)
+    finder = _Finder(fusion, sizes)
     return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
 
 

@@ -24,9 +24,10 @@ from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.transports.transport import transport_of
 from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
-from hostweave.tune.overlaps import Cost, choice_of, needed_soon, reaches_memory, ways_outside_loops
+from hostweave.tune.overlaps import Cost, choice_of, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
 
+PRODUCTS = ("matmul", "attention", "attention_backward")
 ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
@@ -107,7 +108,10 @@ def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
     """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
     communication: past two of them at most, since they hold what they multiply.
     """
-    needed = needed_soon(ops)
+    needed: set[str] = set()  # by something large: a gradient of weights is not
+    for op in reversed(ops):
+        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
+            needed.update(op.tensors)
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
     clock = link = 0.0  # when what was computed and communicated so far has ended
     ends: dict[str, float] = {}  # of results of communications
