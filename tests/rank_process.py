@@ -7,7 +7,8 @@
     python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and says whether that is right, or why it failed
     python rank_process.py graphs PROVIDER [TARGET]     programs with signals, whose calls become graphs on all ranks
 
-PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not.
+PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not. With
+`captured:` before it, calls are launches of a graph.
 
 PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distributed store alone).
 """
@@ -18,6 +19,7 @@ import os
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -193,8 +195,10 @@ def run_graphs(rank: Rank) -> None:
 
 def run_once(rank: Rank, name: str) -> None:
     try:
-        Calls(rank, name).make()
+        calls = Calls(rank, name)
+        calls.make()
         say(f"rank {rank.group.rank} of {rank.group.count} is right")
+        rank.group.close()  # before its programs and graphs go
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
 
@@ -217,13 +221,15 @@ class Calls:
 
     def __init__(self, rank: Rank, name: str):
         self.rank, ranks = rank, rank.group.count
-        self.fusion, self.program = program_of(name, ranks, rank.target)
+        self.fusion, self.program = program_of(name.removeprefix("captured:"), ranks, rank.target)
         sizes = [{"M": rows * ranks, "K": 16, "N": 16} for rows in (16, 3)] if name == "chosen" else [sizes_of(self.fusion, times=16)]
         self.arrays = [integer_arrays(self.fusion, one, seed=0) for one in sizes]
+        call = self.program.capture if name.startswith("captured:") else partial(partial, self.program)
+        self.calls = [call(*self.rank.local(self.fusion, arrays)) for arrays in self.arrays]
 
     def make(self) -> None:
-        for arrays in self.arrays:
-            result = self.program(*self.rank.local(self.fusion, arrays))
+        for arrays, call in zip(self.arrays, self.calls, strict=True):
+            result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
             self.rank.group.check()  # first: a call that was aborted has no result

@@ -319,7 +319,8 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"))
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"))
-      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"))
+      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"),
+           py::keep_alive<0, 1>())  // NCCL waits for graphs to go before a communicator goes
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
       .def("progress", progress)
       .def_property_readonly("graphs", &hw::Instance::graphs)

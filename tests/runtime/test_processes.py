@@ -160,6 +160,17 @@ def test_ranks_decide_together_what_is_a_graph(place: Place) -> None:
             assert ranks.ended(rank) == 0
 
 
+@everywhere
+def test_a_graph_outlives_its_group(place: Place) -> None:
+    if place.target == "cuda" and GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    port = free_port()
+    with Ranks([as_rank(rank, 2, port) for rank in range(2)], f"once:captured:{ENDLESS}", "environment", place.target) as ranks:
+        for rank in range(2):
+            assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
+            assert ranks.ended(rank) == 0
+
+
 # --- a rank that is gone ----------------------------------------------------------------------------------------------
 
 
