@@ -13,21 +13,21 @@ from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 ROWS = "%q: bf16[2, S@zigzag(x), 64], %k: bf16[2, S@x, 64]"
 ATTENTION = "%y: bf16[2, S@zigzag(x), 64] = attention(%q, %k, %k, scale=0.125, causal=bottom_right)"
 HALVES = """
-    %y_by_rank: bf16[2, S@x, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
-    %y_pieces: bf16[2, 2@x, 2, S/4, 64] = reshape(%y_by_rank)
-    %y_piece: bf16[2, 2@x, S/4, 64] = select(%y_pieces, axis=2, index=0)
-    %y_piece_2: bf16[2, 2@x, S/4, 64] = select(%y_pieces, axis=2, index=1)
-    %y_rows: bf16[2, S/2@x, 64] = reshape(%y_piece)
-    %y_rows_2: bf16[2, S/2@x, 64] = reshape(%y_piece_2)
+    %q_by_rank: bf16[2, S@x, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
+    %q_pieces: bf16[2, 2@x, 2, S/4, 64] = reshape(%q_by_rank)
+    %q_piece: bf16[2, 2@x, S/4, 64] = select(%q_pieces, axis=2, index=0)
+    %q_rows: bf16[2, S/2@x, 64] = reshape(%q_piece)
+    %q_piece_2: bf16[2, 2@x, S/4, 64] = select(%q_pieces, axis=2, index=1)
+    %q_rows_2: bf16[2, S/2@x, 64] = reshape(%q_piece_2)
     %k_in_order: bf16[2, S, 64] = reshard(%k)
-    %y_columns: bf16[2, S/2, 64] = slice(%k_in_order, axis=1, start=0, step=1)
-    %y_first: bf16[2, S/2@x, 64] = attention(%y_rows, %y_columns, %y_columns, causal=top_left, scale=0.125)
-    %y_second: bf16[2, S/2@x, 64] = attention(%y_rows_2, %k_in_order, %k_in_order, causal=bottom_right, reversed=2, scale=0.125)
-    %y_piece_3: bf16[2, 2@x, 1, S/4, 64] = reshape(%y_first)
-    %y_piece_4: bf16[2, 2@x, 1, S/4, 64] = reshape(%y_second)
-    %y_pieces_2: bf16[2, 2@x, 2, S/4, 64] = concat(%y_piece_3, %y_piece_4, axis=2)
-    %y_by_rank_2: bf16[2, S@x, 64] = reshape(%y_pieces_2)
-    %y: bf16[2, S@zigzag(x), 64] = renumber(%y_by_rank_2, axis=1, sources=(0, 2, 3, 1))
+    %k_in_order_columns: bf16[2, S/2, 64] = slice(%k_in_order, axis=1, start=0, step=1)
+    %y_first: bf16[2, S/2@x, 64] = attention(%q_rows, %k_in_order_columns, %k_in_order_columns, causal=top_left, scale=0.125)
+    %y_second: bf16[2, S/2@x, 64] = attention(%q_rows_2, %k_in_order, %k_in_order, causal=bottom_right, reversed=2, scale=0.125)
+    %y_piece: bf16[2, 2@x, 1, S/4, 64] = reshape(%y_first)
+    %y_piece_2: bf16[2, 2@x, 1, S/4, 64] = reshape(%y_second)
+    %y_pieces: bf16[2, 2@x, 2, S/4, 64] = concat(%y_piece, %y_piece_2, axis=2)
+    %y_by_rank: bf16[2, S@x, 64] = reshape(%y_pieces)
+    %y: bf16[2, S@zigzag(x), 64] = renumber(%y_by_rank, axis=1, sources=(0, 2, 3, 1))
 """
 
 

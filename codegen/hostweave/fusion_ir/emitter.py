@@ -39,13 +39,17 @@ class Emitter:
         *operands: str | Scalar,
         how: Attributes = (),
         word: str = "",
+        of: str = "",
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not."""
+        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not.
+
+        It is named after the op that is rewritten, or a value that it is a part `of`.
+        """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
-        op = replace(op, result=Value(self.names.new(f"{self.op.result.name}_{word or kind}"), infer_type(op, given)))
+        op = replace(op, result=Value(self.names.new(f"{of or self.op.result.name}_{word or kind}"), infer_type(op, given)))
         passed = given[0].partial if given and OPS[kind].linear == "first" else None
         sharded = with_layout(op.result.type, flow(op, given, self.mesh).result, passed)
         self.emit(replace(op, result=replace(op.result, type=sharded, stream=stream)))
@@ -55,8 +59,8 @@ class Emitter:
         self.ops.append(op)
         self.types[op.result.name] = op.result.type
 
-    def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped") -> str:
+    def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
         """With these dims in place of some, from one on."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
-        return self.make("reshape", name, like=like, word=word)
+        return self.make("reshape", name, like=like, word=word, of=of)

@@ -28,43 +28,44 @@
 //   %v_in_order_pieces = allocate bf16[2, 2, 4, S/8, 64]
 //   launch @reverse_second_k_in_order_pieces %v_in_order_halves -> %v_in_order_pieces
 //   deallocate %v_in_order_gathered
-//   %y_pieces = reshape %q to [4, 1, 2, S/8, 64]
-//   %y_piece = select %y_pieces[2: 0]
-//   %y_rows = reshape %y_piece to [4, S/8, 64]
+//   %q_pieces = reshape %q to [4, 1, 2, S/8, 64]
+//   %q_piece = select %q_pieces[2: 0]
+//   %q_rows = reshape %q_piece to [4, S/8, 64]
 //   %k_in_order = reshape %k_in_order_pieces to [2, S, 64]
-//   %y_columns = slice %k_in_order[1: S/2 from 0]
+//   %k_in_order_columns = slice %k_in_order[1: S/2 from 0]
 //   %v_in_order = reshape %v_in_order_pieces to [2, S, 64]
-//   %y_columns_2 = slice %v_in_order[1: S/2 from 0]
-//   %y_pieces_2 = reshape %y to [4, 1, 2, S/8, 64]
-//   %y_pieces_2_0 = slice %y_pieces_2[2: 1 from 0]
-//   %y_first = reshape %y_pieces_2_0 to [4, S/8, 64]
+//   %v_in_order_columns = slice %v_in_order[1: S/2 from 0]
+//   %y_pieces = reshape %y to [4, 1, 2, S/8, 64]
+//   %y_pieces_0 = slice %y_pieces[2: 1 from 0]
+//   %y_first = reshape %y_pieces_0 to [4, S/8, 64]
 //   %lse_first = allocate f32[4, S/8]
-//   attention %y_rows, %y_columns, %y_columns_2 scaled 0.125 diagonal rank.cp * (S / 8) -> %y_first lse %lse_first
-//   %y_piece_2 = select %y_pieces[2: 1]
-//   %y_rows_2 = reshape %y_piece_2 to [4, S/8, 64]
-//   %y_pieces_2_1 = slice %y_pieces_2[2: 1 from 1]
-//   %y_second = reshape %y_pieces_2_1 to [4, S/8, 64]
+//   attention %q_rows, %k_in_order_columns, %v_in_order_columns scaled 0.125 diagonal rank.cp * (S / 8) -> %y_first lse
+// %lse_first
+//   %q_piece_2 = select %q_pieces[2: 1]
+//   %q_rows_2 = reshape %q_piece_2 to [4, S/8, 64]
+//   %y_pieces_1 = slice %y_pieces[2: 1 from 1]
+//   %y_second = reshape %y_pieces_1 to [4, S/8, 64]
 //   %lse_second = allocate f32[4, S/8]
-//   attention %y_rows_2, %k_in_order, %v_in_order scaled 0.125 diagonal (3 - rank.cp) * (S / 8) + S / 2 -> %y_second lse
+//   attention %q_rows_2, %k_in_order, %v_in_order scaled 0.125 diagonal (3 - rank.cp) * (S / 8) + S / 2 -> %y_second lse
 // %lse_second
-//   %dq_pieces = reshape %dy to [4, 1, 2, S/8, 64]
-//   %dq_piece = select %dq_pieces[2: 0]
-//   %dq_rows = reshape %dq_piece to [4, S/8, 64]
-//   %dq_pieces_2 = reshape %dq to [4, 1, 2, S/8, 64]
-//   %dq_pieces_2_0 = slice %dq_pieces_2[2: 1 from 0]
-//   %dq_first = reshape %dq_pieces_2_0 to [4, S/8, 64]
+//   %dy_pieces = reshape %dy to [4, 1, 2, S/8, 64]
+//   %dy_piece = select %dy_pieces[2: 0]
+//   %dy_rows = reshape %dy_piece to [4, S/8, 64]
+//   %dq_pieces = reshape %dq to [4, 1, 2, S/8, 64]
+//   %dq_pieces_0 = slice %dq_pieces[2: 1 from 0]
+//   %dq_first = reshape %dq_pieces_0 to [4, S/8, 64]
 //   %dk_first_partial = allocate bf16[2, S/2, 64]
 //   %dv_first_partial = allocate bf16[2, S/2, 64]
-//   attention_backward %y_rows, %y_columns, %y_columns_2, %y_first, %dq_rows, %lse_first scaled 0.125 diagonal rank.cp * (S / 8)
-// -> %dq_first, %dk_first_partial, %dv_first_partial
+//   attention_backward %q_rows, %k_in_order_columns, %v_in_order_columns, %y_first, %dy_rows, %lse_first scaled 0.125 diagonal
+// rank.cp * (S / 8) -> %dq_first, %dk_first_partial, %dv_first_partial
 //   deallocate %lse_first
-//   %dq_piece_2 = select %dq_pieces[2: 1]
-//   %dq_rows_2 = reshape %dq_piece_2 to [4, S/8, 64]
-//   %dq_pieces_2_1 = slice %dq_pieces_2[2: 1 from 1]
-//   %dq_second = reshape %dq_pieces_2_1 to [4, S/8, 64]
+//   %dy_piece_2 = select %dy_pieces[2: 1]
+//   %dy_rows_2 = reshape %dy_piece_2 to [4, S/8, 64]
+//   %dq_pieces_1 = slice %dq_pieces[2: 1 from 1]
+//   %dq_second = reshape %dq_pieces_1 to [4, S/8, 64]
 //   %dk_second_partial = allocate bf16[2, S, 64]
 //   %dv_second_partial = allocate bf16[2, S, 64]
-//   attention_backward %y_rows_2, %k_in_order, %v_in_order, %y_second, %dq_rows_2, %lse_second scaled 0.125 diagonal (3 -
+//   attention_backward %q_rows_2, %k_in_order, %v_in_order, %y_second, %dy_rows_2, %lse_second scaled 0.125 diagonal (3 -
 // rank.cp) * (S / 8) + S / 2 -> %dq_second, %dk_second_partial, %dv_second_partial
 //   deallocate %k_in_order_pieces
 //   deallocate %v_in_order_pieces
@@ -231,16 +232,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           hw::reads(v_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
                           hw::writes(v_in_order_pieces_, 128 * S), S));
   HW_CHECK(plan_y_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
-  const auto* y_piece_2 = q + 8 * S;
-  auto* y_pieces_2_1 = y + 8 * S;
-  HW_CHECK(plan_y_1_.attend(y_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_2_1, caller, {.lse = lse_second_}));
+  const auto* q_piece_2 = q + 8 * S;
+  auto* y_pieces_1 = y + 8 * S;
+  HW_CHECK(plan_y_1_.attend(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
   // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
   HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_first_partial_,
                                   dv_first_partial_, caller));
-  const auto* dq_piece_2 = dy + 8 * S;
-  auto* dq_pieces_2_1 = dq + 8 * S;
-  HW_CHECK(plan_dq_1_.differentiate(y_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_2_1, lse_second_, dq_piece_2,
-                                    dq_pieces_2_1, dk_second_partial_, dv_second_partial_, caller));
+  const auto* dy_piece_2 = dy + 8 * S;
+  auto* dq_pieces_1 = dq + 8 * S;
+  HW_CHECK(plan_dq_1_.differentiate(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_, dy_piece_2,
+                                    dq_pieces_1, dk_second_partial_, dv_second_partial_, caller));
   HW_CHECK(hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller,
                           hw::reads(dk_second_partial_, {2, S / 2, 64}, {64 * S, 64, 1}), hw::reads(dk_first_partial_, 64 * S),
                           hw::writes(dk_concat_, {2, S / 2, 64}, {64 * S, 64, 1}), S));

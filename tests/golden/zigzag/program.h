@@ -65,15 +65,16 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_cp_;  // the 4 ranks along cp
-  // attention %y_rows, %y_columns, %y_columns_2 scaled 0.125 diagonal rank.cp * (S / 8) -> %y_first lse %lse_first
+  // attention %q_rows, %k_in_order_columns, %v_in_order_columns scaled 0.125 diagonal rank.cp * (S / 8) -> %y_first lse
+  // %lse_first
   hw::AttentionPlan plan_y_;
-  // attention %y_rows_2, %k_in_order, %v_in_order scaled 0.125 diagonal (3 - rank.cp) * (S / 8) + S / 2 -> %y_second lse
+  // attention %q_rows_2, %k_in_order, %v_in_order scaled 0.125 diagonal (3 - rank.cp) * (S / 8) + S / 2 -> %y_second lse
   // %lse_second
   hw::AttentionPlan plan_y_1_;
-  // attention_backward %y_rows, %y_columns, %y_columns_2, %y_first, %dq_rows, %lse_first scaled 0.125 diagonal rank.cp * (S / 8)
-  // -> %dq_first, %dk_first_partial, %dv_first_partial
+  // attention_backward %q_rows, %k_in_order_columns, %v_in_order_columns, %y_first, %dy_rows, %lse_first scaled 0.125 diagonal
+  // rank.cp * (S / 8) -> %dq_first, %dk_first_partial, %dv_first_partial
   hw::AttentionBackwardPlan plan_dq_;
-  // attention_backward %y_rows_2, %k_in_order, %v_in_order, %y_second, %dq_rows_2, %lse_second scaled 0.125 diagonal (3 -
+  // attention_backward %q_rows_2, %k_in_order, %v_in_order, %y_second, %dy_rows_2, %lse_second scaled 0.125 diagonal (3 -
   // rank.cp) * (S / 8) + S / 2 -> %dq_second, %dk_second_partial, %dv_second_partial
   hw::AttentionBackwardPlan plan_dq_1_;
   hw::Arena arena_;

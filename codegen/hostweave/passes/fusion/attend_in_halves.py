@@ -4,14 +4,14 @@
 
 becomes
 
-    %y_by_rank: bf16[H, S@cp, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
-    %y_pieces: bf16[H, 2@cp, 2, S/4, 64] = reshape(%y_by_rank)
-    %y_piece: bf16[H, 2@cp, S/4, 64] = select(%y_pieces, axis=2, index=0)
-    %y_rows: bf16[H, S/2@cp, 64] = reshape(%y_piece)
-    %y_rows_2: bf16[H, S/2@cp, 64] = reshape(%y_piece_2)                        # the same of index 1
-    %y_columns: bf16[H, S/2, 64] = slice(%k, axis=1, start=0, step=1)           # and of %v
-    %y_first: bf16[H, S/2@cp, 64] = attention(%y_rows, %y_columns, %y_columns_2, scale=0.125, causal=top_left)
-    %y_second: bf16[H, S/2@cp, 64] = attention(%y_rows_2, %k, %v, scale=0.125, causal=bottom_right, reversed=2)
+    %q_by_rank: bf16[H, S@cp, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
+    %q_pieces: bf16[H, 2@cp, 2, S/4, 64] = reshape(%q_by_rank)
+    %q_piece: bf16[H, 2@cp, S/4, 64] = select(%q_pieces, axis=2, index=0)
+    %q_rows: bf16[H, S/2@cp, 64] = reshape(%q_piece)
+    %q_rows_2: bf16[H, S/2@cp, 64] = reshape(%q_piece_2)                        # the same of index 1
+    %k_columns: bf16[H, S/2, 64] = slice(%k, axis=1, start=0, step=1)           # and of %v
+    %y_first: bf16[H, S/2@cp, 64] = attention(%q_rows, %k_columns, %v_columns, scale=0.125, causal=top_left)
+    %y_second: bf16[H, S/2@cp, 64] = attention(%q_rows_2, %k, %v, scale=0.125, causal=bottom_right, reversed=2)
 
 and the same way back. Of N ranks rank r has rows that see up to (r + 1) S/2N and (2N - r) S/2N columns: all ranks have as much to do.
 """
@@ -106,16 +106,17 @@ class _Halving(Emitter):
     def rows(self, name: str, dim: int) -> tuple[str, str]:
         """Those of the first pieces of all ranks, and of the second ones, as the ranks have them."""
         at = len(self.types[name].dims) + dim
-        by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank")
-        pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces")
-        first, second = (self.make("select", pieces, how=attributes(axis=at + 1, index=index), word="piece") for index in (0, 1))
-        return self.reshaped(first, at, 2, (self.half,), "rows"), self.reshaped(second, at, 2, (self.half,), "rows")
+        by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
+        pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
+        halves = (self.make("select", pieces, how=attributes(axis=at + 1, index=index), word="piece", of=name) for index in (0, 1))
+        first, second = (self.reshaped(half, at, 2, (self.half,), "rows", name) for half in halves)
+        return first, second
 
     def columns(self, name: str) -> tuple[str, str]:
         """The first half of them, and all."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
-        return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns"), name
+        return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
 
     def join(self, halves: tuple[str, str]) -> None:
         """The result of the rows, from those of each half."""
