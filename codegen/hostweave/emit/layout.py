@@ -1,5 +1,5 @@
 """Lines of C++ as clang-format lays them out, so that templates need not care: indented by their braces, broken at commas
-where they are too long, trailing comments aligned. And the templates, a file of C++ each, with a macro for each instruction."""
+or behind = where they are too long, trailing comments aligned. And the templates, a file of C++ each, with a macro for each instruction."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -87,6 +87,8 @@ def _broken(line: str, indent: str) -> list[str]:
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
     first, *rest = _pieces(line, bare, depths, start)
+    if not rest and 0 < (equals := bare.find(" = ")) < start:
+        return [indent + line[: equals + 2], indent + INDENT * 2 + line[equals + 3 :]]
     return _filled(indent + line[:start] + first, rest, " " * (len(indent) + start - 1))
 
 

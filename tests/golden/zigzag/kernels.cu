@@ -12,7 +12,8 @@ __device__ void reverse_second_k_in_order_pieces_by(const hw::bf16* k_in_order_h
     const int64_t l = element / Index(8 * S) % 4;
     const int64_t k = element % Index(8 * S);
     const int64_t k_in_order_pieces_from = j ? 3 - l : l;
-    const auto k_in_order_pieces_elements = hw::load<kWidth>(k_in_order_halves + i * (16 * S) + j * (8 * S) + k_in_order_pieces_from * (32 * S) + k);
+    const auto k_in_order_pieces_elements =
+        hw::load<kWidth>(k_in_order_halves + i * (16 * S) + j * (8 * S) + k_in_order_pieces_from * (32 * S) + k);
     hw::Values<hw::bf16, kWidth> k_in_order_pieces_element;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
@@ -71,7 +72,8 @@ __device__ void reverse_second_dk_resharded_pieces_by(const hw::bf16* dk_reshard
     const int64_t j = element / Index(8 * S) % 2;
     const int64_t k = element % Index(8 * S);
     const int64_t dk_resharded_pieces_from = j ? 3 - l : l;
-    const auto dk_resharded_pieces_elements = hw::load<kWidth>(dk_resharded_halves + i * (64 * S) + j * (32 * S) + dk_resharded_pieces_from * (8 * S) + k);
+    const auto dk_resharded_pieces_elements =
+        hw::load<kWidth>(dk_resharded_halves + i * (64 * S) + j * (32 * S) + dk_resharded_pieces_from * (8 * S) + k);
     hw::Values<hw::bf16, kWidth> dk_resharded_pieces_element;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {

@@ -51,7 +51,8 @@ __device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* 
       for (int e = 0; e < kWidth; ++e) {
         const float y_attention_lse_e = y_attention_lse_ij[e];
         const float y_attention_max_1 = y_attention_max[e];
-        const float y_attention_maximum_e = (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+        const float y_attention_maximum_e =
+            (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
         const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
         const float y_attention_exp = expf(y_attention_subtract);
         y_attention_sum[e] += y_attention_exp;
@@ -62,10 +63,12 @@ __device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* 
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float y_attention_max_1 = y_attention_max[e];
-      const float y_attention_maximum_e = (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+      const float y_attention_maximum_e =
+          (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
       const float y_attention_sum_1 = y_attention_sum[e];
       y_attention_maximum_j[e] = y_attention_maximum_e;
-      y_attention_maximum_2_j[e] = (y_attention_sum_1 > 1.0f || y_attention_sum_1 != y_attention_sum_1) ? y_attention_sum_1 : 1.0f;
+      y_attention_maximum_2_j[e] =
+          (y_attention_sum_1 > 1.0f || y_attention_sum_1 != y_attention_sum_1) ? y_attention_sum_1 : 1.0f;
     }
     hw::store(y_attention_maximum + j, y_attention_maximum_j);
     hw::store(y_attention_maximum_2 + j, y_attention_maximum_2_j);
