@@ -5,8 +5,6 @@
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
 #ifndef __CUDACC__
-#include <hostweave_cpu.h>
-
 #include <type_traits>
 #endif
 
