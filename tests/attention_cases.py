@@ -43,13 +43,13 @@ def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
     return trained_in_zigzag
 
 
-def keys_in_a_loop(ranks: int, algorithm: str, t: DType) -> hw.Fusion:
+def keys_in_a_loop(ranks: int, algorithm: str, t: DType, head: int = 8) -> hw.Fusion:
     """A causal attention to keys and values that come in a stated loop."""
-    rows = t[2, "S@x", 8]
+    rows = t[2, "S@x", head]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=rows, k=rows, v=rows)
     def keys_in_a_loop(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
-        keys, values = (hw.reshard(x, 2, "S", 8).stream("S", chunks=ranks, algorithm=algorithm) for x in (k, v))
+        keys, values = (hw.reshard(x, 2, "S", head).stream("S", chunks=ranks, algorithm=algorithm) for x in (k, v))
         return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
 
     return keys_in_a_loop

@@ -20,7 +20,11 @@ from hostweave.pipeline import lower
 from hostweave.types.tensor import bf16
 
 ONE_SIDED = {name: one_sided_fusions(ranks=4)[name] for name in ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put")}
-ATTENTION = {"keys_put": keys_in_a_loop(4, "put", bf16), "zigzag": trained_in_zigzag(4, bf16), "zigzag_keys_put": in_zigzag(2, bf16)}
+ATTENTION = {
+    "keys_put": keys_in_a_loop(4, "put", bf16, head=64),
+    "zigzag": trained_in_zigzag(4, bf16),
+    "zigzag_keys_put": in_zigzag(2, bf16),
+}
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION}
 OPTIONS = {"zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"})}
 

@@ -436,7 +436,9 @@ class Emitter:
         condition = self.expr(i.condition)
         with self.integers.given(i.condition):
             body = self.body(i.body)
-        return lay_out("branch", condition=condition, body=body, orelse=self.body(i.orelse))
+        orelse = self.body(i.orelse)
+        is_chain = [type(one) for one in i.orelse] == [ir.If] and orelse.startswith("if (")  # without a comment before it
+        return lay_out("branch", condition=condition, body=body, orelse=orelse, is_chain=is_chain)
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
         """Nothing where the body only allocates."""

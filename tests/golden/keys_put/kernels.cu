@@ -114,19 +114,19 @@ __global__ void subtract_exp_divide_y_divide(const float* y_lse, const float* y_
   }
 }
 
-// %y_astype: f32[4, 2, S/4, 8] = astype(%y_blocks)
-// %y_multiply: f32[4, 2, S/4, 8] = multiply(%y_astype, %y_expand_dims)
+// %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
+// %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
 // %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
-// %y_where: f32[4, 2, S/4, 8] = where(%y_greater, %y_multiply, 0.0)
-// %y_sum_2: f32[2, S/4, 8] = sum(%y_where, axis=(0,))
-// %y: bf16[2, S/4, 8] = astype(%y_sum_2)
+// %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
+// %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
+// %y: bf16[2, S/4, 64] = astype(%y_sum_2)
 template <int kWidth, class Index>
 __device__ void fused_y_by(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
-  for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
-    const int64_t j = element / 8;
+  for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
+    const int64_t j = element / 64;
     auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
-      const auto y_blocks_elementi = hw::load<kWidth>(y_blocks + i * (4 * S) + element);
+      const auto y_blocks_elementi = hw::load<kWidth>(y_blocks + i * (32 * S) + element);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
         const float y_expand_dims_ij = y_expand_dims[i * (S / 2) + j];
@@ -147,9 +147,9 @@ __device__ void fused_y_by(const hw::bf16* y_blocks, const float* y_expand_dims,
 
 __global__ void fused_y(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
   hw::griddep_wait();
-  if (4 * S % 8 == 0 && hw::aligned(y_blocks, y) && hw::fits_int32(4 * S)) {
+  if (hw::aligned(y_blocks, y) && hw::fits_int32(32 * S)) {
     fused_y_by<8, uint32_t>(y_blocks, y_expand_dims, y, S);
-  } else if (4 * S % 8 == 0 && hw::aligned(y_blocks, y)) {
+  } else if (hw::aligned(y_blocks, y)) {
     fused_y_by<8, int64_t>(y_blocks, y_expand_dims, y, S);
   } else {
     fused_y_by<1, int64_t>(y_blocks, y_expand_dims, y, S);

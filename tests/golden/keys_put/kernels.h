@@ -19,12 +19,12 @@ __global__ void fused_y_maximum_y_maximum_2(const float* y_lse, float* y_maximum
 // %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
 __global__ void subtract_exp_divide_y_divide(const float* y_lse, const float* y_maximum, const float* y_maximum_2,
                                              float* y_divide, int64_t S);
-// %y_astype: f32[4, 2, S/4, 8] = astype(%y_blocks)
-// %y_multiply: f32[4, 2, S/4, 8] = multiply(%y_astype, %y_expand_dims)
+// %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
+// %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
 // %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
-// %y_where: f32[4, 2, S/4, 8] = where(%y_greater, %y_multiply, 0.0)
-// %y_sum_2: f32[2, S/4, 8] = sum(%y_where, axis=(0,))
-// %y: bf16[2, S/4, 8] = astype(%y_sum_2)
+// %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
+// %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
+// %y: bf16[2, S/4, 64] = astype(%y_sum_2)
 __global__ void fused_y(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S);
 
 }  // namespace programs::keys_in_a_loop

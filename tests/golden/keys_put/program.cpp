@@ -12,29 +12,29 @@
 //   %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
 //   %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
 // }  # ends here: %y_exp_2 would be computed again and again
-// kernel @fused_y(%y_blocks: bf16[4, 2, S/4, 8], %y_expand_dims: f32[4, 2, S/4, 1]) {
-//   %y_astype: f32[4, 2, S/4, 8] = astype(%y_blocks)
-//   %y_multiply: f32[4, 2, S/4, 8] = multiply(%y_astype, %y_expand_dims)
+// kernel @fused_y(%y_blocks: bf16[4, 2, S/4, 64], %y_expand_dims: f32[4, 2, S/4, 1]) {
+//   %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
+//   %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
 //   %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
-//   %y_where: f32[4, 2, S/4, 8] = where(%y_greater, %y_multiply, 0.0)
-//   %y_sum_2: f32[2, S/4, 8] = sum(%y_where, axis=(0,))
-//   %y: bf16[2, S/4, 8] = astype(%y_sum_2)
+//   %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
+//   %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
+//   %y: bf16[2, S/4, 64] = astype(%y_sum_2)
 // }
-// host @keys_in_a_loop(%q: bf16[2, S@x, 8], %k: bf16[2, S@x, 8], %v: bf16[2, S@x, 8]) -> (%y: bf16[2, S@x, 8]) mesh(x=4)
+// host @keys_in_a_loop(%q: bf16[2, S@x, 64], %k: bf16[2, S@x, 64], %v: bf16[2, S@x, 64]) -> (%y: bf16[2, S@x, 64]) mesh(x=4)
 // channels(x: x one_sided) streams(ring[2], puts[1]) events(arrived[4]) {
-//   %y_packed = allocate_window bf16[2, S/4, 16]
-//   %y_packed_0 = slice %y_packed[2: 8 from 0]
+//   %y_packed = allocate_window bf16[2, S/4, 128]
+//   %y_packed_0 = slice %y_packed[2: 64 from 0]
 //   copy %k -> %y_packed_0
-//   %y_packed_1 = slice %y_packed[2: 8 from 8]
+//   %y_packed_1 = slice %y_packed[2: 64 from 64]
 //   copy %v -> %y_packed_1
-//   %keys = allocate bf16[4, 2, S/4, 16]
+//   %keys = allocate bf16[4, 2, S/4, 128]
 //   fork puts
 //   stream puts[0] {
 //     for %i in 0..3 {
 //       signal 0 at (rank.x + 1 + %i) % 4 for %y_packed on x
 //     }
 //   }
-//   %y_blocks = allocate bf16[4, 2, S/4, 8]
+//   %y_blocks = allocate bf16[4, 2, S/4, 64]
 //   %y_lse = allocate f32[4, 2, S/4]
 //   fork ring
 //   for %i in 0..4 {
@@ -52,22 +52,17 @@
 //         wait arrived[%i]
 //       }
 //       %y_packed_chunk = choose %y_packed if %p == rank.x else %keys_i
-//       %y_keys_i = slice %y_packed_chunk[2: 8 from 0]
-//       %y_keys_packed = allocate bf16[2, S/4, 8]
-//       copy %y_keys_i -> %y_keys_packed
-//       %y_values_i = slice %y_packed_chunk[2: 8 from 8]
-//       %y_values_packed = allocate bf16[2, S/4, 8]
-//       copy %y_values_i -> %y_values_packed
+//       %y_keys_i = slice %y_packed_chunk[2: 64 from 0]
+//       %y_values_i = slice %y_packed_chunk[2: 64 from 64]
 //       %y_blocks_i = chunk %y_blocks[0: %p of 4]
-//       %y_blocks_i_own = reshape %y_blocks_i to [2, S/4, 8]
+//       %y_blocks_i_own = reshape %y_blocks_i to [2, S/4, 64]
 //       %y_lse_i = chunk %y_lse[0: %p of 4]
 //       %y_lse_i_own = reshape %y_lse_i to [2, S/4]
 //       if %p == rank.x {
-//         attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 diagonal 0 -> %y_blocks_i_own lse
-// %y_lse_i_own
+//         attention %q, %y_keys_i, %y_values_i scaled 0.125 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
 //       } else {
 //         if %p < rank.x {
-//           attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 -> %y_blocks_i_own lse %y_lse_i_own
+//           attention %q, %y_keys_i, %y_values_i scaled 0.125 -> %y_blocks_i_own lse %y_lse_i_own
 //         } else {
 //           fill %y_blocks_i_own with 0.0
 //           fill %y_lse_i_own with -inf
@@ -108,8 +103,8 @@ Program::Program(hw::Rank& rank)
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
       arrived_(4),
-      plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.35355339059327373, .causal = true, .has_lse = true, .streams = 2}),
-      plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.35355339059327373, .has_lse = true, .streams = 2}),
+      plan_y_blocks_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true, .streams = 2}),
+      plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(fill_y_lse_i_own));
   HW_CHECK(hw::load(fused_y_maximum_y_maximum_2));
@@ -118,16 +113,16 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.q.expect("q", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, hw::kAny, 8}, rank_.device());
+  in.q.expect("q", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, hw::kAny, 64}, rank_.device());
   const int64_t S = in.q.dim(1) * 4;
-  in.k.expect("k", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
-  in.v.expect("v", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
+  in.k.expect("k", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  in.v.expect("v", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
   return {S};
 }
 
 OutputShapes Program::output_shapes(const Inputs& in) const {
   const auto [S] = check(in);
-  return {.y = {2, S / 4, 8}};
+  return {.y = {2, S / 4, 64}};
 }
 
 void Program::prepare(const Inputs& in) {
@@ -135,19 +130,17 @@ void Program::prepare(const Inputs& in) {
   if (prepared_ == sizes) return;
   const auto [S] = sizes;
   prepared_.reset();
-  plan_y_blocks_.prepare({2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8});
-  plan_y_blocks_1_.prepare({2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8}, {2, S / 4, 8});
+  plan_y_blocks_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
+                         hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
+  plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
+                           hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
   hw::MemoryPlan memory;
   // Never in use at once, so that they may share bytes:
   // - keys_, y_maximum_
-  // - y_keys_packed_, y_maximum_2_
-  memory.allocate_window(y_packed_, 8 * S);
-  memory.allocate(keys_, 32 * S);
-  memory.allocate(y_blocks_, 16 * S);
+  memory.allocate_window(y_packed_, 64 * S);
+  memory.allocate(keys_, 256 * S);
+  memory.allocate(y_blocks_, 128 * S);
   memory.allocate(y_lse_, 2 * S);
-  memory.allocate(y_keys_packed_, 4 * S, ring_);
-  memory.allocate(y_values_packed_, 4 * S, ring_);
-  memory.join(ring_);
   memory.free(y_packed_);
   memory.free(keys_);
   memory.allocate(y_maximum_, S / 2);
@@ -160,7 +153,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const Sizes sizes = check(in);
   hw::expect_prepared(prepared_ == sizes);
   const auto [S] = sizes;
-  out.y.expect("y", "bf16[2, S/4, 8]", CUDA_R_16BF, {2, S / 4, 8}, rank_.device());
+  out.y.expect("y", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
 
   const auto* q = in.q.as<hw::bf16>();
   const auto* k = in.k.as<hw::bf16>();
@@ -170,10 +163,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:53  return hw.scaled_dot_product_attention(q, keys, values, is_causal=True)
-  HW_CHECK(cudaMemcpy2DAsync(y_packed_, 16 * sizeof(hw::bf16), k, 8 * sizeof(hw::bf16), 8 * sizeof(hw::bf16), S / 2,
+  HW_CHECK(cudaMemcpy2DAsync(y_packed_, 128 * sizeof(hw::bf16), k, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S / 2,
                              cudaMemcpyDeviceToDevice, caller));
-  auto* y_packed_1 = y_packed_ + 8;
-  HW_CHECK(cudaMemcpy2DAsync(y_packed_1, 16 * sizeof(hw::bf16), v, 8 * sizeof(hw::bf16), 8 * sizeof(hw::bf16), S / 2,
+  auto* y_packed_1 = y_packed_ + 64;
+  HW_CHECK(cudaMemcpy2DAsync(y_packed_1, 128 * sizeof(hw::bf16), v, 64 * sizeof(hw::bf16), 64 * sizeof(hw::bf16), S / 2,
                              cudaMemcpyDeviceToDevice, caller));
   HW_CHECK(puts_.fork(caller));
   {
@@ -185,11 +178,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
-    auto* keys_i = keys_ + p * (8 * S);
+    auto* keys_i = keys_ + p * (64 * S);
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
-      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 8 * S * sizeof(hw::bf16),
+      HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 64 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
@@ -198,24 +191,16 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(cudaStreamWaitEvent(stream, arrived_[i], 0));
     }
     auto* y_packed_chunk = p == rank_x ? y_packed_ : keys_i;
-    auto* y_keys_packed = y_keys_packed_[i % 2];
-    HW_CHECK(cudaMemcpy2DAsync(y_keys_packed, 8 * sizeof(hw::bf16), y_packed_chunk, 16 * sizeof(hw::bf16), 8 * sizeof(hw::bf16),
-                               S / 2, cudaMemcpyDeviceToDevice, stream));
-    auto* y_values_i = y_packed_chunk + 8;
-    auto* y_values_packed = y_values_packed_[i % 2];
-    HW_CHECK(cudaMemcpy2DAsync(y_values_packed, 8 * sizeof(hw::bf16), y_values_i, 16 * sizeof(hw::bf16), 8 * sizeof(hw::bf16),
-                               S / 2, cudaMemcpyDeviceToDevice, stream));
-    auto* y_blocks_i = y_blocks_ + p * (4 * S);
+    auto* y_values_i = y_packed_chunk + 64;
+    auto* y_blocks_i = y_blocks_ + p * (32 * S);
     auto* y_lse_i = y_lse_ + p * (S / 2);
     if (p == rank_x) {
-      HW_CHECK(plan_y_blocks_.attend(q, y_keys_packed, y_values_packed, y_blocks_i, stream, {.lse = y_lse_i}));
+      HW_CHECK(plan_y_blocks_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
+    } else if (p < rank_x) {
+      HW_CHECK(plan_y_blocks_1_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
-      if (p < rank_x) {
-        HW_CHECK(plan_y_blocks_1_.attend(q, y_keys_packed, y_values_packed, y_blocks_i, stream, {.lse = y_lse_i}));
-      } else {
-        HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 4 * S * sizeof(hw::bf16), stream));
-        HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, hw::writes(y_lse_i, S / 2), S));
-      }
+      HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
+      HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, hw::writes(y_lse_i, S / 2), S));
     }
   }
   {
@@ -233,8 +218,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                           hw::writes(y_maximum_, S / 2), hw::writes(y_maximum_2_, S / 2), S));
   HW_CHECK(hw::launch_pdl(subtract_exp_divide_y_divide, hw::grid_of_elements<4>(2 * S), caller, hw::reads(y_lse_, 2 * S),
                           hw::reads(y_maximum_, S / 2), hw::reads(y_maximum_2_, S / 2), hw::writes(y_lse_, 2 * S), S));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(4 * S), caller, hw::reads(y_blocks_, 16 * S), hw::reads(y_lse_, 2 * S),
-                          hw::writes(y, 4 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, hw::reads(y_blocks_, 128 * S),
+                          hw::reads(y_lse_, 2 * S), hw::writes(y, 32 * S), S));
   HW_CHECK(arena_.end_call(caller));
 }
 

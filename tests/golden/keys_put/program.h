@@ -1,8 +1,7 @@
-// keys_in_a_loop: (q: bf16[2, S@x, 8], k: bf16[2, S@x, 8], v: bf16[2, S@x, 8]) -> (y: bf16[2, S@x, 8]) on mesh(x=4)
+// keys_in_a_loop: (q: bf16[2, S@x, 64], k: bf16[2, S@x, 64], v: bf16[2, S@x, 64]) -> (y: bf16[2, S@x, 64]) on mesh(x=4)
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -20,13 +19,13 @@ constexpr int64_t kWorld = 4;  // ranks
 
 // What one rank holds.
 struct Inputs {
-  hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
-  hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
-  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+  hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
+  hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
+  hw::Tensor v{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
 };
 
 struct Outputs {
-  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 8]
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
 };
 
 struct OutputShapes {
@@ -61,20 +60,17 @@ class Program {
   hw::Streams ring_;              // ring[2]
   hw::Streams puts_;              // puts[1]
   hw::Events arrived_;            // arrived[4]
-  // attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
+  // attention %q, %y_keys_i, %y_values_i scaled 0.125 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
   hw::AttentionPlan plan_y_blocks_;
-  // attention %q, %y_keys_packed, %y_values_packed scaled 0.35355339059327373 -> %y_blocks_i_own lse %y_lse_i_own
-  hw::AttentionPlan plan_y_blocks_1_;
-  hw::WindowArena arena_;                       // which peers write to and read from
-  hw::bf16* y_packed_ = nullptr;                // %y_packed: bf16[2, S/4, 16]
-  hw::bf16* keys_ = nullptr;                    // %keys: bf16[4, 2, S/4, 16]
-  hw::bf16* y_blocks_ = nullptr;                // %y_blocks: bf16[4, 2, S/4, 8]
-  float* y_lse_ = nullptr;                      // %y_lse: f32[4, 2, S/4], also %y_divide
-  std::array<hw::bf16*, 2> y_keys_packed_{};    // %y_keys_packed: bf16[2, S/4, 8], one a stream
-  std::array<hw::bf16*, 2> y_values_packed_{};  // %y_values_packed: bf16[2, S/4, 8], one a stream
-  float* y_maximum_ = nullptr;                  // %y_maximum: f32[1, 2, S/4]
-  float* y_maximum_2_ = nullptr;                // %y_maximum_2: f32[1, 2, S/4]
-  std::optional<Sizes> prepared_;               // what prepare was last called for
+  hw::AttentionPlan plan_y_blocks_1_;  // attention %q, %y_keys_i, %y_values_i scaled 0.125 -> %y_blocks_i_own lse %y_lse_i_own
+  hw::WindowArena arena_;              // which peers write to and read from
+  hw::bf16* y_packed_ = nullptr;       // %y_packed: bf16[2, S/4, 128]
+  hw::bf16* keys_ = nullptr;           // %keys: bf16[4, 2, S/4, 128]
+  hw::bf16* y_blocks_ = nullptr;       // %y_blocks: bf16[4, 2, S/4, 64]
+  float* y_lse_ = nullptr;             // %y_lse: f32[4, 2, S/4], also %y_divide
+  float* y_maximum_ = nullptr;         // %y_maximum: f32[1, 2, S/4]
+  float* y_maximum_2_ = nullptr;       // %y_maximum_2: f32[1, 2, S/4]
+  std::optional<Sizes> prepared_;      // what prepare was last called for
 };
 
 }  // namespace programs::keys_in_a_loop

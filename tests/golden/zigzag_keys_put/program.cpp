@@ -210,24 +210,22 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (p == rank_cp) {
       HW_CHECK(plan_y_attention_blocks_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i, stream,
                                                {.lse = y_attention_lse_i}));
+    } else if (p < rank_cp) {
+      HW_CHECK(plan_y_attention_blocks_1_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i, stream,
+                                                 {.lse = y_attention_lse_i}));
     } else {
-      if (p < rank_cp) {
-        HW_CHECK(plan_y_attention_blocks_1_.attend(q, y_attention_packed_chunk, y_attention_values_i, y_attention_blocks_i,
-                                                   stream, {.lse = y_attention_lse_i}));
-      } else {
-        HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
-        HW_CHECK(hw::launch_pdl(fill_y_attention_lse_i_own, hw::grid_of_elements<4>(2 * S), stream,
-                                hw::writes(y_attention_lse_i, 2 * S), S));
-        const auto* q_half = q + 16 * S;
-        auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
-        auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
-        HW_CHECK(plan_y_attention_blocks_2_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
-                                                   y_attention_blocks_i_own_half, stream,
-                                                   {.lse = y_attention_lse_i_own_half_packed}));
-        auto* y_attention_lse_i_own_half = y_attention_lse_i + S / 4;
-        HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_i_own_half, S / 2 * sizeof(float), y_attention_lse_i_own_half_packed,
-                                   S / 4 * sizeof(float), S / 4 * sizeof(float), 4, cudaMemcpyDeviceToDevice, stream));
-      }
+      HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
+      HW_CHECK(hw::launch_pdl(fill_y_attention_lse_i_own, hw::grid_of_elements<4>(2 * S), stream,
+                              hw::writes(y_attention_lse_i, 2 * S), S));
+      const auto* q_half = q + 16 * S;
+      auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
+      auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
+      HW_CHECK(plan_y_attention_blocks_2_.attend(q_half, y_attention_packed_chunk, y_attention_values_i,
+                                                 y_attention_blocks_i_own_half, stream,
+                                                 {.lse = y_attention_lse_i_own_half_packed}));
+      auto* y_attention_lse_i_own_half = y_attention_lse_i + S / 4;
+      HW_CHECK(cudaMemcpy2DAsync(y_attention_lse_i_own_half, S / 2 * sizeof(float), y_attention_lse_i_own_half_packed,
+                                 S / 4 * sizeof(float), S / 4 * sizeof(float), 4, cudaMemcpyDeviceToDevice, stream));
     }
   }
   {
