@@ -56,8 +56,6 @@ std::vector<Heads> AttentionProblem::operands() const {
 
 Attentions::Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : plans_(rank, dtype, options) {}
 
-Attentions::~Attentions() = default;
-
 PlannedAttention::PlannedAttention(const AttentionProblem& p, const AttentionOptions& options) {
   place(problem.q, p.q), place(problem.k, p.k), place(problem.v, p.v), place(problem.o, p.o), place(problem.bias, p.bias);
   problem.batch = p.q.batch, problem.heads = p.q.heads, problem.groups = p.k.heads;

@@ -12,6 +12,8 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,23 +28,57 @@
 
 namespace py = pybind11;
 
+namespace pybind11::detail {
+
+template <>
+struct type_caster<hw::Shape> {
+  PYBIND11_TYPE_CASTER(hw::Shape, const_name("tuple[int, ...]"));
+
+  bool load(handle source, bool convert) {
+    list_caster<std::vector<int64_t>, int64_t> sizes;
+    if (!sizes.load(source, convert)) return false;
+    const auto& known = static_cast<std::vector<int64_t>&>(sizes);
+    if (known.size() > hw::kMaxDims) throw hw::ArgumentError("an array of more than 8 dims");
+    for (const int64_t size : known) value.dims[value.ndim++] = size;
+    return true;
+  }
+  static handle cast(const hw::Shape& shape, return_value_policy, handle) {
+    tuple sizes(shape.ndim);
+    for (int i = 0; i < shape.ndim; ++i) sizes[i] = shape[i];
+    return sizes.release();
+  }
+};
+
+// What only its library looks into.
+template <class T>
+struct BytesCaster {
+  PYBIND11_TYPE_CASTER(T, const_name("bytes"));
+
+  bool load(handle source, bool) {
+    if (!isinstance<bytes>(source)) return false;
+    const std::string_view known = reinterpret_borrow<bytes>(source);
+    if (known.size() != sizeof value)
+      throw hw::ExecutionError("expected " + std::to_string(sizeof value) + " bytes, got " + std::to_string(known.size()));
+    std::memcpy(&value, known.data(), sizeof value);
+    return true;
+  }
+  static handle cast(const T& value, return_value_policy, handle) {
+    return bytes(reinterpret_cast<const char*>(&value), sizeof value).release();
+  }
+};
+template <>
+struct type_caster<ncclUniqueId> : BytesCaster<ncclUniqueId> {};
+template <>
+struct type_caster<cublasLtMatmulAlgo_t> : BytesCaster<cublasLtMatmulAlgo_t> {};
+
+}  // namespace pybind11::detail
+
 namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-hw::Shape shape_of(const std::vector<int64_t>& sizes) {
-  if (sizes.size() > hw::kMaxDims) throw hw::ArgumentError("an array of more than 8 dims");
-  hw::Shape shape;
-  for (const int64_t size : sizes) shape.dims[shape.ndim++] = size;
-  return shape;
-}
-
-// Calls `work` without the GIL.
-template <class Work>
-auto without_gil(const Work& work) {
-  const py::gil_scoped_release release;
-  return work();
-}
+// Of a function that touches no object of Python, but those that its arguments are made of, and its result is made to.
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 // For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
 // A process that was forked keeps what its parent made: it has the memory, and neither the threads nor the devices.
@@ -59,27 +95,6 @@ struct DeleteWithoutGil {
 template <class T>
 using Holder = std::unique_ptr<T, DeleteWithoutGil<T>>;
 
-using Sizes = std::vector<int64_t>;
-
-py::tuple sizes_of(const hw::Shape& shape) {
-  py::tuple sizes(shape.ndim);
-  for (int i = 0; i < shape.ndim; ++i) sizes[i] = shape[i];
-  return sizes;
-}
-
-py::bytes new_id(hw::Member& member) {
-  const ncclUniqueId id = without_gil([&] { return member.new_process_group_id(); });
-  return py::bytes(id.internal, sizeof id.internal);
-}
-
-ncclUniqueId id_of(const std::string& bytes) {
-  ncclUniqueId id;
-  if (bytes.size() != sizeof id.internal)
-    throw hw::ExecutionError("the store gave an id of " + std::to_string(bytes.size()) + " bytes");
-  std::memcpy(id.internal, bytes.data(), bytes.size());
-  return id;
-}
-
 std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
   std::vector<void*> result;
   for (const uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
@@ -88,14 +103,11 @@ std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
 
 cudaStream_t stream_at(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
 
-std::vector<py::tuple> prepare(hw::Instance& instance, const std::vector<Sizes>& shapes, const std::vector<Sizes>& global_shapes,
-                               uintptr_t stream) {
+std::vector<hw::Shape> prepare(hw::Instance& instance, const std::vector<hw::Shape>& shapes,
+                               const std::vector<hw::Shape>& global_shapes, uintptr_t stream) {
   std::vector<hw::Instance::Input> inputs;
-  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shape_of(shapes[i]), shape_of(global_shapes[i])});
-  std::vector<py::tuple> result;
-  for (const hw::Shape& shape : without_gil([&] { return instance.prepare(inputs, stream_at(stream)); }))
-    result.push_back(sizes_of(shape));
-  return result;
+  for (size_t i = 0; i < shapes.size(); ++i) inputs.push_back({shapes[i], global_shapes[i]});
+  return instance.prepare(inputs, stream_at(stream));
 }
 
 // Of this module's program: the keys of the process groups whose channels are to be made, and this rank in each.
@@ -106,27 +118,17 @@ std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Me
   return result;
 }
 
-void connect(hw::Member& member, const std::map<std::string, py::bytes>& ids, double timeout) {
-  std::map<std::string, ncclUniqueId> known;
-  for (const auto& [key, bytes] : ids) known[key] = id_of(bytes);
-  without_gil([&] { member.connect(table(), known, timeout); });
+void connect(hw::Member& member, const std::map<std::string, ncclUniqueId>& ids, double timeout) {
+  member.connect(table(), ids, timeout);
 }
 
 void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communicators) {
   std::map<std::string, ncclComm_t> given;
   for (const auto& [axes, address] : communicators) given[axes] = reinterpret_cast<ncclComm_t>(address);
-  without_gil([&] { member.adopt(table(), given); });
+  member.adopt(table(), given);
 }
 
-std::string out_of_reach(hw::Member& member) {
-  return without_gil([&] { return member.out_of_reach(table()); });
-}
-
-// Why the ranks cannot reach each other's memory, or "".
-std::string connect_all(hw::Member& member, const py::bytes& id, double timeout) {
-  const ncclUniqueId all = id_of(id);
-  return without_gil([&] { return hw::GroupMemory::connect(member, all, timeout); });
-}
+std::string out_of_reach(hw::Member& member) { return member.out_of_reach(table()); }
 
 // What DLPack's tensors are laid out as, in its header.
 struct DLTensor {
@@ -148,11 +150,12 @@ struct DLManagedTensor {
 // A contiguous array in DLPack's capsule, which keeps its owner.
 struct Lent {
   DLManagedTensor managed;
-  Sizes shape;
+  std::vector<int64_t> shape;
   py::object owner;
 };
 
-py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> device, Sizes shape, int code, int bits) {
+py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> device, std::vector<int64_t> shape, int code,
+                   int bits) {
   auto* const lent = new Lent{{}, std::move(shape), std::move(owner)};
   lent->managed.tensor = {.data = reinterpret_cast<void*>(address),
                           .device_type = device.first,
@@ -185,18 +188,16 @@ hw::Table table_of(const std::vector<std::optional<uintptr_t>>& bound) {
 
 void run(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
          const std::vector<uintptr_t>& outputs, uintptr_t stream, const hw::Schedule& schedule, hw::Graphs graphs) {
-  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
-  without_gil([&] { instance.run(schedule, bound, in, out, stream_at(stream), graphs); });
+  instance.run(schedule, bound, pointers(inputs), pointers(outputs), stream_at(stream), graphs);
 }
 
 Holder<hw::Graph> capture(hw::Instance& instance, const hw::Table& bound, const std::vector<uintptr_t>& inputs,
                           const std::vector<uintptr_t>& outputs) {
-  const std::vector<void*> in = pointers(inputs), out = pointers(outputs);
-  return without_gil([&] { return Holder<hw::Graph>(instance.capture(bound, in, out).release()); });
+  return Holder<hw::Graph>(instance.capture(bound, pointers(inputs), pointers(outputs)).release());
 }
 
 void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, const hw::Schedule& schedule) {
-  without_gil([&] { instance.launch(schedule, graph, stream_at(stream)); });
+  instance.launch(schedule, graph, stream_at(stream));
 }
 
 // Each (address, bytes, device).
@@ -212,29 +213,17 @@ std::vector<hw::Array> arrays_of(const Arrays& views) {
 void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
   std::vector<hw::StagedCalls::Call> all;
   for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
-  without_gil([&] { staged.prepare(std::move(all)); });
+  staged.prepare(std::move(all));
 }
 
-std::map<std::string, py::bytes> measured_algorithms() {
-  std::map<std::string, py::bytes> result;
-  for (const auto& [problem, algorithm] : hw::measured_algorithms().known())
-    result[problem] = py::bytes(reinterpret_cast<const char*>(&algorithm), sizeof algorithm);
-  return result;
-}
-
-void set_measured_algorithms(const std::map<std::string, std::string>& algorithms) {
-  for (const auto& [problem, bytes] : algorithms) {
-    cublasLtMatmulAlgo_t algorithm;
-    if (bytes.size() != sizeof algorithm) throw hw::ArgumentError("an algorithm of " + std::to_string(bytes.size()) + " bytes");
-    std::memcpy(&algorithm, bytes.data(), sizeof algorithm);
-    hw::measured_algorithms().set(problem, algorithm);
-  }
+void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& algorithms) {
+  for (const auto& [problem, algorithm] : algorithms) hw::measured_algorithms().set(problem, algorithm);
 }
 
 // Calls made, calls done, and for how many seconds the first of the others has been waited for.
-py::tuple progress(hw::Instance& instance) {
-  const hw::Progress::State state = without_gil([&] { return instance.progress(); });
-  return py::make_tuple(state.made, state.done, state.waiting_seconds);
+std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
+  const hw::Progress::State state = instance.progress();
+  return {state.made, state.done, state.waiting_seconds};
 }
 
 void raise(const char* type, const std::string& message) {
@@ -276,31 +265,28 @@ PYBIND11_MODULE(hostweave_program, m) {
            py::arg("count"), py::arg("processes"))
       .def_property_readonly("device", &hw::Member::device)
       .def_property_readonly("stopped", &hw::Member::stopped)
-      .def("abort", &hw::Member::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>());
+      .def("abort", &hw::Member::abort, py::arg("reason"), WithoutGil());
 
   m.def(  // of the module, whose program an error names; the member is one for all programs
       "lease",
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
-      py::arg("schedule"), py::arg("member"), py::arg("seconds"), py::call_guard<py::gil_scoped_release>());
+      py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
-  m.def("new_id", new_id, py::arg("member"));
+  m.def("new_id", &hw::Member::new_process_group_id, py::arg("member"), WithoutGil());
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
-  m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"));
-  m.def("out_of_reach", out_of_reach, py::arg("member"));
-  m.def("adopt", adopt, py::arg("member"), py::arg("communicators"));
-  m.def("connect_all", connect_all, py::arg("member"), py::arg("id"), py::arg("timeout"));
+  m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"), WithoutGil());
+  m.def("out_of_reach", out_of_reach, py::arg("member"), WithoutGil());
+  m.def("adopt", adopt, py::arg("member"), py::arg("communicators"), WithoutGil());
+  m.def("connect_all", &hw::GroupMemory::connect, py::arg("member"), py::arg("id"), py::arg("timeout"), WithoutGil());
   py::class_<hw::GroupMemory, Holder<hw::GroupMemory>>(m, "GroupMemory", py::module_local())
-      .def(py::init([](hw::Member& member, size_t bytes) {
-             return without_gil([&] { return Holder<hw::GroupMemory>(new hw::GroupMemory(member, bytes)); });
-           }),
-           py::arg("member"), py::arg("bytes"), py::keep_alive<1, 2>())
+      .def(py::init<hw::Member&, size_t>(), py::arg("member"), py::arg("bytes"), py::keep_alive<1, 2>(), WithoutGil())
       .def_property_readonly("address", [](const hw::GroupMemory& memory) { return reinterpret_cast<uintptr_t>(memory.data()); });
   m.def("dlpack", dlpack, py::arg("owner"), py::arg("address"), py::arg("device"), py::arg("shape"), py::arg("code"),
         py::arg("bits"));
 
   m.def("blas_version", [] { return cublasLtGetVersion(); });
-  m.def("measured_algorithms", measured_algorithms);
+  m.def("measured_algorithms", [] { return hw::measured_algorithms().known(); });
   m.def("set_measured_algorithms", set_measured_algorithms, py::arg("algorithms"));
 
   py::enum_<hw::Graphs>(m, "Graphs", py::module_local())
@@ -312,33 +298,26 @@ PYBIND11_MODULE(hostweave_program, m) {
   py::class_<hw::Table>(m, "Table", py::module_local()).def(py::init(&table_of), py::arg("bound"));
 
   py::class_<hw::Instance, Holder<hw::Instance>>(m, "Instance", py::module_local())
-      .def(py::init([](hw::Member& member, bool measures) {
-             return without_gil([&] { return Holder<hw::Instance>(new hw::Instance(member, table(), measures)); });
-           }),
-           py::arg("member"), py::arg("measures"), py::keep_alive<1, 2>())
-      .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"))
+      .def(py::init([](hw::Member& member, bool measures) { return new hw::Instance(member, table(), measures); }),
+           py::arg("member"), py::arg("measures"), py::keep_alive<1, 2>(), WithoutGil())
+      .def("prepare", prepare, py::arg("shapes"), py::arg("global_shapes"), py::arg("stream"), WithoutGil())
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
-           py::arg("graphs"))
-      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"),
+           py::arg("graphs"), WithoutGil())
+      .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
            py::keep_alive<0, 1>())  // NCCL waits for graphs to go before a communicator goes
-      .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"))
-      .def("progress", progress)
+      .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
+      .def("progress", progress, WithoutGil())
       .def_property_readonly("graphs", &hw::Instance::graphs)
       .def_property_readonly("unseen", &hw::Instance::unseen);
 
-  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init([](int ranks) {
-    return without_gil([&] { return Holder<hw::Gate>(new hw::Gate(ranks)); });
-  }));
+  py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init<int>(), WithoutGil());
   py::class_<hw::Timing>(m, "Timing", py::module_local())
       .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
       .def_readonly("total_ms", &hw::Timing::total_ms);
   py::class_<hw::StagedCalls, Holder<hw::StagedCalls>>(m, "StagedCalls", py::module_local())
-      .def(py::init([](hw::Instance& instance) {
-             return without_gil([&] { return Holder<hw::StagedCalls>(new hw::StagedCalls(instance)); });
-           }),
-           py::arg("instance"), py::keep_alive<1, 2>())
-      .def("prepare", stage, py::arg("calls"))
-      .def("run", &hw::StagedCalls::run, py::arg("schedule"), py::arg("poison"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init<hw::Instance&>(), py::arg("instance"), py::keep_alive<1, 2>(), WithoutGil())
+      .def("prepare", stage, py::arg("calls"), WithoutGil())
+      .def("run", &hw::StagedCalls::run, py::arg("schedule"), py::arg("poison"), WithoutGil())
       .def("measure", &hw::StagedCalls::measure, py::arg("schedule"), py::arg("warmups"), py::arg("repetitions"), py::arg("gate"),
-           py::call_guard<py::gil_scoped_release>());
+           WithoutGil());
 }

@@ -26,7 +26,7 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (const auto illegal = forbidden_in_capture(call.c_str())) return *illegal;
   if (machine.fault(call)) return error(cudaErrorMemoryAllocation, call + ": made to fail");
   if (bytes == 0) return cudaSuccess;
-  *pointer = shared ? machine.memory.allocate_shared(bytes, device) : machine.memory.allocate(bytes, device);
+  *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
   forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
   return cudaSuccess;

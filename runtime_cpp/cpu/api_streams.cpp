@@ -53,10 +53,8 @@ cudaError_t wait_for_device(Lock& lock, int device) {
 
 namespace {
 
-bool exists(int device) { return device >= 0 && device < Machine::get().config.devices; }
-cudaError_t no_such_device(const char* call, int device) {
-  return error(cudaErrorInvalidDevice,
-               std::string(call) + ": device " + std::to_string(device) + " of " + std::to_string(Machine::get().config.devices));
+cudaError_t expect_device(const char* call, int device) {
+  return expect_below(Machine::get().config.devices, "device", device, call, cudaErrorInvalidDevice);
 }
 
 Event* known(cudaEvent_t handle) {
@@ -118,7 +116,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
 
 cudaError_t cudaSetDevice(int device) {
   Call call;
-  if (!exists(device)) return no_such_device("cudaSetDevice", device);
+  if (const auto result = expect_device("cudaSetDevice", device)) return result;
   this_thread().device = device;
   return cudaSuccess;
 }
@@ -137,8 +135,8 @@ cudaError_t cudaDeviceSynchronize(void) {
 
 cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   Call call;
-  if (!exists(device)) return no_such_device("cudaDeviceCanAccessPeer", device);
-  if (!exists(peer)) return no_such_device("cudaDeviceCanAccessPeer", peer);
+  if (const auto result = expect_device("cudaDeviceCanAccessPeer", device)) return result;
+  if (const auto result = expect_device("cudaDeviceCanAccessPeer", peer)) return result;
   *can = device != peer;
   return cudaSuccess;
 }
@@ -146,7 +144,8 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   Call call;
   const int device = this_thread().device;
-  if (!exists(peer) || peer == device) return no_such_device("cudaDeviceEnablePeerAccess", peer);
+  if (const auto result = expect_device("cudaDeviceEnablePeerAccess", peer)) return result;
+  if (peer == device) return error(cudaErrorInvalidDevice, "cudaDeviceEnablePeerAccess: the device itself");
   if (flags != 0) return error(cudaErrorInvalidValue, "cudaDeviceEnablePeerAccess: flags must be 0");
   const bool fresh = Machine::get().peer_access.emplace(device, peer).second;
   return fresh ? cudaSuccess : error(cudaErrorPeerAccessAlreadyEnabled, "cudaDeviceEnablePeerAccess: already enabled");

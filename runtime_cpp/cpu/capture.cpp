@@ -1,9 +1,7 @@
 #include "capture.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
-#include <set>
 #include <utility>
 
 #include "errors.h"
@@ -34,41 +32,28 @@ void join(const std::shared_ptr<Capture>& capture, Stream& stream) {
   capture->streams.push_back(&stream);
 }
 
-std::size_t push(Capture& capture, Node node) {
-  const std::size_t index = capture.nodes.size();
-  capture.last[node.lane] = index;
-  capture.nodes.push_back(std::move(node));
-  return index;
-}
-
 // Whether everything that was captured comes before the end of the first stream.
 bool is_joined(const Capture& capture) {
   const auto end = capture.last.find(0);
-  std::set<std::size_t> before;
-  std::vector<std::size_t> open;
-  const auto reach = [&](std::size_t node) {
-    if (before.insert(node).second) open.push_back(node);
-  };
-  if (end != capture.last.end()) reach(end->second);
-  while (!open.empty()) {
-    const std::size_t node = open.back();
-    open.pop_back();
-    std::ranges::for_each(capture.nodes[node].after, reach);
-    for (std::size_t i = node; i-- > 0;) {
-      if (capture.nodes[i].lane != capture.nodes[node].lane) continue;
-      reach(i);
-      break;
-    }
+  std::vector<bool> before(capture.nodes.size());
+  if (end != capture.last.end()) before[end->second] = true;
+  for (std::size_t node = before.size(); node-- > 0;) {
+    for (const std::size_t earlier : capture.nodes[node].after) before[earlier] = before[earlier] || before[node];
   }
-  return before.size() == capture.nodes.size();
+  return std::ranges::count(before, false) == 0;
 }
 
 }  // namespace
 
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue) {
   if (!stream.capture) return std::nullopt;
-  if (stream.capture->invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the stream's capture");
-  push(*stream.capture, {stream.capture_lane, std::move(enqueue), this_thread().place, {}});
+  Capture& capture = *stream.capture;
+  if (capture.invalid) return error(cudaErrorStreamCaptureInvalidated, "an earlier call has ended the stream's capture");
+  capture.nodes.push_back({stream.capture_lane, std::move(enqueue), this_thread().place, {}});
+  Node& node = capture.nodes.back();
+  const auto [last, is_first] = capture.last.try_emplace(node.lane);
+  if (!is_first) node.after.push_back(last->second);
+  last->second = capture.nodes.size() - 1;
   return cudaSuccess;
 }
 
@@ -166,14 +151,10 @@ std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& a
   if (!as_one_queue) return order;
   std::vector<std::vector<std::size_t>> then(nodes.size());
   std::vector<std::size_t> before(nodes.size(), 0), ready;
-  std::map<std::size_t, std::size_t> last;  // of each lane
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    std::vector<std::size_t> after = nodes[i].after;
-    if (const auto found = last.find(nodes[i].lane); found != last.end()) after.push_back(found->second);
-    for (const std::size_t node : after) then[node].push_back(i);
-    before[i] = after.size();
-    last[nodes[i].lane] = i;
-    if (after.empty()) ready.push_back(i);
+    for (const std::size_t node : nodes[i].after) then[node].push_back(i);
+    before[i] = nodes[i].after.size();
+    if (before[i] == 0) ready.push_back(i);
   }
   order.clear();
   while (!ready.empty()) {

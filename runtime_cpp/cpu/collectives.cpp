@@ -40,10 +40,6 @@ const char* reduction_name(ncclRedOp_t reduction) {
   return names[reduction];
 }
 
-bool reduces(CommKind kind) {
-  return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce;
-}
-
 // The argument that holds what is sent, or received alone.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
@@ -67,7 +63,7 @@ std::string difference(const Asked& theirs, const char* name, const Request& r) 
   if (theirs.count != r.count) return differ("the counts", std::to_string(theirs.count), std::to_string(r.count));
   if (theirs.type != r.type) return differ("the types", type_name(theirs.type), type_name(r.type));
   if (theirs.root != r.root) return differ("the roots", std::to_string(theirs.root), std::to_string(r.root));
-  if (reduces(r.kind) && theirs.reduction != r.reduction) {
+  if (r.reduces() && theirs.reduction != r.reduction) {
     return differ("the reductions", reduction_name(theirs.reduction), reduction_name(r.reduction));
   }
   return "";
@@ -154,15 +150,14 @@ class Exchange {
     }
     for (int peer = 0; peer < static_cast<int>(theirs_.size()); ++peer) {
       if (peer == rank_) continue;
-      send(traffic, peer, goes_from(rank_, peer) ? sent_to(peer) : nullptr);
-      receive(traffic, peer, goes_from(peer, rank_) ? received_from(peer) : nullptr);
+      send(traffic, peer, r_.data_flows(rank_, peer) ? sent_to(peer) : nullptr);
+      receive(traffic, peer, r_.data_flows(peer, rank_) ? received_from(peer) : nullptr);
     }
   }
 
   void finish() {
-    if (r_.kind == CommKind::broadcast && rank_ == r_.root) copy_bytes(r_.recv, r_.send, r_.bytes());
-    if (r_.kind == CommKind::all_gather) copy_bytes(static_cast<char*>(r_.recv) + rank_ * r_.bytes(), r_.send, r_.bytes());
-    if (!reduces(r_.kind) || (r_.kind == CommKind::reduce && rank_ != r_.root)) return;
+    if (!r_.data_flows(rank_, rank_)) return;
+    if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
     Match match;  // of what has come, in the order of the ranks as among threads
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
@@ -175,14 +170,9 @@ class Exchange {
   }
 
  private:
-  bool goes_from(int from, int to) const {
-    return r_.kind == CommKind::broadcast ? from == r_.root : r_.kind != CommKind::reduce || to == r_.root;
-  }
-  const char* sent_to(int peer) const {
-    return static_cast<const char*>(r_.send) + (r_.kind == CommKind::reduce_scatter ? peer * r_.bytes() : 0);
-  }
+  const char* sent_to(int peer) const { return static_cast<const char*>(r_.send) + r_.sent_at(peer); }
   char* received_from(int peer) {
-    if (!reduces(r_.kind)) return static_cast<char*>(r_.recv) + (r_.kind == CommKind::all_gather ? peer * r_.bytes() : 0);
+    if (!r_.reduces()) return static_cast<char*>(r_.recv) + r_.received_at(peer);
     inputs_[peer].reset(new char[r_.bytes()]);
     return inputs_[peer].get();
   }
@@ -225,27 +215,18 @@ ncclResult_t check(const Request& r) {
   const std::string call = std::string("nccl ") + r.name;
   if (const ncclResult_t result = check_usable(call, r.comm)) return result;
   if (type_size(r.type) == 0) return nccl_not_supported(call + ": type " + std::to_string(r.type));
-  if (reduces(r.kind) && (r.reduction < 0 || r.reduction >= ncclNumOps)) {
+  if (r.reduces() && (r.reduction < 0 || r.reduction >= ncclNumOps)) {
     return nccl_not_supported(call + ": reduction " + std::to_string(r.reduction));
   }
   const int n = r.comm->process_group->size();
   const bool rooted = r.kind == CommKind::broadcast || r.kind == CommKind::reduce;
-  if (rooted && (r.root < 0 || r.root >= n)) {
-    return error(ncclInvalidArgument, call + ": root " + std::to_string(r.root) + " of " + std::to_string(n) + " ranks");
-  }
-  if (r.kind == CommKind::send_recv && (r.peer < 0 || r.peer >= n)) {
-    return error(ncclInvalidArgument, call + ": peer " + std::to_string(r.peer) + " of " + std::to_string(n) + " ranks");
-  }
+  if (const auto result = expect_below(n, "root", rooted ? r.root : 0, call, ncclInvalidArgument)) return result;
+  const bool paired = r.kind == CommKind::send_recv;
+  if (const auto result = expect_below(n, "peer", paired ? r.peer : 0, call, ncclInvalidArgument)) return result;
   if (const auto illegal = Machine::get().illegal_access(ranges_of(r), r.comm->device, false)) {
     return error(ncclInvalidArgument, call + ": " + *illegal);
   }
   return ncclSuccess;
-}
-
-Stream* stream_of(const Request& r) {
-  if (r.stream == nullptr || r.stream == cudaStreamLegacy) return &Machine::get().legacy_stream(r.comm->device);
-  if (r.stream == cudaStreamPerThread) return nullptr;
-  return Machine::get().find_stream(r.stream);
 }
 
 // The requests are of one communicator, in the order of their calls, and have been checked.
@@ -253,14 +234,14 @@ ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   Machine& machine = Machine::get();
   const Request& first = requests.front();
   ncclComm& comm = *first.comm;
-  Stream* const stream = stream_of(first);
+  Stream* const stream = machine.find_stream(first.stream, comm.device);
   if (!stream) return nccl_not_supported("the per-thread default stream, or a stream that was destroyed,");
   if (stream->device != comm.device) {
     return error(ncclInvalidArgument, std::string("nccl ") + first.name + ": a stream of device " +
                                           std::to_string(stream->device) + " with a communicator of device " +
                                           std::to_string(comm.device));
   }
-  const auto again = [requests](Lock& lock, Stream& on) {
+  const auto again = [requests, in_graph = comm.in_graphs](Lock& lock, Stream& on) {
     std::vector<Request> there = requests;
     for (Request& r : there) r.stream = reinterpret_cast<cudaStream_t>(&on);
     return static_cast<int>(issue(lock, there));
@@ -335,12 +316,8 @@ ncclResult_t request(Request r) {
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work) {
   ++shared->pending;
   return [shared = std::move(shared), work = std::move(work)] {
-    struct Blocked {
-      Blocked() { Machine::get().block(); }
-      ~Blocked() { Machine::get().unblock(); }
-    };
     {
-      const Blocked blocked;
+      const Machine::Blocked blocked;
       work(*shared);
     }
     if (!Machine::get().failed()) --shared->pending;
@@ -369,7 +346,8 @@ ncclResult_t ncclGroupEnd(void) {
   if (--g.depth > 0) return ncclSuccess;
   const auto process_groups = std::exchange(g.process_groups_to_wait_for, {});
   for (const auto& process_group : process_groups) {
-    if (const ncclResult_t result = wait_for_process_group(*process_group)) {
+    Call call;
+    if (const ncclResult_t result = wait_for_process_group(call.lock, *process_group)) {
       g.requests.clear();
       return result;
     }

@@ -2,10 +2,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <random>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "communicator.h"
@@ -73,12 +75,6 @@ void remove(ncclComm_t comm) {
   delete comm;
 }
 
-ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group) {
-  std::string what = "all " + std::to_string(process_group.size()) + " ranks of " + process_group.name;
-  const bool all_came = Machine::get().wait(lock, std::move(what), [&] { return process_group.arrived == process_group.size(); });
-  return all_came ? ncclSuccess : nccl_stopped();
-}
-
 ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const IdContent& id, int rank, const char* name) {
   Machine& machine = Machine::get();
   std::string problem;
@@ -106,9 +102,7 @@ ncclResult_t init_across_processes(Lock& lock, ncclComm_t* comm, int size, const
 
 ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, const ncclConfig_t* config) {
   if (const ncclResult_t result = check(config)) return result;
-  if (size < 1 || rank < 0 || rank >= size) {
-    return error(ncclInvalidArgument, "ncclCommInitRank: rank " + std::to_string(rank) + " of " + std::to_string(size));
-  }
+  if (const auto result = expect_below(size, "rank", rank, "ncclCommInitRank", ncclInvalidArgument)) return result;
   IdContent content;
   std::memcpy(&content, id.internal, sizeof content);
   if (std::memcmp(content.magic, kMagic, sizeof kMagic) != 0) {
@@ -159,6 +153,15 @@ void form_process_groups(ProcessGroup::Split& split) {
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
+// As NCCL does, for which graphs have kept something of the communicator.
+void wait_for_graphs(Lock& lock, ncclComm_t comm) {
+  while (comm->in_graphs.use_count() > 1) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+}
+
 ncclResult_t tell(ncclComm_t comm, const char* name, int* result, int (*property)(const ncclComm& comm)) {
   Call call;
   if (!known(comm)) return unknown(name);
@@ -179,9 +182,10 @@ void wait_for_ops(Lock& lock, ncclComm_t comm) {
   if (last) Machine::get().wait(lock, std::string("the ops of ") + comm->process_group->name, [last] { return last->done; });
 }
 
-ncclResult_t wait_for_process_group(const ProcessGroup& process_group) {
-  Call call;
-  return wait_for_process_group(call.lock, process_group);
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group) {
+  std::string what = "all " + std::to_string(process_group.size()) + " ranks of " + process_group.name;
+  const bool all_came = Machine::get().wait(lock, std::move(what), [&] { return process_group.arrived == process_group.size(); });
+  return all_came ? ncclSuccess : nccl_stopped();
 }
 
 }  // namespace hostweave::cpu
@@ -246,6 +250,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   Call call;
   if (!known(comm)) return unknown("ncclCommDestroy");
   wait_for_ops(call.lock, comm);
+  wait_for_graphs(call.lock, comm);
   remove(comm);
   return ncclSuccess;
 }
@@ -260,6 +265,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
                  comm->last->name.text() + " was not done");
   }
   machine.wait_for_running_work(call.lock);
+  wait_for_graphs(call.lock, comm);
   remove(comm);
   return ncclSuccess;
 }

@@ -41,11 +41,7 @@ int hw_cpu_attach(int rank) {
     error(cudaErrorInvalidValue, "hw_cpu_attach: this thread is attached");
     return 1;
   }
-  if (rank < 0 || rank >= machine.config.devices) {
-    error(cudaErrorInvalidDevice,
-          "hw_cpu_attach: rank " + std::to_string(rank) + " of " + std::to_string(machine.config.devices));
-    return 1;
-  }
+  if (expect_below(machine.config.devices, "rank", rank, "hw_cpu_attach", cudaErrorInvalidDevice)) return 1;
   machine.attach(lock, rank);
   return machine.failed() ? 1 : 0;
 }

@@ -3,9 +3,9 @@
 #include <array>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
-#include "machine.h"
-#include "types.h"
+#include "communicator.h"
 
 namespace hostweave::cpu {
 namespace {
@@ -85,36 +85,20 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
 }
 
 void Match::exchange() {
-  const std::size_t bytes = this->bytes();
-  if (bytes == 0) return;
-  Inputs inputs;
-  Outputs outputs;
-  for (const Seat& seat : seats) {
-    inputs.push_back(seat.send);
-    outputs.push_back(seat.recv);
-  }
-  switch (kind) {
-    case CommKind::send_recv:
-      return copy_bytes(seats[1].recv, buffered ? buffer.data() : seats[0].send, bytes);
-    case CommKind::broadcast:
-      for (void* output : outputs) copy_bytes(output, seats[root].send, bytes);
-      return;
-    case CommKind::all_gather:
-      for (std::size_t from = 0; from < seats.size(); ++from) {
-        for (void* output : outputs) copy_bytes(at(output, from * bytes), inputs[from], bytes);
-      }
-      return;
-    case CommKind::all_reduce:
-      return reduce(*this, inputs, outputs);
-    case CommKind::reduce:
-      return reduce(*this, inputs, {seats[root].recv});
-    case CommKind::reduce_scatter:
-      for (std::size_t to = 0; to < seats.size(); ++to) {
-        Inputs blocks;
-        for (const void* input : inputs) blocks.push_back(at(input, to * bytes));
-        reduce(*this, blocks, {outputs[to]});
-      }
-      return;
+  if (bytes() == 0) return;
+  const int ranks = static_cast<int>(seats.size());
+  Outputs outputs;  // of one reduction
+  for (int to = 0; to < ranks; ++to) {
+    for (int from = 0; from < ranks && !reduces(); ++from) {
+      const void* const sent = buffered ? buffer.data() : seats[from].send;
+      if (data_flows(from, to)) copy_bytes(at(seats[to].recv, received_at(from)), sent, bytes());
+    }
+    if (!reduces() || !data_flows(to, to)) continue;
+    outputs.push_back(seats[to].recv);
+    if (kind == CommKind::all_reduce && to + 1 < ranks) continue;  // the others get the same
+    Inputs inputs;
+    for (const Seat& seat : seats) inputs.push_back(at(seat.send, sent_at(to)));
+    reduce(*this, inputs, std::exchange(outputs, {}));
   }
 }
 

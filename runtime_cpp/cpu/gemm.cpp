@@ -3,14 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <vector>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 #include "hostweave_cpu.h"
 #include "machine.h"
-#include "types.h"
 
 // The wheel scipy-openblas32 prefixes its symbols, so that it can live beside any other BLAS of the process.
 #ifdef HOSTWEAVE_SCIPY_OPENBLAS
@@ -35,18 +33,12 @@ namespace {
 
 constexpr int kColumnMajor = 102, kNoTranspose = 111, kTranspose = 112;
 
+// D = alpha op(A) op(B) + beta D, where A and B are of the type that BLAS computes in.
 template <class T>
-struct Matrix {
-  T* at;
-  std::int64_t ld;
-};
-
-// D = alpha op(A) op(B) + beta D
-template <class T>
-void multiply(const Gemm& g, Matrix<const T> a, Matrix<const T> b, Matrix<T> d) {
+void multiply(const Gemm& g, const Operand& d) {
   const auto run = [&](auto gemm) {
     gemm(kColumnMajor, g.transpose_a ? kTranspose : kNoTranspose, g.transpose_b ? kTranspose : kNoTranspose, g.m, g.n, g.k,
-         static_cast<T>(g.alpha), a.at, a.ld, b.at, b.ld, static_cast<T>(g.beta), d.at, d.ld);
+         static_cast<T>(g.alpha), g.a.as<T>(), g.a.ld, g.b.as<T>(), g.b.ld, static_cast<T>(g.beta), d.as<T>(), d.ld);
   };
   if constexpr (std::is_same_v<T, double>) {
     run(HW_BLAS(cblas_dgemm));
@@ -100,12 +92,12 @@ void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
 }
 
 template <class T>
-void finish(const Gemm& g, T* d, std::int64_t ldd) {
+void finish(const Gemm& g, const Operand& d) {
   if (!g.bias && g.activation == Gemm::Activation::none) return;
   std::vector<T> bias(g.bias ? g.m : 0);
-  if (g.bias) load_row(bias.data(), g.bias, g.m, g.type_d);
+  if (g.bias) load_row(bias.data(), g.bias, g.m, g.d.type);
   for (std::int64_t column = 0; column < g.n; ++column) {
-    T* const at = d + column * ldd;
+    T* const at = d.from(0, column).as<T>();
     for (std::size_t row = 0; row < bias.size(); ++row) at[row] += bias[row];
     activate(at, g.m, g.activation);
   }
@@ -114,55 +106,45 @@ void finish(const Gemm& g, T* d, std::int64_t ldd) {
 // Where all of it is of the type that BLAS computes in.
 template <class T>
 void run_plain(const Gemm& g) {
-  T* const d = static_cast<T*>(g.d);
-  if (g.beta != 0 && g.c != g.d) {
+  if (g.beta != 0 && g.c.at != g.d.at) {
     for (std::int64_t column = 0; column < g.n; ++column) {
-      std::memcpy(d + column * g.ldd, static_cast<const T*>(g.c) + column * g.ldc, g.m * sizeof(T));
+      std::memcpy(g.d.from(0, column).at, g.c.from(0, column).at, g.m * sizeof(T));
     }
   }
-  multiply<T>(g, {static_cast<const T*>(g.a), g.lda}, {static_cast<const T*>(g.b), g.ldb}, {d, g.ldd});
-  finish(g, d, g.ldd);
+  multiply<T>(g, g.d);
+  finish<T>(g, g.d);
 }
 
-using Floats = Matrix<const float>;
-
-Floats as_floats(const void* matrix, cudaDataType_t type, std::int64_t ld, std::int64_t inner, std::int64_t outer,
-                 Scratch& scratch) {
-  if (type == CUDA_R_32F) return {static_cast<const float*>(matrix), ld};
+Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer, Scratch& scratch) {
+  if (matrix.type == CUDA_R_32F) return matrix;
   float* const copy = at_least(inner * outer, scratch);
   constexpr std::int64_t piece_elements = 1 << 18;
   const std::int64_t columns = std::max<std::int64_t>(piece_elements / std::max<std::int64_t>(inner, 1), 1);
   Machine::get().split(outer, columns, [&](std::size_t begin, std::size_t end) {
     for (std::size_t column = begin; column < end; ++column) {
-      load_row(copy + column * inner, shift(matrix, column * ld, type), inner, type);
+      load_row(copy + column * inner, matrix.from(0, column).at, inner, matrix.type);
     }
   });
-  return {copy, std::max<std::int64_t>(inner, 1)};
+  return {CUDA_R_32F, std::max<std::int64_t>(inner, 1), copy};
 }
 
 // The operands are floats already; the result may have to be rounded.
-void run_float(const Gemm& g, Floats a, Floats b) {
-  if (g.type_d == CUDA_R_32F && (g.beta == 0 || g.type_c == CUDA_R_32F)) {
-    Gemm plain = g;
-    plain.a = a.at, plain.lda = a.ld, plain.b = b.at, plain.ldb = b.ld;
-    return run_plain<float>(plain);
-  }
+void run_float(const Gemm& g) {
+  if (g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F)) return run_plain<float>(g);
   thread_local Scratch scratch;
-  float* const d = at_least(g.m * g.n, scratch);
-  if (g.beta != 0) {
-    for (std::int64_t column = 0; column < g.n; ++column) {
-      load_row(d + column * g.m, shift(g.c, column * g.ldc, g.type_c), g.m, g.type_c);
-    }
+  const Operand d{CUDA_R_32F, g.m, at_least(g.m * g.n, scratch)};
+  for (std::int64_t column = 0; column < g.n && g.beta != 0; ++column) {
+    load_row(d.from(0, column).as<float>(), g.c.from(0, column).at, g.m, g.c.type);
   }
-  multiply<float>(g, a, b, {d, g.m});
-  finish(g, d, g.m);
+  multiply<float>(g, d);
+  finish<float>(g, d);
   for (std::int64_t column = 0; column < g.n; ++column) {
-    store_row(shift(g.d, column * g.ldd, g.type_d), d + column * g.m, g.m, g.type_d);
+    store_row(g.d.from(0, column).at, d.from(0, column).as<float>(), g.m, g.d.type);
   }
 }
 
 // Cuts D along its longer side into one block for each worker that has nothing else to do.
-void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t row, std::int64_t column)>& run_block) {
+void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;
   const std::int64_t side = by_column ? g.n : g.m;
@@ -175,33 +157,25 @@ void in_blocks(const Gemm& g, const std::function<void(const Gemm&, std::int64_t
     const std::int64_t row = by_column ? 0 : begin, column = by_column ? begin : 0;
     Gemm block = g;
     (by_column ? block.n : block.m) = end - begin;
-    block.c = shift(g.c, column * g.ldc + row, g.type_c);
-    block.d = shift(g.d, column * g.ldd + row, g.type_d);
-    if (g.bias) block.bias = shift(g.bias, row, g.type_d);
-    run_block(block, row, column);
+    block.a = g.transpose_a ? g.a.from(0, row) : g.a.from(row);
+    block.b = g.transpose_b ? g.b.from(column) : g.b.from(0, column);
+    block.c = g.c.from(row, column);
+    block.d = g.d.from(row, column);
+    block.bias = shift(g.bias, row, g.d.type);
+    run_block(block);
   });
 }
 
 }  // namespace
 
-void run(const Gemm& g) {
+void run(Gemm g) {
   if (g.m == 0 || g.n == 0) return;
   use_one_thread();
-  const auto offset_a = [&](std::int64_t row, std::int64_t lda) { return g.transpose_a ? row * lda : row; };
-  const auto offset_b = [&](std::int64_t column, std::int64_t ldb) { return g.transpose_b ? column : column * ldb; };
-  if (g.type_d == CUDA_R_64F) {
-    return in_blocks(g, [&](Gemm block, std::int64_t row, std::int64_t column) {
-      block.a = shift(g.a, offset_a(row, g.lda), CUDA_R_64F);
-      block.b = shift(g.b, offset_b(column, g.ldb), CUDA_R_64F);
-      run_plain<double>(block);
-    });
-  }
+  if (g.d.type == CUDA_R_64F) return in_blocks(g, run_plain<double>);
   thread_local Scratch scratch_a, scratch_b;
-  const auto a = as_floats(g.a, g.type_a, g.lda, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
-  const auto b = as_floats(g.b, g.type_b, g.ldb, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);
-  in_blocks(g, [&](const Gemm& block, std::int64_t row, std::int64_t column) {
-    run_float(block, {a.at + offset_a(row, a.ld), a.ld}, {b.at + offset_b(column, b.ld), b.ld});
-  });
+  g.a = as_floats(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
+  g.b = as_floats(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);
+  in_blocks(g, run_float);
 }
 
 }  // namespace hostweave::cpu
@@ -212,6 +186,7 @@ void hw_cpu_multiply(const float* a, std::int64_t a_pitch, const float* b, std::
   Gemm g;  // of column-major matrices: c' = b' a'
   g.transpose_a = b_transposed;
   g.m = n, g.n = m, g.k = k, g.beta = beta;
+  g.a = {CUDA_R_32F, b_pitch, const_cast<float*>(b)}, g.b = {CUDA_R_32F, a_pitch, const_cast<float*>(a)};
   use_one_thread();
-  multiply<float>(g, {b, b_pitch}, {a, a_pitch}, {c, c_pitch});
+  multiply<float>(g, {CUDA_R_32F, c_pitch, c});
 }

@@ -39,7 +39,8 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   if (!(wanted.timeout_seconds > 0)) return "timeout_seconds: more than 0";
   if (wanted.processes && wanted.mode == HW_CPU_SEEDED) return "mode: seeded is for ranks that are threads of one process";
   if (!attached_.empty()) return "a rank thread is still attached";
-  if (!idle()) return "work is still queued; synchronise first";
+  const auto is_queued = [](const auto& entry) { return !entry.second->queue.empty(); };
+  if (running_ != 0 || std::ranges::any_of(streams_, is_queued)) return "work is still queued; synchronise first";
   stop_workers();
   config = wanted;
   picker.emplace(config.seed, config.picker);
@@ -61,11 +62,6 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   return nullptr;
 }
 
-bool Machine::idle() const {
-  if (running_ != 0) return false;
-  return std::ranges::all_of(streams_, [](const auto& entry) { return entry.second->queue.empty(); });
-}
-
 void Machine::fail(std::string report) {
   if (failed_) return;
   failed_ = true;
@@ -79,13 +75,6 @@ void Machine::fail(std::string report) {
   turn_free_.notify_all();
   workers_idle_.notify_all();
 }
-
-void Machine::fail_call(std::string call, int nth) {
-  faulty_call_ = std::move(call);
-  calls_to_fault_ = nth;
-}
-
-bool Machine::fault(std::string_view call) { return calls_to_fault_ > 0 && call == faulty_call_ && --calls_to_fault_ == 0; }
 
 void Machine::drop_queues() {
   ready_.clear();
@@ -142,8 +131,8 @@ Stream& Machine::legacy_stream(int device) {
   return by_device_[device].empty() ? new_stream(device, 0) : *by_device_[device].front();
 }
 
-Stream* Machine::find_stream(cudaStream_t handle) {
-  if (handle == nullptr || handle == cudaStreamLegacy) return &legacy_stream(this_thread().device);
+Stream* Machine::find_stream(cudaStream_t handle, int device) {
+  if (handle == nullptr || handle == cudaStreamLegacy) return &legacy_stream(device);
   Stream* const stream = reinterpret_cast<Stream*>(handle);
   return streams_.count(stream) != 0 && !stream->destroyed ? stream : nullptr;
 }
@@ -178,8 +167,6 @@ Machine::HostSide& Machine::host_side(int device) {
   if (it == hosts_.end()) it = hosts_.emplace(device, HostSide{new_lane(), std::make_shared<Clock>(), {}}).first;
   return it->second;
 }
-ClockSnapshot& Machine::host_clock(int device) { return host_side(device).clock; }
-std::size_t Machine::host_lane(int device) { return host_side(device).lane; }
 
 void Machine::learn(int device, const ClockSnapshot& clock) {
   if (!checking_ || !clock) return;

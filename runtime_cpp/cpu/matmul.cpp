@@ -11,7 +11,6 @@
 #include "errors.h"
 #include "gemm.h"
 #include "machine.h"
-#include "types.h"
 
 using namespace hostweave::cpu;
 
@@ -38,6 +37,8 @@ struct Layout {
   std::int64_t ld;
   std::int32_t batch_count = 1;
   std::int64_t batch_stride = 0;
+
+  Operand operand(const void* base) const { return {type, ld, const_cast<void*>(base)}; }
 };
 
 Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
@@ -109,14 +110,12 @@ void add_ranges(Ranges& ranges, const void* base, const Layout& layout, bool wri
   }
 }
 
-Gemm plan(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
+Gemm plan(const Desc& desc, const Layout& a, const Layout& d) {
   Gemm g;
   g.transpose_a = desc.transpose_a != CUBLAS_OP_N;
   g.transpose_b = desc.transpose_b != CUBLAS_OP_N;
   g.m = static_cast<std::int64_t>(d.rows), g.n = static_cast<std::int64_t>(d.cols);
   g.k = static_cast<std::int64_t>(g.transpose_a ? a.rows : a.cols);
-  g.lda = a.ld, g.ldb = b.ld, g.ldc = c.ld, g.ldd = d.ld;
-  g.type_a = a.type, g.type_b = b.type, g.type_c = c.type, g.type_d = d.type;
   if (desc.epilogue & CUBLASLT_EPILOGUE_RELU) g.activation = Gemm::Activation::relu;
   if (desc.epilogue & CUBLASLT_EPILOGUE_GELU) g.activation = Gemm::Activation::gelu;
   return g;
@@ -244,12 +243,14 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   const Layout &la = *content(a_handle), &lb = *content(b_handle), &lc = *content(c_handle), &ld = *content(d_handle);
   const cublasStatus_t status = check(desc, la, lb, lc, ld);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  Gemm g = plan(desc, la, lb, lc, ld);
+  Gemm g = plan(desc, la, ld);
   const bool wide = desc.scale == CUDA_R_64F;
   g.alpha = wide ? *static_cast<const double*>(alpha) : *static_cast<const float*>(alpha);
   g.beta = wide ? *static_cast<const double*>(beta) : *static_cast<const float*>(beta);
   const bool has_bias = desc.epilogue & CUBLASLT_EPILOGUE_BIAS;
   if (has_bias && !desc.bias) return invalid("an epilogue with bias, without a bias pointer");
+  if (has_bias) g.bias = desc.bias;
+  g.a = la.operand(a), g.b = lb.operand(b), g.c = lc.operand(g.beta != 0 ? c : nullptr), g.d = ld.operand(d);
 
   OpPtr op = new_op("matmul", 8);
   add_ranges(op->ranges, a, la, false);
@@ -260,16 +261,15 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   // cuBLASLt may use all of the workspace, so two matmuls at once must not share one.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
   const int chosen = algorithm ? static_cast<int>(algorithm->data[0] % kMostAlgorithms) : 0;
-  op->work = [g, la, lb, lc, ld, a, b, c, d, chosen, bias = has_bias ? desc.bias : nullptr] {
+  op->work = [g, la, lb, lc, ld, chosen] {
     ++runs[chosen];
     if (chosen + 1 < algorithms) std::this_thread::sleep_for((algorithms - 1 - chosen) * kSlowness);
     for (std::int64_t i = 0; i < ld.batch_count; ++i) {
       Gemm one = g;
-      one.a = shift(a, i * la.batch_stride, g.type_a);
-      one.b = shift(b, i * lb.batch_stride, g.type_b);
-      one.c = one.beta != 0 ? shift(c, i * lc.batch_stride, g.type_c) : nullptr;
-      one.d = shift(d, i * ld.batch_stride, g.type_d);
-      one.bias = bias;
+      one.a = g.a.from(i * la.batch_stride);
+      one.b = g.b.from(i * lb.batch_stride);
+      one.c = g.c.from(i * lc.batch_stride);
+      one.d = g.d.from(i * ld.batch_stride);
       run(one);
     }
   };

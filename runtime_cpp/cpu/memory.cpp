@@ -61,11 +61,20 @@ void* map_memory(std::size_t bytes) {
 
 }  // namespace
 
-void* Memory::allocate(std::size_t bytes, int device) {
+void* Memory::allocate(std::size_t bytes, int device, bool shared) {
   Allocation allocation{bytes, device, 0, -1};
   void* pointer = nullptr;
   if (bytes > SIZE_MAX - kPattern) return nullptr;
-  if (bytes >= kMapFrom) {
+  if (shared) {
+    allocation.mapped = bytes;
+    allocation.file = new_shared_file(bytes);
+    pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, allocation.file, 0);
+    if (pointer == MAP_FAILED) {
+      if (allocation.file >= 0) close(allocation.file);
+      return nullptr;
+    }
+    std::memset(pointer, 0xff, bytes);
+  } else if (bytes >= kMapFrom) {
     const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
     allocation.mapped = (bytes + page - 1) / page * page;
     pointer = map_memory(allocation.mapped);
@@ -75,19 +84,6 @@ void* Memory::allocate(std::size_t bytes, int device) {
   }
   if (pointer) allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), allocation);
   made_ += pointer && device != kHost;
-  return pointer;
-}
-
-void* Memory::allocate_shared(std::size_t bytes, int device) {
-  const int file = new_shared_file(bytes);
-  void* const pointer = file < 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (pointer == MAP_FAILED) {
-    if (file >= 0) close(file);
-    return nullptr;
-  }
-  std::memset(pointer, 0xff, bytes);
-  allocations_.emplace(reinterpret_cast<std::uintptr_t>(pointer), Allocation{bytes, device, bytes, file});
-  ++made_;
   return pointer;
 }
 

@@ -43,12 +43,8 @@ ncclResult_t check(const std::string& call, ncclComm_t comm) {
 ncclResult_t check(const std::string& call, ncclComm_t comm, int peer, int number, int context, unsigned flags) {
   if (const ncclResult_t result = check(call, comm)) return result;
   const int ranks = comm->process_group->size();
-  if (peer < 0 || peer >= ranks) {
-    return error(ncclInvalidArgument, call + ": peer " + std::to_string(peer) + " of " + std::to_string(ranks) + " ranks");
-  }
-  if (number < 0 || number >= kSignals) {
-    return error(ncclInvalidArgument, call + ": signal " + std::to_string(number) + " of " + std::to_string(kSignals));
-  }
+  if (const auto result = expect_below(ranks, "peer", peer, call, ncclInvalidArgument)) return result;
+  if (const auto result = expect_below(kSignals, "signal", number, call, ncclInvalidArgument)) return result;
   if (context != 0 || flags != 0) return nccl_not_supported(call + " with another context than 0, or flags,");
   return ncclSuccess;
 }
@@ -85,7 +81,7 @@ using Make = std::function<OpPtr(bool in_graph)>;
 // Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
-  const auto again = [comm, make](Lock& lock, Stream& on) {
+  const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {
     return static_cast<int>(enqueue(lock, comm, reinterpret_cast<cudaStream_t>(&on), make, true));
   };
   if (const auto added = stream && stream->capture ? add_node(*stream, again) : std::nullopt)
@@ -173,7 +169,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
       return nullptr;
     }
     if (peer != comm->rank) windows->mappings.push_back(map_shared(there.file, there.offset + bytes));
-    char* const mapped = peer == comm->rank ? memory - offset : windows->mappings.back().data();
+    char* const mapped = peer == comm->rank ? memory - offset : windows->mappings.back().get();
     if (!mapped) why = "the memory of rank " + std::to_string(comm->process_group->devices[peer]) + " cannot be mapped";
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);

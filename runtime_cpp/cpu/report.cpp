@@ -10,14 +10,10 @@
 namespace hostweave::cpu {
 namespace {
 
-std::string base_name(const char* file) {
-  const char* const slash = std::strrchr(file, '/');
-  return slash ? slash + 1 : file;
-}
-
 std::string place_text(const Place& place) {
   if (!place.file) return "";
-  return " (" + base_name(place.file) + ":" + std::to_string(place.line) + ")";
+  const std::string file = place.file;
+  return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line) + ")";
 }
 
 // The n-th argument of a call's source text: "f(a, g(b, c), d)" has "g(b, c)" as its number 1.
@@ -74,8 +70,6 @@ std::string what_it_waits_for(const Op& op) {
 }
 
 }  // namespace
-
-const char* Machine::intern(std::string_view text) { return interned_.emplace(text).first->c_str(); }
 
 std::string OpName::text() const {
   std::string text = who(*this) + ": " + kind;

@@ -29,18 +29,11 @@ void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
 
 }  // namespace
 
-Mapping::Mapping(int file, std::size_t bytes) : bytes_(bytes) {
+void Unmap::operator()(char* data) const { munmap(data, bytes); }
+
+Mapping map(int file, std::size_t bytes) {
   void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  data_ = data == MAP_FAILED ? nullptr : static_cast<char*>(data);
-}
-Mapping::Mapping(Mapping&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-Mapping::~Mapping() {
-  if (data_) munmap(data_, bytes_);
+  return {data == MAP_FAILED ? nullptr : static_cast<char*>(data), Unmap{bytes}};
 }
 
 int new_shared_file(std::size_t bytes) {
@@ -55,7 +48,7 @@ Mapping map_shared(const SharedFile& of, std::size_t bytes) {
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return {};
   Mapping mapping;
-  if (lseek(file, 0, SEEK_END) >= static_cast<off_t>(bytes)) mapping = Mapping(file, bytes);
+  if (lseek(file, 0, SEEK_END) >= static_cast<off_t>(bytes)) mapping = map(file, bytes);
   close(file);
   return mapping;
 }
@@ -89,8 +82,8 @@ struct SharedGroup::Ring {
 int SharedGroup::make(std::uint64_t token) {
   const int file = new_shared_file(sizeof(Segment) + sizeof(Ring) * kRanks * kRanks);
   if (file < 0) return -1;
-  const Mapping mapping(file, sizeof(Segment));
-  if (mapping.data()) reinterpret_cast<Segment*>(mapping.data())->token = token;
+  const Mapping mapping = map(file, sizeof(Segment));
+  if (mapping.get()) reinterpret_cast<Segment*>(mapping.get())->token = token;
   return file;
 }
 
@@ -101,7 +94,7 @@ std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint
     return nullptr;
   }
   Mapping mapping = map_shared(file, sizeof(Segment) + sizeof(Ring) * size * size);
-  if (!mapping.data() || reinterpret_cast<Segment*>(mapping.data())->token != token) {
+  if (!mapping.get() || reinterpret_cast<Segment*>(mapping.get())->token != token) {
     problem = "process " + std::to_string(file.process) +
               ", which made the id, has ended or cannot be reached: ranks on the CPU are processes of one host and user";
     return nullptr;
@@ -126,9 +119,9 @@ std::unique_ptr<SharedGroup> SharedGroup::join(const SharedFile& file, std::uint
 
 SharedGroup::SharedGroup(Mapping mapping, int rank, int size) : mapping_(std::move(mapping)), rank_(rank), size_(size) {}
 
-SharedGroup::Segment& SharedGroup::segment() const { return *reinterpret_cast<Segment*>(mapping_.data()); }
+SharedGroup::Segment& SharedGroup::segment() const { return *reinterpret_cast<Segment*>(mapping_.get()); }
 SharedGroup::Ring& SharedGroup::ring(int from, int to) const {
-  return reinterpret_cast<Ring*>(mapping_.data() + sizeof(Segment))[from * size_ + to];
+  return reinterpret_cast<Ring*>(mapping_.get() + sizeof(Segment))[from * size_ + to];
 }
 
 int SharedGroup::arrived() const { return segment().arrived; }
@@ -166,52 +159,43 @@ bool SharedGroup::move(Traffic& traffic) {
   });
 }
 
-// Takes from the front of the pieces what has been moved.
-static std::function<void()> advance(std::deque<Piece>& pieces, std::size_t bytes) {
-  Piece& piece = pieces.front();
-  piece.data += bytes;
-  piece.bytes -= bytes;
-  if (piece.bytes != 0) return {};
-  auto then = std::move(piece.then);
-  pieces.pop_front();
-  return then;
+template <class Copy>
+bool SharedGroup::advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces,
+                          const Copy& copy) {
+  const std::uint64_t begun = count.load(std::memory_order_relaxed);
+  std::uint64_t now = begun;
+  while (!pieces.empty() && now < end) {
+    Piece& piece = pieces.front();
+    const std::size_t at = now % kRingBytes;
+    const std::size_t bytes = std::min({piece.bytes, static_cast<std::size_t>(end - now), kRingBytes - at});
+    copy(at, piece.data, bytes);
+    now += bytes;
+    piece.data += bytes;
+    piece.bytes -= bytes;
+    if (piece.bytes != 0) continue;
+    const auto then = std::move(piece.then);
+    pieces.pop_front();
+    if (then) then();
+    if (Machine::get().failed()) return false;  // what follows is not what this rank expects
+  }
+  if (now == begun) return false;
+  count.store(now, std::memory_order_release);
+  wake(peer);
+  return true;
 }
 
 bool SharedGroup::push(int to, std::deque<Piece>& pieces) {
   Ring& ring = this->ring(rank_, to);
-  const std::uint64_t begun = ring.written.load(std::memory_order_relaxed);
-  std::uint64_t written = begun;
   const std::uint64_t end = ring.read.load(std::memory_order_acquire) + kRingBytes;
-  while (!pieces.empty() && written < end) {
-    const std::size_t at = written % kRingBytes;
-    const std::size_t bytes = std::min({pieces.front().bytes, static_cast<std::size_t>(end - written), kRingBytes - at});
-    std::memcpy(ring.bytes + at, pieces.front().data, bytes);
-    written += bytes;
-    advance(pieces, bytes);
-  }
-  if (written == begun) return false;
-  ring.written.store(written, std::memory_order_release);
-  wake(to);
-  return true;
+  return advance(ring.written, end, to, pieces,
+                 [&](std::size_t at, const char* from, std::size_t bytes) { std::memcpy(ring.bytes + at, from, bytes); });
 }
 
 bool SharedGroup::pull(int from, std::deque<Piece>& pieces) {
   Ring& ring = this->ring(from, rank_);
-  const std::uint64_t begun = ring.read.load(std::memory_order_relaxed);
-  std::uint64_t read = begun;
   const std::uint64_t end = ring.written.load(std::memory_order_acquire);
-  while (!pieces.empty() && read < end) {
-    const std::size_t at = read % kRingBytes;
-    const std::size_t bytes = std::min({pieces.front().bytes, static_cast<std::size_t>(end - read), kRingBytes - at});
-    std::memcpy(pieces.front().data, ring.bytes + at, bytes);
-    read += bytes;
-    if (const auto then = advance(pieces, bytes)) then();
-    if (Machine::get().failed()) return false;  // what follows is not what this rank expects
-  }
-  if (read == begun) return false;
-  ring.read.store(read, std::memory_order_release);
-  wake(from);
-  return true;
+  return advance(ring.read, end, from, pieces,
+                 [&](std::size_t at, char* to, std::size_t bytes) { std::memcpy(to, ring.bytes + at, bytes); });
 }
 
 std::atomic<std::uint64_t>& SharedGroup::signals(int from, int to, int number) const {

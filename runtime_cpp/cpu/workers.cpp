@@ -6,31 +6,28 @@
 
 namespace hostweave::cpu {
 
-std::size_t Machine::wanted_workers() const {
-  return std::max<std::size_t>(config.workers > 0 ? config.workers : std::thread::hardware_concurrency(), 1);
-}
-
 void Machine::start_workers() {
-  while (workers_.size() < wanted_workers()) workers_.emplace_back(&Machine::work, this);
+  const std::size_t wanted = config.workers > 0 ? config.workers : std::max(std::thread::hardware_concurrency(), 1u);
+  while (workers_.size() < wanted + blocked_workers_) workers_.emplace_back(&Machine::work, this);
 }
 
-void Machine::block() {
-  const Lock lock(mutex);
-  if (workers_.size() < wanted_workers() + ++blocked_workers_) workers_.emplace_back(&Machine::work, this);
+Machine::Blocked::Blocked() {
+  const Lock lock(get().mutex);
+  ++get().blocked_workers_;
+  get().start_workers();
 }
 
-void Machine::unblock() {
-  const Lock lock(mutex);
-  --blocked_workers_;
+Machine::Blocked::~Blocked() {
+  const Lock lock(get().mutex);
+  --get().blocked_workers_;
 }
 
 void Machine::stop_workers() {
   stopping_ = true;
   workers_wake_.notify_all();
   mutex.unlock();
-  for (std::thread& worker : workers_) worker.join();
-  mutex.lock();
   workers_.clear();
+  mutex.lock();
   stopping_ = false;
 }
 

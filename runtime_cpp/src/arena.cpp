@@ -16,8 +16,6 @@ Arena::Arena() = default;
 
 Arena::Arena(CallOrder& calls) : calls_(&calls) {}
 
-Arena::~Arena() = default;
-
 void* Arena::data() const { return memory_->current.data(); }
 
 size_t Arena::bytes() const { return memory_->current.bytes(); }

@@ -34,8 +34,6 @@ struct Blocks::Dims {
 
 Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
 
-Blocks::~Blocks() = default;
-
 Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
 
 // Rows that lie equally far from one another go in one call: those of the last two dims that are cut, and of what is between.

@@ -154,6 +154,11 @@ Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(s
   for (int i = shape.ndim - 1; i >= 0; --i) strides.dims[i] = std::exchange(step, step * shape[i]);
 }
 
+Algorithms& measured_algorithms() {
+  static auto& algorithms = *new Algorithms;  // which plans point to, however the process ends
+  return algorithms;
+}
+
 struct MatmulPlan::Plan {
   Problem problem;
   bool swapped = false;                      // the product that is computed is c' = b' a'
@@ -248,8 +253,6 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
       compute_(operands == CUDA_R_64F ? CUBLAS_COMPUTE_64F : compute) {
   size_of(operands);
 }
-
-MatmulPlan::~MatmulPlan() = default;
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
   current_ = plans_->of.find({a, b, c}, [&] { return std::unique_ptr<Plan>(planned(a, b, c)); }).get();

@@ -108,8 +108,9 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Offsets for all buffers, multiples of kPlace: no two that are in use at once overlap. Returns the bytes that this takes.
-size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
+// Offsets for all buffers, multiples of kPlace: no two that are in use at once overlap. Returns the bytes that this takes, and
+// adds to the bound those that every placement takes.
+size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
   std::vector<size_t> by_size = in_order, by_area = in_order;
@@ -127,6 +128,7 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   std::ranges::stable_sort(by_area, std::greater(), area);
 
   const size_t bound = lower_bound(buffers);
+  all_bounds += bound;
   size_t least = SIZE_MAX;
   std::vector<size_t> tried(buffers.size());
   const auto end_of = [&](size_t i) { return tried[i] + padded(buffers[i].bytes); };
@@ -156,14 +158,13 @@ struct MemoryPlan::Buffers {
   std::vector<void**> pointers;
   std::vector<Lifetime> lifetimes;
   std::vector<size_t> offsets;  // where they are placed
+  size_t bound = 0;             // bytes that every placement takes
 };
 
 MemoryPlan::MemoryPlan() = default;
 
-MemoryPlan::~MemoryPlan() = default;
-
 void MemoryPlan::allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window) {
-  auto& [now, known, lifetimes, offsets] = *buffers_;
+  auto& [now, known, lifetimes, offsets, bound] = *buffers_;
   for (size_t stream = 0; stream < pointer_count; ++stream) {
     const size_t i = std::ranges::find(known, &pointers[stream]) - known.begin();
     if (i == known.size()) {
@@ -196,7 +197,8 @@ void MemoryPlan::free(const void* first_pointer, const void* last_pointer) {
 }
 
 MemoryPlan::Bytes MemoryPlan::place() {
-  auto& [now, pointers, lifetimes, offsets] = *buffers_;
+  auto& [now, pointers, lifetimes, offsets, bound] = *buffers_;
+  bound = 0;
   offsets.resize(lifetimes.size());
   const auto place_those = [&](bool in_window) {
     std::vector<size_t> numbers;
@@ -208,7 +210,7 @@ MemoryPlan::Bytes MemoryPlan::place() {
     }
     number_moments(chosen);
     std::vector<size_t> places(chosen.size());
-    const size_t bytes = hw::place(chosen, places);
+    const size_t bytes = hw::place(chosen, places, bound);
     for (size_t k = 0; k < numbers.size(); ++k) offsets[numbers[k]] = places[k];
     return bytes;
   };
@@ -217,7 +219,7 @@ MemoryPlan::Bytes MemoryPlan::place() {
 }
 
 void MemoryPlan::set_pointers(void* memory, void* windows) const {
-  const auto& [now, pointers, lifetimes, offsets] = *buffers_;
+  const auto& [now, pointers, lifetimes, offsets, bound] = *buffers_;
   for (size_t i = 0; i < pointers.size(); ++i)
     *pointers[i] = static_cast<char*>(lifetimes[i].in_window ? windows : memory) + offsets[i];
 }
@@ -243,17 +245,11 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
     }
   }
   const hw::MemoryPlan::Bytes total = plan.place();  // windows come first
-  *bound = 0;
-  for (const bool in_window : {true, false}) {
-    std::vector<hw::Lifetime> chosen;
-    for (size_t i = 0; i < plan.buffers().lifetimes.size(); ++i) {
-      const hw::Lifetime& lifetime = plan.buffers().lifetimes[i];
-      if (lifetime.in_window != in_window) continue;
-      offsets[i] = plan.buffers().offsets[i] + (in_window ? 0 : total.in_windows);
-      bytes[i] = lifetime.bytes;
-      chosen.push_back(lifetime);
-    }
-    *bound += hw::lower_bound(chosen);
+  const hw::MemoryPlan::Buffers& placed = plan.buffers();
+  for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
+    offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);
+    bytes[i] = placed.lifetimes[i].bytes;
   }
+  *bound = placed.bound;
   return total.in_windows + total.elsewhere;
 }

@@ -59,8 +59,6 @@ Streams::Streams(Rank& rank, const char* name, int count) : joined_(count) {
   for (int i = 0; i < count; ++i) pool_->streams.push_back(rank.stream(name, i));
 }
 
-Streams::~Streams() = default;
-
 Stream Streams::operator[](int64_t i) const { return pool_->streams[mod(i, static_cast<int64_t>(pool_->streams.size()))]; }
 
 cudaError_t Streams::fork(cudaStream_t caller, int64_t first) {

@@ -11,6 +11,7 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -82,14 +83,75 @@ struct WindowArena::Windows {
     std::vector<Registered> registered;  // by channel
   };
 
-  explicit Windows(std::initializer_list<const Channel*> channels);
-  ~Windows();
+  explicit Windows(std::initializer_list<const Channel*> channels) : channels_(channels) {
+    for (const Channel* channel : channels_) {
+      if (channel->size()) users_.push_back(users_of(channel->comm()));
+    }
+  }
 
-  void reserve(MemoryPlan& plan);
-  const Registered& registered(const Channel& channel) const;
-  void release(Memory memory) const;
+  ~Windows() {
+    try {
+      if (is_aborted()) {
+        new DeviceMemory(std::move(rest_));
+        new std::vector<DeviceMemory>(std::move(rest_of_graphs_));
+      }
+      for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
+      release(std::move(memory_));
+    } catch (const std::exception&) {
+      // Nothing more can be done for a device that does not even free.
+    }
+  }
+
+  void reserve(MemoryPlan& plan) {
+    const MemoryPlan::Bytes needed = plan.place();
+    const size_t total = whole_pieces(needed.in_windows);
+    const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
+    if (total > memory_.bytes) {
+      expect_one_sided_calls();
+      for (const Channel* channel : channels_) {
+        if (const std::string why = why_out_of_reach(*channel); !why.empty())
+          throw ExecutionError("transport one_sided: " + why + "; compile with transport=\"two_sided\"");
+      }
+      Memory old = std::exchange(memory_, {});
+      if (in_graphs) {
+        of_graphs_.push_back(std::move(old));
+      } else {
+        release(std::move(old));
+      }
+      HW_CHECK(ncclMemAlloc(&memory_.data, total));
+      memory_.registered.resize(channels_.size());
+      for (size_t channel = 0; channel < channels_.size(); ++channel) {
+        if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
+      }
+      memory_.bytes = total;
+    }
+    if (needed.elsewhere > rest_.bytes() && in_graphs) rest_of_graphs_.push_back(std::exchange(rest_, {}));
+    plan.set_pointers(rest_.reserve(needed.elsewhere), memory_.data);
+  }
+
+  const Registered& registered(const Channel& channel) const {
+    const auto found = std::ranges::find(channels_, &channel);
+    if (found == channels_.end())
+      throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
+    return memory_.registered[found - channels_.begin()];
+  }
+
+  // What peers do with this memory they have told by signals, which the calls have waited for.
+  void release(Memory memory) const {
+    if (!memory.data) return;
+    if (is_aborted()) return;
+    HW_CHECK(cudaDeviceSynchronize());
+    for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
+      const ncclWindow_t window = memory.registered[channel].window;
+      if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
+    }
+    HW_CHECK(ncclMemFree(memory.data));
+  }
+
   // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
-  bool is_aborted() const;
+  bool is_aborted() const {
+    return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; });
+  }
 
   std::vector<const Channel*> channels_;
   std::vector<std::shared_ptr<WindowUsers>> users_;  // of the channels that this rank is in
@@ -99,57 +161,9 @@ struct WindowArena::Windows {
   std::vector<DeviceMemory> rest_of_graphs_;
 };
 
-WindowArena::Windows::Windows(std::initializer_list<const Channel*> channels) : channels_(channels) {
-  for (const Channel* channel : channels_) {
-    if (channel->size()) users_.push_back(users_of(channel->comm()));
-  }
-}
-
-WindowArena::Windows::~Windows() {
-  try {
-    if (is_aborted()) {
-      new DeviceMemory(std::move(rest_));
-      new std::vector<DeviceMemory>(std::move(rest_of_graphs_));
-    }
-    for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
-    release(std::move(memory_));
-  } catch (const std::exception&) {
-    // Nothing more can be done for a device that does not even free.
-  }
-}
-
 WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : windows_(channels) {}
 
-WindowArena::~WindowArena() = default;
-
 void WindowArena::reserve(MemoryPlan& plan) { windows_->reserve(plan); }
-
-void WindowArena::Windows::reserve(MemoryPlan& plan) {
-  const MemoryPlan::Bytes needed = plan.place();
-  const size_t total = whole_pieces(needed.in_windows);
-  const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
-  if (total > memory_.bytes) {
-    expect_one_sided_calls();
-    for (const Channel* channel : channels_) {
-      if (const std::string why = why_out_of_reach(*channel); !why.empty())
-        throw ExecutionError("transport one_sided: " + why + "; compile with transport=\"two_sided\"");
-    }
-    Memory old = std::exchange(memory_, {});
-    if (in_graphs) {
-      of_graphs_.push_back(std::move(old));
-    } else {
-      release(std::move(old));
-    }
-    HW_CHECK(ncclMemAlloc(&memory_.data, total));
-    memory_.registered.resize(channels_.size());
-    for (size_t channel = 0; channel < channels_.size(); ++channel) {
-      if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
-    }
-    memory_.bytes = total;
-  }
-  if (needed.elsewhere > rest_.bytes() && in_graphs) rest_of_graphs_.push_back(std::exchange(rest_, {}));
-  plan.set_pointers(rest_.reserve(needed.elsewhere), memory_.data);
-}
 
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made) {
   HW_CHECK(ncclCommWindowRegister(channel.comm(), data, bytes, &made.window, NCCL_WIN_COLL_SYMMETRIC));
@@ -190,22 +204,6 @@ std::string why_out_of_reach(const Channel& channel) {
   return "";
 }
 
-bool WindowArena::Windows::is_aborted() const {
-  return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; });
-}
-
-// What peers do with this memory they have told by signals, which the calls have waited for.
-void WindowArena::Windows::release(Memory memory) const {
-  if (!memory.data) return;
-  if (is_aborted()) return;
-  HW_CHECK(cudaDeviceSynchronize());
-  for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
-    const ncclWindow_t window = memory.registered[channel].window;
-    if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
-  }
-  HW_CHECK(ncclMemFree(memory.data));
-}
-
 size_t WindowArena::offset(const void* place) const {
   const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
   if (offset > windows_->memory_.bytes)
@@ -228,13 +226,6 @@ cudaError_t WindowArena::end_call(cudaStream_t caller) const {
   return cudaSuccess;
 }
 
-const Registered& WindowArena::Windows::registered(const Channel& channel) const {
-  const auto found = std::ranges::find(channels_, &channel);
-  if (found == channels_.end())
-    throw ExecutionError("the channel is not one of those that the windows of the program are registered with");
-  return memory_.registered[found - channels_.begin()];
-}
-
 ncclWindow_t WindowArena::window(const Channel& channel) const { return windows_->registered(channel).window; }
 
 void* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const void* place) const {
@@ -245,14 +236,9 @@ void* WindowArena::place_on_peer(const Channel& channel, int64_t peer, const voi
   return windows_->registered(channel).peers[peer] + offset(place);
 }
 
-void* WindowArena::in_windows(size_t& bytes) const {
-  bytes = windows_->memory_.bytes;
-  return windows_->memory_.data;
-}
-
-void* WindowArena::elsewhere(size_t& bytes) const {
-  bytes = windows_->rest_.bytes();
-  return windows_->rest_.data();
+WindowArena::Memory WindowArena::memory() const {
+  const Windows& all = *windows_;
+  return {{{all.memory_.data, all.memory_.bytes}, {all.rest_.data(), all.rest_.bytes()}}};
 }
 
 void abort_with_windows(const std::vector<ncclComm_t>& comms) {
@@ -264,7 +250,17 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
       all_users().erase(found);
     }
   }
-  for (const ncclComm_t comm : comms) ncclCommAbort(comm);
+  // Side by side: NCCL waits for the graphs of each, and a launch of one may be waiting for another.
+  int device = 0;
+  (void)cudaGetDevice(&device);
+  std::vector<std::thread> aborts;
+  for (const ncclComm_t comm : comms) {
+    aborts.emplace_back([comm, device] {
+      cudaSetDevice(device);
+      ncclCommAbort(comm);
+    });
+  }
+  for (std::thread& one : aborts) one.join();
 }
 
 }  // namespace hw

@@ -45,6 +45,27 @@ def streamed_on(ranks: int) -> hw.Program:
     return hw.compile(gathered, target="cuda")
 
 
+def layers_on(ranks: int) -> hw.Program:
+    """Sends and recvs in chunk loops, two a layer, and two collectives: each a fork and a join of NCCL's stream."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
+    def layers(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        for _ in range(3):
+            hidden = hw.matmul(x, up).stream("T", chunks=2 * ranks, algorithm="p2p")
+            sums = hw.reshard(hw.matmul(hw.maximum(hidden, 0), down), "T@x", "E").stream("T", chunks=2 * ranks)
+            x = hw.clip(sums, -1, 1)
+        return hw.reshard(x, "T", "E"), hw.reshard(hw.sum(x, 0), "E")
+
+    return hw.compile(layers, target="cuda", options=hw.Options(transport="two_sided"))
+
+
+def what_layers_give(x: Any, up: Any, down: Any) -> tuple[Any, Any]:
+    for _ in range(3):
+        hidden = (x.float() @ up.float()).bfloat16()
+        x = (torch.relu(hidden).float() @ down.float()).clamp(-1, 1)
+    return x.bfloat16(), x.sum(0).bfloat16()
+
+
 def integers(*shape: int, seed: int) -> Any:
     """Of -1, 0 and 1, on the CPU: sums are exact, and all ranks make the same ones."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -114,6 +135,60 @@ def test_replays_beside_calls(ranks: int) -> None:
             expect(gathered(), torch.cat([integers(8, 32, seed=7)] * ranks).float().matmul(integers(32, 32, seed=8).float()).bfloat16())
 
     on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", SEVERAL)
+def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
+    """NCCL's events are waited for and recorded around a launch, and are no nodes of the graph; calls that are none come between."""
+    program = layers_on(ranks)
+
+    def body(rank: int, group: hw.Group) -> None:
+        device, mine = torch.device("cuda", rank), slice(rank * 16, (rank + 1) * 16)
+        up, down = integers(32, 64, seed=1), integers(64, 32, seed=2)
+        weights = [up.chunk(ranks, 1)[rank].contiguous().to(device), down.chunk(ranks, 0)[rank].contiguous().to(device)]
+        x = torch.zeros(16, 32, device=device, dtype=torch.bfloat16)
+        step = program.capture(x, *weights)
+        for seed in range(REPLAYS):
+            new = integers(16 * ranks, 32, seed=seed)
+            x.copy_(new[mine])
+            results = step()
+            if seed % 7 == 0:
+                results = *results, *program(x, *weights)
+            wanted = what_layers_give(new, up, down)
+            for got, want in zip(results, wanted * (len(results) // 2), strict=True):
+                expect(got, want)
+
+    on_ranks(ranks, body)
+
+
+# Rows, columns and terms: of products for which cuBLASLt sets counters or sums to zero, where it adds up parts.
+PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024), (2048, 3584, 512))
+
+
+@pytest.mark.parametrize("shape", PRODUCTS, ids=str)
+def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int]) -> None:
+    rows, columns, terms = shape
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.bf16["T", "E"], w=hw.bf16["E", "F"], v=hw.bf16["F", "E"])
+    def twice(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        y = hw.matmul(x, w)
+        return y, hw.matmul(hw.clip(y, -1, 1), v)
+
+    program = hw.compile(twice, target="cuda")
+
+    def body(rank: int, group: hw.Group) -> None:
+        w, v = integers(terms, columns, seed=1), integers(columns, terms, seed=2)
+        x = torch.zeros(rows, terms, device="cuda", dtype=torch.bfloat16)
+        step = program.capture(x, w.cuda(), v.cuda())
+        for seed in (3, 4, 5):
+            new = integers(rows, terms, seed=seed)
+            x.copy_(new)
+            y = (new.float() @ w.float()).bfloat16()
+            z = (y.clamp(-1, 1).float() @ v.float()).bfloat16()
+            for got, want in zip(step(), (y, z), strict=True):
+                expect(got, want)
+
+    on_ranks(1, body)
 
 
 @pytest.mark.parametrize("ranks", SEVERAL)

@@ -407,11 +407,11 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
         stream = captures.stream()
         step = program.capture(*arrays, stream=stream)
         for _ in range(before):
-            step(stream)
+            step(stream=stream)
         go = threading.Event()
         held = CFUNCTYPE(None, c_void_p)(lambda _: go.wait(20) and None)
         captures.call("hw_cpu_launch", c_char_p(b"held"), c_void_p(stream), held, None, c_size_t(0), None, 0)
-        waiting = threading.Thread(target=lambda: step(stream))
+        waiting = threading.Thread(target=lambda: step(stream=stream))
         waiting.start()
         try:
             time.sleep(0.1)  # a look in between would find out more
@@ -490,6 +490,8 @@ def test_mistakes() -> None:
         step = program.capture(*arrays)
         with pytest.raises(ArgumentError, match="mlp: stream= is for the target cuda"):
             step(stream=1)
+        with pytest.raises(ArgumentError, match="a captured call takes no arrays: it reads those"):
+            step(arrays[0])
         np.testing.assert_array_equal(step(), wanted(*arrays))
         program.close()
         with pytest.raises(ExecutionError, match="mlp: the program is closed; compile it again"):

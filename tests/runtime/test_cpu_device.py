@@ -44,14 +44,15 @@ class Device:
 
 
 RANKS = (1, 2, 3, 4, 8)
-SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_ranks", "test_plans")
+SUITES = ("test_streams", "test_graphs", "test_collectives", "test_matmul", "test_ranks", "test_plans", "test_straighten")
 
 
 def suite_command(device: Device, suite: str) -> list[str | Path]:
     read_first = ["-include", str(device.folder / "read_first.h")]
     if suite != "test_ranks":
-        return device.build_command(suite, [f"{suite}.cpp"], [f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'attention'}", *read_first])
-    names = ("staging", "instance", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
+        folders = [f"-I{RUNTIME / folder}" for folder in ("include", "attention", "driver/include")]
+        return device.build_command(suite, [f"{suite}.cpp"], [*folders, *read_first])
+    names = ("staging", "instance", "straighten_cpu", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in names]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
     merged = device.folder / f"{suite}_merged.cpp"  # each by itself would read the standard headers again

@@ -45,8 +45,11 @@ class Place:
     def right(self) -> str:
         return f"{len(programs_for(self.ranks, self.programs))} programs are right"
 
-    def reason_for_no_windows(self) -> str:
-        return "" if self.target == "cpu" or (self.killed <= GPUS and nccl() >= 22900) else f"needs {self.killed} GPUs, and NCCL 2.29"
+    def reason_for_no_windows(self, first: int = 22900) -> str:
+        """`first` is the version of NCCL from which on they have what is needed."""
+        if self.target == "cpu" or (self.killed <= GPUS and nccl() >= first):
+            return ""
+        return f"needs {self.killed} GPUs, and NCCL {first // 10000}.{first // 100 % 100}.{first % 100}"
 
 
 CPU = Place("cpu", "kinds", 2, 2, 1)
@@ -207,6 +210,18 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
     if reason := place.reason_for_no_windows():
         pytest.skip(reason)
     kill_a_rank(place, SIGNALLED, trial, stands_still=True)
+
+
+@pytest.mark.usefixtures("nothing_left_over")
+@pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
+@pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
+def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
+    """NCCL waits for the graphs of a communicator before it gives that up, and the others keep theirs until they end."""
+    if place.target == "cuda" and place.killed > GPUS:
+        pytest.skip(f"needs {place.killed} GPUs")
+    if program == SIGNALLED and (reason := place.reason_for_no_windows(first=23007)):
+        pytest.skip(reason)
+    kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
 
 
 @pytest.mark.usefixtures("nothing_left_over")

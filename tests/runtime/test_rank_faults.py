@@ -18,7 +18,7 @@ from test_providers import free_port, run_processes
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import group as groups
-from hostweave.runtime import group as watchdog
+from hostweave.runtime import watchdog
 from hostweave.runtime.meeting import CallSignature, StoreMeeting
 from hostweave.runtime.stores import MemoryStore
 
@@ -418,3 +418,28 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
   rank 2: does not answer"""
     assert reports == [expected, expected, ""]
     assert f"hostweave: {expected}\n" in capsys.readouterr().err
+
+
+def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
+    """What is aborted has the devices until then, and a new group of this process would fail for it."""
+    group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()
+
+    def abort(reason: str) -> None:
+        begins.set()
+        time.sleep(0.3)
+        order.append(f"aborted: {reason}")
+
+    group._members["other"] = SimpleNamespace(abort=abort)
+    watching = threading.Thread(target=group.give_up, args=("a rank is gone",))
+    watching.start()
+    assert begins.wait(10)
+    others = [threading.Thread(target=group.give_up, args=("later",)) for _ in range(2)]
+    for other in others:
+        other.start()
+    with pytest.raises(ExecutionError, match="a rank is gone"):
+        group.expect_working()
+    order.append("heard")
+    for thread in (watching, *others):
+        thread.join(10)
+    assert order == ["aborted: a rank is gone", "heard"]
+    group.close()

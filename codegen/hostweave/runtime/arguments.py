@@ -43,6 +43,13 @@ def in_order(
     return tuple(arrays[name] for name in names)
 
 
+def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
+    """Raises ArgumentError where a call gives more arrays than there are inputs, or fewer."""
+    if len(arrays) != len(parameters):
+        signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
+        raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+
+
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
     """The library of an array, and the array as that works with it, not copied where that can be.
 

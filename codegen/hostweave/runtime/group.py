@@ -8,9 +8,8 @@ import json
 import os
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +22,7 @@ from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, 
 from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed, TcpStore
+from hostweave.runtime.watchdog import watch
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
+_ABORTING = 15.0  # seconds at most that aborting takes
 
 
 class _Thread(threading.local):
@@ -128,6 +129,7 @@ class Group:
         self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
+        self._aborted = threading.Event()  # after it has failed
         self._calls = 0  # that this rank has made, as all of them do
         self.closed = False
         self._lock = threading.RLock()
@@ -243,11 +245,14 @@ class Group:
         self._lock = threading.RLock()
         self.closed = True
         self._failure = "this process was forked from the rank's"
+        self._aborted.set()
 
     # --- what programs on this rank use
 
     def expect_working(self) -> None:
         if reason := self.failure:
+            if self._failure:
+                self._aborted.wait(_ABORTING)
             raise ExecutionError(f"group {self.name!r} has failed and cannot be reused: {reason}; call hw.init again")
 
     def member(self, module: ModuleType, target: Target) -> Any:
@@ -286,31 +291,20 @@ class Group:
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
-        try:
-            with native_calls:
-                if self._communicators is not None:
-                    module.adopt(member, self._communicators)
-                elif process_groups := module.missing_process_groups(member):
-                    ids = {
-                        key: self._share_id(f"process_group/{key}", module.new_id(member) if rank == 0 else None)
-                        for key, rank in process_groups
-                    }
-                    module.connect(member, ids, self.timeout)
-                return module.Instance(member, tune)
-        except BaseException as error:
-            self.fail(f"rank {self.rank}: {error}")
-            raise
+        with self._failing(), native_calls:
+            if self._communicators is not None:
+                module.adopt(member, self._communicators)
+            elif process_groups := module.missing_process_groups(member):
+                made = ((key, module.new_id(member) if rank == 0 else None) for key, rank in process_groups)
+                module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
+            return module.Instance(member, tune)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
         """Makes the channel of all ranks, by which they share memory. Gives why they cannot, the same on all, or ""."""
-        try:
-            with native_calls:
-                id = module.new_id(member) if self.rank == 0 else None
-                id = self._share_id(f"process_group/all for {target}", id) if self._store else id
-                return str(module.connect_all(member, id, self.timeout))
-        except BaseException as error:
-            self.fail(f"rank {self.rank}: {error}")
-            raise
+        with self._failing(), native_calls:
+            id = module.new_id(member) if self.rank == 0 else None
+            id = self._share_id(f"process_group/all for {target}", id) if self._store else id
+            return str(module.connect_all(member, id, self.timeout))
 
     def run(self, program: str, member: Any, call: Callable[[], T]) -> T:
         """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
@@ -330,6 +324,15 @@ class Group:
 
     # --- failures
 
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What fails inside, fails on all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(f"rank {self.rank}: {error}")
+            raise
+
     def _told(self) -> str | None:
         """Why the group has failed, as some rank reported, or because the store cannot be reached; or None."""
         try:
@@ -346,14 +349,19 @@ class Group:
         self.give_up(reason)
 
     def give_up(self, reason: str) -> None:
-        """Aborts what waits for other ranks. Programs cannot be called in the group afterwards."""
+        """Aborts what waits for other ranks. Programs cannot be called in the group afterwards, and those of another have the devices."""
         with self._lock:
-            if self._failure:
-                return
-            self._failure = reason
+            is_first, self._failure = not self._failure, self._failure or reason
             members = list(self._members.values())
-        for member in members:
-            member.abort(reason)
+        if not is_first:
+            self._aborted.wait(_ABORTING)
+            return
+        try:
+            with contextlib.nullcontext() if native_calls.ending else native_calls:
+                for member in members:
+                    member.abort(reason)
+        finally:
+            self._aborted.set()
 
     def overdue(self) -> str | None:
         """The call that exceeds `call_timeout`, as a message, or None."""
@@ -447,52 +455,3 @@ def _ended_by() -> str | None:
 
 
 Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run what is registered with atexit
-
-
-# --- the watchdog -----------------------------------------------------------------------------------------------------
-# It watches the calls of a group on CUDA, which only enqueue, and those of ranks that are processes: a lost rank would go unnoticed.
-# A thread for each group. When a call exceeds its time limit, another rank reports a failure, or has left, it writes the progress of
-# every rank into one report and aborts the channels, which ends whatever waits for them.
-
-
-_PERIOD = 0.5  # seconds between looks
-_ANSWER = 5.0  # seconds for the other ranks to say how far they came
-
-
-def watch(group: Group) -> None:
-    """Begins to watch, until the group is closed, fails or is gone."""
-    threading.Thread(target=_watch, args=(weakref.ref(group),), name=f"hostweave watchdog of {group.name}", daemon=True).start()
-
-
-def _watch(watched: weakref.ref[Group]) -> None:
-    looking = True  # for failures of others; not after the store was closed
-    while (group := watched()) and not group.failure:
-        reason = None
-        try:
-            reason = (group.meeting.failure() or group.deserted()) if looking else None
-        except StoreClosed:
-            looking = False
-        except ExecutionError as error:
-            reason = str(error)
-        if reason := reason or group.overdue():
-            report = _report(group, reason)
-            print(f"hostweave: {report}", file=sys.stderr, flush=True)
-            group.give_up(report)
-            return
-        del group
-        time.sleep(_PERIOD)
-
-
-def _report(group: Group, reason: str) -> str:
-    """What is known of every rank."""
-    lines = [f"group {group.name!r}: {reason}"]
-    try:
-        group.meeting.note(group.progress())
-        group.meeting.fail(reason)
-        deadline = time.monotonic() + _ANSWER
-        while None in (notes := group.meeting.notes()) and time.monotonic() < deadline:
-            time.sleep(_PERIOD / 2)
-        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(notes)]
-    except ExecutionError as error:
-        lines.append(f"  {error}")
-    return "\n".join(lines)

@@ -15,6 +15,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.make import make_runtime
+from hostweave.runtime.arguments import expect_as_many
 from hostweave.runtime.arrays import Buffer
 from hostweave.runtime.group import Group, current
 from hostweave.targets.target import CPU_DEVICE, find_target
@@ -66,7 +67,8 @@ def jax_call(program: Program) -> Callable[..., Any]:
 
     def function(*arrays: Array) -> Any:
         group = _group(name)
-        given = tuple(_place(name, p, array) for p, array in zip(host.inputs, _as_many(name, inputs, arrays), strict=True))
+        expect_as_many(name, host.inputs, arrays)
+        given = tuple(_place(name, p, array) for p, array in zip(host.inputs, arrays, strict=True))
         shapes = {p.name: shape for p, (shape, _) in zip(host.inputs, given, strict=True)}
         outputs = local_outputs(name, program.mesh, inputs, [p.type for p in host.outputs], shapes, group.rank)
         made = tuple((shape, p.type.dtype) for shape, p in zip(outputs, host.outputs, strict=True))
@@ -92,13 +94,6 @@ def _group(name: str) -> Group:
         raise ArgumentError(f"{name}: as_jax_ffi: ranks are threads of this process, and JAX has one device a process; start processes")
     group.expect_working()
     return group
-
-
-def _as_many(name: str, inputs: dict[str, Any], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    if len(arrays) != len(inputs):
-        signature = ", ".join(f"{name}: {type_}" for name, type_ in inputs.items())
-        raise ArgumentError(f"{name}: takes {len(inputs)} arrays ({signature}), not {len(arrays)}")
-    return arrays
 
 
 def _place(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DType]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hostweave.base.errors import ExecutionError
 
-_PATIENCE = 10.0  # seconds for calls to stop
+_PATIENCE = 15.0  # seconds for calls to stop
 
 _interrupts: list[Callable[[], None]] = []
 _used = False  # threads and devices, by this process or by the one that it was forked from

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
 from hostweave.build.cache import key_of
@@ -21,7 +21,6 @@ from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.arguments import Bound
 from hostweave.runtime.arrays import Array, library_of
 from hostweave.runtime.cpu import Schedule, schedule
-from hostweave.runtime.graphs import CommonGraphs
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
@@ -31,14 +30,27 @@ from hostweave.types.tensor import block_shape, holds
 
 T = TypeVar("T")
 
+LONGEST = 4096  # calls between two meetings for graphs, at most
+SPARE = 8  # of so many calls one may have arrays that are new
+
 _building = threading.Lock()  # ranks that are threads want the module at the same time
 
 
 class LocalProgram:
     """A program, ready on this rank. All ranks of the group make it at the same time."""
 
-    def __init__(self, host: HostProgram, target: Target, module: Callable[[], ModuleType], options: Options, group: Group, stream: int):
-        """`module` builds and loads it where that is not done.
+    def __init__(
+        self,
+        host: HostProgram,
+        target: Target,
+        module: Callable[[], ModuleType],
+        options: Options,
+        group: Group,
+        stream: int,
+        lacks: str = "",
+    ):
+        """`module` builds and loads it where that is not done. Where a rank `lacks` calls of a library, for the reason given, no channel is
+        made, and all ranks have that reason as `out_of_reach`.
 
         Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
         CaptureError where the stream of the first call is being captured."""
@@ -67,13 +79,16 @@ class LocalProgram:
                 raise CaptureError(f"{host.name}: the stream is being captured, and this is the first call; call the program once before")
             return loaded, group.member(loaded, self._target)
 
-        (self._module, self._member), _ = self._agreed(on_this_rank, group.timeout)
+        self._intent = replace(self._intent, bound=lacks)
+        (self._module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
+        self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
         graphs = self._module.Graphs
         self._graphs = graphs.noted if self._common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
         self._device = self._target.device_of_arrays(self._member)
         self._arguments = Arguments(host, self._target, group.rank, self._device, self._module.Table, self._meets, group.windows)
-        self._native: Any = group.connected(self._member, self._module, options.tune)
-        self.out_of_reach: str = self._module.out_of_reach(self._member)  # why its ranks cannot reach each other's memory; the same on all
+        self._native: Any = None if lacking else group.connected(self._member, self._module, options.tune)
+        # Why its ranks cannot reach each other's memory; the same on all.
+        self.out_of_reach: str = lacking[0] if lacking else self._module.out_of_reach(self._member)
         self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
 
     @property
@@ -324,6 +339,40 @@ class LocalProgram:
         return self._native_schedule[1]
 
 
+class CommonGraphs:
+    """Whether a call is a graph where ranks signal each other, by `Options(graph="auto")`, which all decide together: signals of graphs are
+    counted apart from those of calls.
+
+    A rank knows of its own arrays alone whether they come again. But all make the same calls. So the ranks meet before calls 3, 5, 9, 17
+    and so on, where each says whether its calls since the last time had arrays that it knew, but for a few. Where all say so, calls are
+    graphs until the next time, on every rank: for arrays that are new it captures one. Where one does not, they are calls until then.
+    """
+
+    def __init__(self) -> None:
+        self.agreed = False
+        self._calls, self._meets_after = 0, 2
+        self._before = 1, 1  # calls, and those with new arrays, that were judged: the first, which nobody knew
+
+    @property
+    def is_due(self) -> bool:
+        return self._calls >= self._meets_after
+
+    def count(self) -> None:
+        """A call that all ranks make."""
+        self._calls += 1
+
+    def wants(self, unseen: int) -> bool:
+        """What this rank says, of whose calls so many had new arrays."""
+        calls, new = self._calls - self._before[0], unseen - self._before[1]
+        return new * SPARE <= calls
+
+    def decide(self, wanted: Sequence[bool], unseen: int) -> None:
+        """With what all ranks say."""
+        self.agreed = all(wanted)
+        self._before = self._calls, unseen
+        self._meets_after = self._calls + min(self._calls, LONGEST)
+
+
 class Captured:
     """A call with fixed arrays, captured as a CUDA graph. Made by `Program.capture`.
 
@@ -342,12 +391,14 @@ class Captured:
         """The array that the last launch wrote, or a tuple of them. They are always in the same memory."""
         return self._outputs()
 
-    def __call__(self, stream: Any = None) -> Any:
+    def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
         """Launches the graph as a call of the program is enqueued: after what `stream` holds, by default the library's current one.
 
         Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError where the group has failed or
-        the program is closed, CaptureError where the stream is being captured itself.
+        the program is closed, CaptureError where the stream is being captured itself, ArgumentError for arrays.
         """
+        if arrays:
+            raise ArgumentError("a captured call takes no arrays: it reads those that it was captured with; write new values there")
         self._launch(stream)
         return self.outputs
 

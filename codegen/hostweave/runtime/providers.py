@@ -149,7 +149,7 @@ class Environment:
     """
 
     def __init__(self, environ: Environ | None = None):
-        self._launch = read_launch(os.environ if environ is None else environ)
+        self._launch = Launch(os.environ if environ is None else environ)
 
     @property
     def local_rank(self) -> int | None:
@@ -347,38 +347,29 @@ LAUNCHERS = (
 )
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The place of this process, and where the ranks of its job can meet: on one of a few ports of `host`."""
-
-    rank: int
-    count: int
-    local_rank: int | None
-    host: str
-    ports: tuple[int, ...]
-    job: str
-    bind: str  # where rank 0 listens
-    token: str  # that ranks of the job alone know
-
-
 def launched(environ: Environ) -> bool:
     """Whether a launcher started this process."""
     return any(launcher.marker in environ for launcher in LAUNCHERS)
 
 
-def read_launch(environ: Environ) -> Launch:
-    """Raises ArgumentError where no launcher started this process, or where it does not say enough."""
-    launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
-    if launcher is None:
-        markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
-        raise ArgumentError(f"hw.Environment: none of {markers} is set; start the script with torchrun, mpirun or srun")
-    rank, count = _number(environ, launcher.rank), _number(environ, launcher.count)
-    if not 0 <= rank < count:
-        raise ArgumentError(f"hw.Environment: {launcher.rank}={rank} and {launcher.count}={count}: ranks go from 0 to {count - 1}")
-    local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
-    host = _host(environ, launcher, count)
-    bind, token = environ.get("HOSTWEAVE_BIND", host), environ.get("HOSTWEAVE_TOKEN", "")
-    return Launch(rank, count, local_rank, host, *_ports_and_job(environ, launcher), bind, token)
+class Launch:
+    """The place of this process, and where the ranks of its job can meet: on one of a few ports of `host`."""
+
+    def __init__(self, environ: Environ):
+        """Raises ArgumentError where no launcher started this process, or where it does not say enough."""
+        launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
+        if launcher is None:
+            markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
+            raise ArgumentError(f"hw.Environment: none of {markers} is set; start the script with torchrun, mpirun or srun")
+        self.rank, self.count = _number(environ, launcher.rank), _number(environ, launcher.count)
+        if not 0 <= self.rank < self.count:
+            given = f"{launcher.rank}={self.rank} and {launcher.count}={self.count}"
+            raise ArgumentError(f"hw.Environment: {given}: ranks go from 0 to {self.count - 1}")
+        self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
+        self.host = _host(environ, launcher, self.count)
+        self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # where rank 0 listens
+        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # that ranks of the job alone know
+        self.ports, self.job = _ports_and_job(environ, launcher)
 
 
 def _number(environ: Environ, name: str) -> int:

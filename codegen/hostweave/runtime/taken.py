@@ -12,7 +12,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError
 from hostweave.build.cache import key_of
 from hostweave.host_ir.ir import HostProgram, Parameter
-from hostweave.runtime.arguments import Bound, accept, expect_writable, local_part
+from hostweave.runtime.arguments import Bound, accept, expect_as_many, expect_writable, local_part
 from hostweave.runtime.arrays import Array, Library, NumpyLibrary, states_of
 from hostweave.runtime.meeting import Shape, Span
 from hostweave.runtime.windows import Place, Windows, shared_places
@@ -107,9 +107,7 @@ class Arguments:
     ) -> Taken:
         """What is taken of arrays that fit the program, each by itself and all together."""
         name = self._host.name
-        if len(arrays) != len(parameters):
-            signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
-            raise ArgumentError(f"{name}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
+        expect_as_many(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
         library = next((one[0] for one in accepted if one), table.library)
         by_name = dict(zip((p.name for p in parameters), accepted, strict=True))

@@ -69,6 +69,9 @@ class _Cuda(Target):
             return machine.without_peers(why)
         return machine.without_puts(why) if (why := why_no_puts(ranks)) else machine
 
+    def why_no_signals(self) -> str:
+        return _why_no_signals()
+
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         return usual() if wanted is None else wanted
 
@@ -91,11 +94,16 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 def why_no_puts(ranks: int) -> str:
     """Why ranks of programs that are built here cannot put into each other's memory; "" where they can."""
+    return _why_no_signals() or why_no_peers(ranks)
+
+
+def _why_no_signals() -> str:
+    """Why the library has none, of the version that programs are built with, or that another part of the process has loaded before."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")):
         if version is not None and version < FIRST_WITH_SIGNALS:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
             return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
-    return why_no_peers(ranks)
+    return ""
 
 
 def why_no_peers(ranks: int) -> str:

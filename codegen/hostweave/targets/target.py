@@ -45,6 +45,10 @@ class Target(Protocol):
     def machine(self, ranks: int) -> Machine:
         """The figures of the cost model for programs of so many ranks here, and whether these can reach each other's memory."""
 
+    def why_no_signals(self) -> str:
+        """Why the library that this process has or would load has no one-sided calls; "" where it has. By default it has."""
+        return ""
+
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         """The number of a rank's device, where the user may have said one."""
 

@@ -17,7 +17,8 @@ struct Node {
   std::size_t lane;  // of the streams that were captured; 0 is the one that the graph is launched on
   Enqueue enqueue;
   Place place;
-  std::vector<std::size_t> after;  // nodes of other lanes that it waits for, which enqueue nothing itself
+  // Nodes before it: the last one of its lane, and those of other lanes that it waits for where it enqueues nothing itself.
+  std::vector<std::size_t> after;
 };
 
 // A capture that is going on, or is over.

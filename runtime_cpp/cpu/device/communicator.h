@@ -11,13 +11,71 @@
 #include <vector>
 
 #include "machine.h"
-#include "match.h"
 #include "nccl.h"
 #include "op.h"
 #include "shared.h"
 #include "types.h"
 
 namespace hostweave::cpu {
+
+enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
+
+// What all ranks of a collective, or both of a send with its recv, ask for alike.
+struct Asked {
+  CommKind kind = CommKind::send_recv;
+  std::size_t count = 0;
+  ncclDataType_t type = ncclFloat32;
+  ncclRedOp_t reduction = ncclSum;
+  int root = -1;  // of broadcast and reduce
+
+  std::size_t bytes() const { return count * type_size(type); }
+  bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
+  // Whether what this seat ends with depends on what that seat began with; NCCL orders nothing else.
+  bool data_flows(int from, int to) const {
+    if (kind == CommKind::send_recv) return from == 0 && to == 1;
+    if (kind == CommKind::broadcast) return from == root;
+    if (kind == CommKind::reduce) return to == root;
+    return true;
+  }
+  // In bytes: where in what a seat sends the part for another begins, and in what it receives the part of another.
+  std::size_t sent_at(int to) const { return kind == CommKind::reduce_scatter ? to * bytes() : 0; }
+  std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
+};
+
+// A collective, or a send with its recv: where the ops of several ranks meet.
+struct Match : Asked {
+  enum class State { open, running, done };
+  struct Seat {
+    Stream* stream = nullptr;  // from issue to end
+    bool issued = false;
+    const void* send = nullptr;
+    void* recv = nullptr;
+    bool begun = false;
+    ClockSnapshot clock;
+    OpName issued_as;
+  };
+
+  const char* name = "";  // of the calls
+  const ProcessGroup* process_group = nullptr;
+  std::vector<Seat> seats;        // by rank; of a send_recv: 0 sends, 1 receives
+  std::vector<int> seat_ranks;    // the devices behind the seats, for reports
+  std::vector<std::byte> buffer;  // what a buffered send left behind
+  bool buffered = false;
+  State state = State::open;
+  std::size_t begun = 0;
+
+  bool complete() const { return begun == seats.size(); }
+  // Whether the op at this seat has nothing left to wait for.
+  bool satisfied(int seat) const {
+    if (kind == CommKind::send_recv && seat == 0 && buffered) return true;
+    return complete() && state != State::running;
+  }
+  // Whether more than one rank takes part.
+  bool is_shared() const {
+    return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
+  }
+  void exchange();  // moves the data; every seat's buffers are valid and nobody else touches them
+};
 
 // The memory that all ranks of a process group have registered in one call.
 struct Windows {
@@ -75,7 +133,7 @@ ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // known, 
 void wait_for_ops(Lock& lock, ncclComm_t comm);                       // all that this rank has issued through it
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
-ncclResult_t wait_for_process_group(const ProcessGroup& process_group);  // until all its ranks have come
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all its ranks have come
 // The work of an op that waits for other processes.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
@@ -85,5 +143,6 @@ struct ncclComm {
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
-  hostweave::cpu::OpPtr last;  // issued through it on this rank
+  hostweave::cpu::OpPtr last;                                  // issued through it on this rank
+  std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // of which nodes of graphs that use it have copies
 };

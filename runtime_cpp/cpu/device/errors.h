@@ -13,6 +13,13 @@ cudaError_t error(cudaError_t code, std::string text);
 ncclResult_t error(ncclResult_t code, std::string text);
 cublasStatus_t error(cublasStatus_t code, std::string text);
 
+// Unless a number is from 0 to below `count`: "call: peer 9 of 8".
+template <class Code>
+Code expect_below(int count, const char* what, int number, const std::string& call, Code otherwise) {
+  if (number >= 0 && number < count) return Code{};
+  return error(otherwise, call + ": " + what + " " + std::to_string(number) + " of " + std::to_string(count));
+}
+
 cudaError_t cuda_not_supported(const std::string& what);
 ncclResult_t nccl_not_supported(const std::string& what);
 cublasStatus_t blas_not_supported(const std::string& what);

@@ -23,7 +23,7 @@
 
 #include "history.h"
 #include "hostweave_cpu.h"
-#include "match.h"
+#include "nccl.h"
 #include "op.h"
 #include "picker.h"
 
@@ -61,9 +61,9 @@ struct Allocation {
 
 class Memory {
  public:
-  // Filled with 0xff bytes, which is NaN in every float type. Null when there is none left.
-  void* allocate(std::size_t bytes, int device);
-  void* allocate_shared(std::size_t bytes, int device);  // the same, that other processes can map
+  // Filled with 0xff bytes, which is NaN in every float type, and `shared` where other processes can map it. Null when there is
+  // none left.
+  void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
   // The allocation that holds this address, if the device made it.
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
@@ -93,14 +93,14 @@ class Machine {
   void fail(std::string report);  // stops all ranks
 
   // --- streams and ops
-  Stream* find_stream(cudaStream_t handle);  // null when there is no such stream (any more)
+  // Null when there is no such stream (any more).
+  Stream* find_stream(cudaStream_t handle, int device = this_thread().device);
   Stream* create_stream(unsigned flags);
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
   void learn_retired(int device);        // the calling host now knows what this device's destroyed streams did
   void enqueue(Lock& lock, OpPtr op, Stream& stream);
-  bool idle() const;
 
   // --- host threads
   void attach(Lock& lock, int rank);
@@ -114,24 +114,29 @@ class Machine {
   void wait_for_running_work(Lock& lock);
   void progress();                                     // something changed that a host thread may wait for
   void learn(int device, const ClockSnapshot& clock);  // the host of this device now knows this much
-  ClockSnapshot& host_clock(int device);
-  std::size_t host_lane(int device);
+  ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
+  std::size_t host_lane(int device) { return host_side(device).lane; }
 
   // --- work
   // Runs run(begin, end) for pieces of 0..count, `piece` long, on idle workers too. Called by the work of an op.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
-  // Around what may take as long as another process takes: somebody else does this worker's work meanwhile.
-  void block();
-  void unblock();
+  // While it lives, this worker waits as long as another process takes, and somebody else does its work.
+  struct Blocked {
+    Blocked();
+    ~Blocked();
+  };
 
   // --- faults that tests ask for
-  void fail_call(std::string call, int nth);
-  bool fault(std::string_view call);  // this one is to fail
+  void fail_call(std::string call, int nth) {
+    faulty_call_ = std::move(call);
+    calls_to_fault_ = nth;
+  }
+  bool fault(std::string_view call) { return calls_to_fault_ > 0 && call == faulty_call_ && --calls_to_fault_ == 0; }
 
   // --- reports
-  const char* intern(std::string_view text);
+  const char* intern(std::string_view text) { return interned_.emplace(text).first->c_str(); }
   std::string deadlock_report();
 
   std::mutex mutex;
@@ -184,7 +189,6 @@ class Machine {
   void retire(Stream& stream);
 
   // workers.cpp
-  std::size_t wanted_workers() const;
   void start_workers();
   void stop_workers();
   void work();
@@ -224,7 +228,7 @@ class Machine {
   HostThread* turn_ = nullptr;
   std::condition_variable turn_free_;
 
-  std::vector<std::thread> workers_;
+  std::vector<std::jthread> workers_;
   std::condition_variable workers_wake_, workers_idle_;
   std::vector<Split*> splits_;
   std::size_t idle_workers_ = 0, blocked_workers_ = 0;

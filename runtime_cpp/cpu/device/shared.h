@@ -20,22 +20,14 @@ struct SharedFile {
   int file = -1;
 };
 
-class Mapping {
- public:
-  Mapping() = default;
-  Mapping(int file, std::size_t bytes);  // null where it cannot be mapped
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
-  ~Mapping();
-
-  char* data() const { return data_; }
-
- private:
-  char* data_ = nullptr;
-  std::size_t bytes_ = 0;
+struct Unmap {
+  std::size_t bytes = 0;
+  void operator()(char* data) const;
 };
+using Mapping = std::unique_ptr<char[], Unmap>;
 
-int new_shared_file(std::size_t bytes);  // -1 where there is none left
+Mapping map(int file, std::size_t bytes);  // null where it cannot be mapped
+int new_shared_file(std::size_t bytes);    // -1 where there is none left
 // Maps a file of another process of this host. Null where that has ended, or cannot be reached.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
@@ -97,6 +89,9 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
+  // Has copy(place in the ring, data, bytes) move what it can of the pieces, from where `count` is to before `end`.
+  template <class Copy>
+  bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);
   // Asks `done` again whenever another rank has moved something, and now and then.
   bool wait(const std::function<bool()>& done);

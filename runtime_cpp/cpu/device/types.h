@@ -28,11 +28,9 @@ constexpr std::size_t type_size(cudaDataType_t type) {
 }
 
 // So many elements further on.
-inline const void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
-  return base ? static_cast<const char*>(base) + elements * static_cast<std::int64_t>(type_size(type)) : nullptr;
-}
-inline void* shift(void* base, std::int64_t elements, cudaDataType_t type) {
-  return const_cast<void*>(shift(static_cast<const void*>(base), elements, type));
+inline void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
+  return base ? const_cast<char*>(static_cast<const char*>(base)) + elements * static_cast<std::int64_t>(type_size(type))
+              : nullptr;
 }
 
 }  // namespace hostweave::cpu

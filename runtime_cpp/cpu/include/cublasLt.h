@@ -22,21 +22,12 @@ typedef enum { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1, CUBLAS_OP_C = 2 } cublasOperati
 typedef enum { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_FAST_TF32 = 77, CUBLAS_COMPUTE_64F = 70 } cublasComputeType_t;
 
 typedef struct cublasLtContext* cublasLtHandle_t;
-typedef struct {
-  uint64_t data[14];
-} cublasLtMatrixLayoutOpaque_t;
-typedef cublasLtMatrixLayoutOpaque_t* cublasLtMatrixLayout_t;
+typedef struct cublasLtMatrixLayoutOpaque_t* cublasLtMatrixLayout_t;
+typedef struct cublasLtMatmulDescOpaque_t* cublasLtMatmulDesc_t;
+typedef struct cublasLtMatmulPreferenceOpaque_t* cublasLtMatmulPreference_t;
 typedef struct {
   uint64_t data[8];
 } cublasLtMatmulAlgo_t;
-typedef struct {
-  uint64_t data[32];
-} cublasLtMatmulDescOpaque_t;
-typedef cublasLtMatmulDescOpaque_t* cublasLtMatmulDesc_t;
-typedef struct {
-  uint64_t data[12];
-} cublasLtMatmulPreferenceOpaque_t;
-typedef cublasLtMatmulPreferenceOpaque_t* cublasLtMatmulPreference_t;
 
 typedef struct {
   cublasLtMatmulAlgo_t algo;

@@ -8,7 +8,14 @@ namespace hostweave_cpu_fp8 {
 
 // kHasInfinity says whether the highest exponent means infinity and NaN alone.
 template <int kMantissa, int kBias, bool kHasInfinity>
-struct Format {
+struct Float {
+  __nv_fp8_storage_t __x;
+
+  Float() = default;
+  explicit Float(float value) : __x(round(value)) {}
+  explicit operator float() const { return widen(__x); }
+
+ private:
   static constexpr int kOne = 1 << kMantissa;  // the mantissa of 1.0
   static constexpr unsigned char kNan = 0x7f;
 
@@ -42,22 +49,8 @@ struct Format {
     return sign | (digits < kOne ? digits : ((exponent + kBias) << kMantissa) + digits - kOne);
   }
 };
-using E4M3 = Format<3, 7, false>;
-using E5M2 = Format<2, 15, true>;
 
 }  // namespace hostweave_cpu_fp8
 
-struct __nv_fp8_e4m3 {
-  __nv_fp8_storage_t __x;
-
-  __nv_fp8_e4m3() = default;
-  explicit __nv_fp8_e4m3(float value) : __x(hostweave_cpu_fp8::E4M3::round(value)) {}
-  explicit operator float() const { return hostweave_cpu_fp8::E4M3::widen(__x); }
-};
-struct __nv_fp8_e5m2 {
-  __nv_fp8_storage_t __x;
-
-  __nv_fp8_e5m2() = default;
-  explicit __nv_fp8_e5m2(float value) : __x(hostweave_cpu_fp8::E5M2::round(value)) {}
-  explicit operator float() const { return hostweave_cpu_fp8::E5M2::widen(__x); }
-};
+using __nv_fp8_e4m3 = hostweave_cpu_fp8::Float<3, 7, false>;
+using __nv_fp8_e5m2 = hostweave_cpu_fp8::Float<2, 15, true>;

@@ -48,7 +48,6 @@ typedef struct CUevent_st* cudaEvent_t;
 
 #define cudaEventRecordDefault 0x00
 #define cudaEventRecordExternal 0x01
-#define cudaEventWaitDefault 0x00
 #define cudaEventWaitExternal 0x01
 
 typedef struct CUgraph_st* cudaGraph_t;

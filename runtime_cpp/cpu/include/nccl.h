@@ -10,15 +10,12 @@
 #include "cuda_runtime.h"
 
 #define NCCL_MAJOR 2
-#define NCCL_MINOR 29
-#define NCCL_PATCH 0
 #define NCCL_VERSION_CODE 22900
 #define NCCL_VERSION(X, Y, Z) (((X) <= 2 && (Y) <= 8) ? (X) * 1000 + (Y) * 100 + (Z) : (X) * 10000 + (Y) * 100 + (Z))
 
 extern "C" {
 
 typedef struct ncclComm* ncclComm_t;
-#define NCCL_COMM_NULL NULL
 
 #define NCCL_UNIQUE_ID_BYTES 128
 typedef struct {

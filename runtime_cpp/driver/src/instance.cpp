@@ -35,8 +35,8 @@ class CapturedStream {
 
   operator cudaStream_t() const { return stream_; }
 
-  // What `enqueue` enqueues there, as a graph.
-  std::unique_ptr<Graph> capture(const std::function<void()>& enqueue) const {
+  // What `enqueue` enqueues there.
+  cudaGraph_t capture(const std::function<void()>& enqueue) const {
     HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     cudaGraph_t graph = nullptr;
     try {
@@ -47,7 +47,7 @@ class CapturedStream {
       throw;
     }
     HW_CHECK(cudaStreamEndCapture(stream_, &graph));
-    return std::make_unique<Graph>(graph);
+    return graph;
   }
 
  private:
@@ -168,6 +168,7 @@ Instance::Instance(Member& member, const ProgramTable& program, bool measures)
   member_.expect_working();
   const Member::Use use(member_);
   progress_.emplace();
+  prepare_to_straighten();
   instance_ = program_.calls.create(member_.rank());
   inputs_ = program_.calls.inputs.in<std::vector<Tensor>>();
   outputs_ = program_.calls.outputs.in<std::vector<Tensor>>();
@@ -253,7 +254,7 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
 
 void Instance::launch(const Graph& graph, cudaStream_t caller) const {
   HW_CHECK(program_.calls.begin_call(instance_, caller));
-  HW_CHECK(cudaGraphLaunch(graph.exec(), caller));
+  graph.launch(caller);
   HW_CHECK(program_.calls.end_call(instance_, caller));
 }
 
@@ -308,10 +309,7 @@ std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
     const CapturedStream stream;
     const CallOrder::OfKernels order;
-    auto graph = stream.capture([&] { enqueue(stream); });
-    HW_CHECK(cudaGraphUpload(graph->exec(), stream));
-    HW_CHECK(cudaStreamSynchronize(stream));  // were a launch to upload it, it could stand behind what waits for other ranks
-    return graph;
+    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream); }), stream);
   });
 }
 
@@ -338,12 +336,21 @@ int64_t Instance::graphs() const {
   return std::ranges::count_if(seen_, [](const Seen& seen) { return seen.graph != nullptr; });
 }
 
-Graph::Graph(cudaGraph_t graph) {
-  const cudaError_t cudaGraphInstantiate = cudaGraphInstantiateWithFlags(&exec_, graph, 0);
-  cudaGraphDestroy(graph);
-  HW_CHECK(cudaGraphInstantiate);
+Graph::Graph(Member& member, cudaGraph_t graph, cudaStream_t stream) : member_(member) {
+  const std::unique_ptr<CUgraph_st, decltype(&cudaGraphDestroy)> taken(graph, cudaGraphDestroy);
+  events_ = straighten(graph, stream);
+  HW_CHECK(cudaGraphInstantiateWithFlags(&exec_, graph, 0));
+  member_.add_graph(exec_);
+  HW_CHECK(cudaGraphUpload(exec_, stream));
+  HW_CHECK(cudaStreamSynchronize(stream));
 }
 
-Graph::~Graph() { cudaGraphExecDestroy(exec_); }
+Graph::~Graph() { member_.destroy_graph(exec_); }
+
+void Graph::launch(cudaStream_t stream) const {
+  for (const cudaEvent_t event : events_.awaited) HW_CHECK(cudaStreamWaitEvent(stream, event, 0));
+  HW_CHECK(cudaGraphLaunch(exec_, stream));
+  for (const cudaEvent_t event : events_.recorded) HW_CHECK(cudaEventRecord(event, stream));
+}
 
 }  // namespace hw

@@ -1,6 +1,9 @@
 #include "hostweave/member.h"
 
 #include <chrono>
+#include <functional>
+#include <future>
+#include <thread>
 #include <utility>
 
 #include "hostweave/check.h"
@@ -13,7 +16,19 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGrace = 2s;  // for a call to end by itself before its channels are aborted under it
+constexpr auto kGrace = 2s;      // for a call to end by itself before its channels are aborted under it
+constexpr auto kPatience = 10s;  // for NCCL to give communicators up: a graph that the application has captured may keep it
+
+// On a thread of its own with the device, which whoever waits for it may leave behind.
+std::future<void> in_background(int device, std::function<void()> work) {
+  std::packaged_task<void()> task([device, work = std::move(work)] {
+    const OnDevice current(device);
+    work();
+  });
+  std::future<void> done = task.get_future();
+  std::thread(std::move(task)).detach();
+  return done;
+}
 
 }  // namespace
 
@@ -31,8 +46,13 @@ Member::Member(std::string group, int device, int64_t index, int64_t size, bool 
     : group_(std::move(group)), rank_(device, index, size), processes_(processes) {}
 
 Member::~Member() {
-  if (aborted_) target::abort(std::exchange(owned_, {}));
-  for (const ncclComm_t comm : owned_) ncclCommDestroy(comm);
+  destroy_graphs();
+  if (owned_.empty()) return;
+  const auto end = [comms = owned_, aborted = aborted_.load()] {
+    if (aborted) return target::abort(comms);
+    for (const ncclComm_t comm : comms) ncclCommDestroy(comm);
+  };
+  in_background(device(), end).wait_for(kPatience);
 }
 
 int Member::device_for(int64_t index, int64_t local) { return target::device_for(index, local); }
@@ -122,10 +142,31 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  const std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
-  const OnDevice device(rank_.device());
+  std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
+  std::vector<ncclComm_t> comms;
+  {
+    const std::lock_guard lock(owned_mutex_);
+    comms.swap(owned_);
+  }
+  // Launches that wait for other ranks end first: only then has a graph gone that is destroyed, and NCCL waits for it.
+  const std::future<void> done = in_background(device(), [comms] { target::abort(comms); });
+  if (use || use.try_lock_for(kGrace)) destroy_graphs();
+  done.wait_for(kPatience);
+}
+
+void Member::add_graph(cudaGraphExec_t graph) {
   const std::lock_guard lock(owned_mutex_);
-  target::abort(std::exchange(owned_, {}));
+  graphs_.insert(graph);
+}
+
+void Member::destroy_graph(cudaGraphExec_t graph) {
+  const std::lock_guard lock(owned_mutex_);
+  if (graphs_.erase(graph) != 0) cudaGraphExecDestroy(graph);
+}
+
+void Member::destroy_graphs() {
+  const std::lock_guard lock(owned_mutex_);
+  for (const cudaGraphExec_t graph : std::exchange(graphs_, {})) cudaGraphExecDestroy(graph);
 }
 
 void Member::stop(const std::string& reason) { DeviceLease::stop(group_, reason); }

@@ -126,9 +126,15 @@ void abort(const std::vector<ncclComm_t>& comms) {
       if (found != known().end()) signals.push_back(known().extract(found).mapped());
     }
   }
-  abort_with_windows(others);
+  int device = 0;
+  (void)cudaGetDevice(&device);
+  std::thread beside([&] {  // NCCL waits for its graphs, whose launches may be waiting for signals
+    cudaSetDevice(device);
+    abort_with_windows(others);
+  });
   give(signals);
   abort_with_windows(signalled);
+  beside.join();
 }
 
 }  // namespace hw::target

@@ -15,7 +15,6 @@ class Arena {
   Arena();
   // Its calls are among those of other programs, too.
   explicit Arena(CallOrder& calls);
-  ~Arena();
 
   // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays. What a graph may use stays where
   // it is as long as the program lives.

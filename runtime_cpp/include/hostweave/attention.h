@@ -54,9 +54,6 @@ struct BesideShapes {
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
-  ~Attentions();
-  Attentions(const Attentions&) = delete;
-  Attentions& operator=(const Attentions&) = delete;
 
  protected:
   struct Plans;

@@ -29,7 +29,6 @@ struct Cut {
 class Blocks {
  public:
   Blocks(std::initializer_list<Cut> dims);
-  ~Blocks();
 
   struct Block {
     int64_t offset;  // among packed blocks, in elements

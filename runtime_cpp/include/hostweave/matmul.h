@@ -35,8 +35,6 @@ class MatmulPlan {
  public:
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
              cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
-  ~MatmulPlan();
-  MatmulPlan(MatmulPlan&&) = delete;
 
   // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
   // for what the device has in flight. Where the rank measures, of those that cuBLASLt recommends the fastest is taken. Throws

@@ -12,26 +12,21 @@ class Streams;
 class MemoryPlan {
  public:
   MemoryPlan();
-  ~MemoryPlan();
 
   // A buffer that has been freed may be allocated again: it is the same one then.
   template <class T>
-  void allocate(T*& pointer, int64_t count) {
-    allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr);
-  }
-  // The same in a window.
-  template <class T>
-  void allocate_window(T*& pointer, int64_t count) {
-    allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, true);
+  void allocate(T*& pointer, int64_t count, bool in_window = false) {
+    allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, in_window);
   }
   // A buffer for each of these streams, to a std::array of pointers.
   template <class Array>
-  void allocate(Array& pointers, int64_t count, const Streams& streams) {
-    allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams);
+  void allocate(Array& pointers, int64_t count, const Streams& streams, bool in_window = false) {
+    allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, in_window);
   }
-  template <class Array>
-  void allocate_window(Array& pointers, int64_t count, const Streams& streams) {
-    allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, true);
+  // The same in a window.
+  template <class Buffer, class... OfStreams>
+  void allocate_window(Buffer& pointers, int64_t count, const OfStreams&... streams) {
+    allocate(pointers, count, streams..., true);
   }
   // A buffer of so many bytes for each of the pointers: of all streams, or one for each of the first of a pool.
   void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);

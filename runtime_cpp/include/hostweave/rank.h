@@ -33,7 +33,6 @@ class Rank {
  public:
   Rank(int device, int64_t index, int64_t size);
   ~Rank();
-  Rank(Rank&&) = delete;
 
   int device() const { return device_; }
   int64_t index() const { return index_; }  // of the world: row-major coordinates of the mesh

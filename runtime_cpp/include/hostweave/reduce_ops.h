@@ -34,13 +34,16 @@ struct Sum {
 };
 #endif
 
-struct Add {
-  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a + b; }
-};
-
-struct Multiply {
-  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a * b; }
-};
+#define HW_OPERATOR(Name, op)                                                         \
+  struct Name {                                                                       \
+    HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a op b; } \
+  };
+HW_OPERATOR(Add, +)
+HW_OPERATOR(Multiply, *)
+HW_OPERATOR(And, &)
+HW_OPERATOR(Or, |)
+HW_OPERATOR(Xor, ^)
+#undef HW_OPERATOR
 
 struct Maximum {  // a NaN on either side stays
   template <class T>
@@ -66,18 +69,6 @@ struct Minimum {
     return a;
   }
 #endif
-};
-
-struct And {
-  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a & b; }
-};
-
-struct Or {
-  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a | b; }
-};
-
-struct Xor {
-  HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a ^ b; }
 };
 
 struct FirstMaximum {  // a NaN is the largest; of equal elements the first

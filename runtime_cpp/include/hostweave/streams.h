@@ -75,7 +75,6 @@ class CallOrder {
 class Streams {
  public:
   Streams(Rank& rank, const char* name, int count);
-  ~Streams();
 
   // Stream i modulo their number, of a negative index, too.
   Stream operator[](int64_t i) const;

@@ -41,9 +41,6 @@ class WindowArena {
  public:
   // The channels outlive it; of those that this rank is not in nothing is registered.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
-  ~WindowArena();
-  WindowArena(const WindowArena&) = delete;
-  WindowArena& operator=(const WindowArena&) = delete;
 
   // As of Arena: where the windows grow all ranks of the channels come together, as all reserve the same. Throws
   // ExecutionError where NCCL cannot do what the program needs.
@@ -56,11 +53,7 @@ class WindowArena {
   // All of it, to `visit` with its bytes.
   template <class Visit>
   void each_memory(Visit&& visit) const {
-    size_t bytes = 0;
-    void* const windows = in_windows(bytes);
-    visit(windows, bytes);
-    void* const rest = elsewhere(bytes);
-    visit(rest, bytes);
+    for (const auto& [data, bytes] : memory().parts) visit(data, bytes);
   }
 
   ncclWindow_t window(const Channel& channel) const;
@@ -75,8 +68,13 @@ class WindowArena {
  private:
   struct Windows;
   void* place_on_peer(const Channel& channel, int64_t peer, const void* place) const;
-  void* in_windows(size_t& bytes) const;
-  void* elsewhere(size_t& bytes) const;
+  struct Memory {
+    struct {
+      void* data;
+      size_t bytes;
+    } parts[2];  // in windows, and elsewhere
+  };
+  Memory memory() const;
 
   Hidden<Windows> windows_;
 };

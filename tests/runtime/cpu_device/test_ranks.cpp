@@ -152,6 +152,19 @@ TEST(ranks_that_stand_still_can_be_given_up) { expect_an_end(false); }
 
 TEST(a_rank_that_stands_still_inside_a_call_can_be_given_up) { expect_an_end(true); }
 
+// For which NCCL waits, as whoever has them may not know.
+TEST(ranks_that_have_graphs_can_be_given_up) {
+  Ranks ranks;
+  float at = 0;
+  std::array<std::unique_ptr<hw::Graph>, kRanks> graphs;
+  const hw::Table table({std::nullopt});
+  for (const std::string& error : ranks.each([&](int r) { graphs[r] = ranks.instances[r]->capture(table, {&at}, {&at}); }))
+    EXPECT(error.empty());
+  const auto begun = std::chrono::steady_clock::now();
+  ranks.abort();
+  EXPECT(std::chrono::steady_clock::now() - begun < 5s);
+}
+
 // Were they copied between the calls, a copy could wait for a rank that waits for the copy of another one.
 TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   Ranks ranks;

@@ -87,7 +87,7 @@ struct ProgramTable {
   Calls calls;
 };
 
-constexpr int kAbi = 9;
+constexpr int kAbi = 10;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

@@ -14,6 +14,7 @@
 
 #include "hostweave/abi.h"
 #include "hostweave/member.h"
+#include "hostweave/straighten.h"
 #include "hostweave/streams.h"
 
 namespace hw {
@@ -82,18 +83,21 @@ class Progress {
   Clock::time_point moved_{};  // when launches of graphs were last seen to go on, or to be done
 };
 
-// A call as a graph.
+// A call as a graph. The member, which ends it when it is aborted, outlives it.
 class Graph {
  public:
-  explicit Graph(cudaGraph_t graph);  // which it takes over
+  // Takes over what was captured on a stream, on which there is no work. It is there when this returns: were a launch to upload
+  // it, it could stand behind what waits for other ranks.
+  Graph(Member& member, cudaGraph_t graph, cudaStream_t stream);
   ~Graph();
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
+  Graph(Graph&&) = delete;
 
-  cudaGraphExec_t exec() const { return exec_; }
+  void launch(cudaStream_t stream) const;
 
  private:
+  Member& member_;
   cudaGraphExec_t exec_ = nullptr;
+  LaunchEvents events_;
 };
 
 // The inputs of many calls: what is bound in all of them, and nothing where a call has an input of its own.

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -65,7 +66,11 @@ class Member {
   // known.
   std::string out_of_reach(const ProgramTable& program);
 
-  // From any thread: ends what waits for other ranks. The member is of no use any more.
+  // Has graphs that use its channels, on which the communicators depend: NCCL waits for their graphs before it gives one up.
+  void add_graph(cudaGraphExec_t graph);
+  void destroy_graph(cudaGraphExec_t graph);
+
+  // From any thread: ends what waits for other ranks, and destroys the graphs. The member is of no use any more.
   void abort(const std::string& reason);
   // Ends the runs of the group's ranks in this process, as far as the target can do that. The first reason counts.
   void stop(const std::string& reason);
@@ -101,6 +106,7 @@ class Member {
 
  private:
   void add_channel(const ProcessGroup& of, ncclComm_t comm);
+  void destroy_graphs();
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
 
@@ -115,6 +121,7 @@ class Member {
   std::timed_mutex in_use_;
   std::mutex owned_mutex_;
   std::vector<ncclComm_t> owned_;  // behind the channels of rank_
+  std::set<cudaGraphExec_t> graphs_;
   std::atomic<bool> aborted_ = false;
 };
 
