@@ -3,8 +3,9 @@
 Each layer is x + swiglu(x), of a batch that is sharded and of three weights of 4096 x 8192 that are gathered where they are used, for so
 many rows that a matmul takes about 1.1 times its gather. Milliseconds of the slowest rank, the median over calls that all ranks begin
 together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, as the compiler chooses, and with
-gathers beside by NCCL's kernels and by copy engines. Random bf16 data, a thread a GPU. Copy engines want NCCL 2.29 or later
-(`NCCL_HOME` names another one).
+gathers beside by NCCL's kernels and by copy engines; of weights that are sharded by rows, by columns, and as those of a linear layer
+of PyTorch, whose rows are the columns of the product. Of the last two products can take one shard after another. Random bf16 data, a
+thread a GPU. Copy engines want NCCL 2.29 or later (`NCCL_HOME` names another one).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import EXAMPLES
 from hostweave.build.cuda import gpus
 from hostweave.cli.programs import load_file
-from hostweave.fusion_ir.choice import IN_SEQUENCE
 
 LAYERS, HIDDEN, INNER, ROWS = 8, 4096, 8192, 1408  # rows of one rank
 ROUNDS, REPETITIONS = 3, 5
@@ -28,24 +28,23 @@ ROUNDS, REPETITIONS = 3, 5
 
 def main() -> None:
     ranks = len(gpus())
-    chosen = _compiled(ranks, is_sharded=True)
-    programs = {
-        "gathers": _compiled(ranks, is_sharded=True, multiplies=False),
-        "layers": _compiled(ranks, is_sharded=False),
-        "in sequence": _compiled(ranks, is_sharded=True, overlap="off"),
-        "as chosen": chosen,
-    }
-    for name, is_none in (("by kernels", True), ("by copy engines", False)):
-        stated = {choice.name: way.name for choice in chosen.choices for way in choice.ways if (way.algorithm == IN_SEQUENCE) == is_none}
-        programs[name] = _compiled(ranks, is_sharded=True, ways=stated)
+    programs = {"gathers": _compiled(ranks, "rows", multiplies=False), "layers": _compiled(ranks, "")}
+    for layout in ("rows", "columns", "rows of transposes"):
+        programs[f"by {layout}, in sequence"] = _compiled(ranks, layout, overlap="off")
+        programs[f"by {layout}, as chosen"] = chosen = _compiled(ranks, layout)
+        for name, chunks in (("NCCL's kernels", 0), ("copy engines", 1), ("copy engines, shard by shard", ranks)):
+            if stated := {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}:
+                programs[f"by {layout}, by {name}"] = _compiled(ranks, layout, ways=stated)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hw.Program.build, programs.values()))
     times: dict[str, list[float]] = {name: [] for name in programs}
-    arrays = _arrays(ranks)
+    x, weights = _arrays(ranks)
+    turned = {name: w.T.contiguous() for name, w in weights.items()}
     for _ in range(ROUNDS):
         for name, program in programs.items():
             try:
-                per_rank = program.measure(warmups=2, repetitions=REPETITIONS, **arrays)
+                given = turned if "transposes" in name else weights
+                per_rank = program.measure(warmups=2, repetitions=REPETITIONS, x=x, **given)
             except HostweaveError as why:
                 print(f"{name}: not here: {why}", flush=True)
                 continue
@@ -59,7 +58,8 @@ def main() -> None:
             print(f"  {name}: {medians[name]:.3f} ms, {hidden:.2f} of the communication is hidden", flush=True)
 
 
-def _compiled(ranks: int, is_sharded: bool, multiplies: bool = True, **options: Any) -> hw.Program:
+def _compiled(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
+    """The layers, of weights that are sharded by "rows", "columns" or "rows of transposes", or by "" not at all; or the gathers alone."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:
@@ -67,11 +67,14 @@ def _compiled(ranks: int, is_sharded: bool, multiplies: bool = True, **options: 
             return tuple(hw.reshard(weights[name], *shape) for name, shape in shapes.items())
         for i in range(LAYERS):
             own = [f"{name}_{i}" for name in ("wg", "wu", "wd")]
-            x = x + swiglu(x, *(hw.reshard(weights[name], *shapes[name]) for name in own))
+            whole = [hw.reshard(weights[name], *shapes[name]) for name in own]
+            x = x + swiglu(x, *((each.T for each in whole) if is_turned else whole))
         return x
 
-    shapes = _shapes()
-    types = {name: hw.bf16[f"{rows}@dp" if is_sharded else rows, columns] for name, (rows, columns) in shapes.items()}
+    is_turned = layout == "rows of transposes"
+    shapes = {name: shape[::-1] if is_turned else shape for name, shape in _shapes().items()}
+    split = {"": ("", ""), "columns": ("", "@dp")}.get(layout, ("@dp", ""))
+    types = {name: hw.bf16[f"{rows}{split[0]}", f"{columns}{split[1]}"] for name, (rows, columns) in shapes.items()}
     fusion = hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.bf16["M@dp", HIDDEN], **types)(model)
     return hw.compile(fusion, target="cuda", options=hw.Options(sizes={"M": ROWS * ranks}, **options))
 
@@ -81,9 +84,13 @@ def _shapes() -> dict[str, tuple[int, int]]:
     return {f"{name}_{i}": shape for i in range(LAYERS) for name, shape in of_layer.items()}
 
 
-def _arrays(ranks: int) -> dict[str, torch.Tensor]:
-    shapes = {"x": (ROWS * ranks, HIDDEN), **_shapes()}
-    return {name: torch.randn(shape, device="cuda:0", dtype=torch.bfloat16) / 64 for name, shape in shapes.items()}
+def _arrays(ranks: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The input, and the weights."""
+
+    def random(shape: tuple[int, int]) -> torch.Tensor:
+        return torch.randn(shape, device="cuda:0", dtype=torch.bfloat16) / 64
+
+    return random((ROWS * ranks, HIDDEN)), {name: random(shape) for name, shape in _shapes().items()}
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
     [
         ("K", "--sizes K: K: write NAME=NUMBER, with commas between several"),
         ("m=1,K=x", "--sizes m=1,K=x: K=x: write NAME=NUMBER, with commas between several"),
-        ("M=8", "ag_matmul_p2p: --sizes: no size named M; the sizes of the program: m, K, N"),
+        ("M=8", "ag_matmul_p2p: Options: sizes: no size named M; the sizes of the program: m, K, N"),
     ],
 )
 def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: str) -> None:

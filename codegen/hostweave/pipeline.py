@@ -21,6 +21,7 @@ from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.join_blocks_of_keys import join_blocks_of_keys
 from hostweave.passes.fusion.merge_contractions import merge_contractions
+from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
@@ -67,6 +68,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     attend_by_blocks,
     choose_overlap,
     overlap_communication,
+    multiply_shards,
     order_stages,
     lower_to_host,
     split_reductions,
@@ -114,8 +116,15 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
-    """Raises ProgramError where a dim cannot be at the sizes that the options state, as M/2 where M is 7."""
-    for op in program.all_ops if sizes else ():
+    """Raises ProgramError where a dim cannot be at the sizes that the options state, as M/2 where M is 7, and for sizes of other names."""
+    if not sizes:
+        return
+    types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]
+    known = dict.fromkeys(name for type in types for size in type.shape for name in size.symbols)
+    if unknown := [name for name in sizes if name not in known]:
+        here, there = ", ".join(unknown), ", ".join(known) or "none"
+        raise ProgramError(f"{program.name}: Options: sizes: no size named {here}; the sizes of the program: {there}")
+    for op in program.all_ops:
         for size in op.result.type.shape:
             if sizes.keys() >= set(size.symbols) and (why := _why_impossible(size, sizes)):
                 raise ProgramError(f"Options: sizes: %{op.result.name} of {op.result.type}: {why}", op.location)

@@ -12,6 +12,7 @@ from attention_cases import in_zigzag, keys_in_a_loop, trained_in_zigzag
 from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
 from host_programs import GOLDEN, STAGES, golden
 
+import hostweave as hw
 from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -25,8 +26,23 @@ ATTENTION = {
     "zigzag": trained_in_zigzag(4, bf16),
     "zigzag_keys_put": in_zigzag(2, bf16),
 }
-FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION}
-OPTIONS = {"zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"})}
+
+
+@hw.fusion(mesh=hw.Mesh(dp=4), x=bf16["M@dp", "K"], up=bf16["N@dp", "K"], down=bf16["N", "K@dp"])
+def weights_by_columns(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
+    """Of which one is transposed, and the other one's gather has a product beside it."""
+    h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
+    return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
+
+
+COLUMNS = {"weights_by_columns": weights_by_columns}
+FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
+OPTIONS = {
+    "zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"}),
+    "weights_by_columns": Options(
+        sizes={"M": 4096, "N": 4096, "K": 4096}, ways={f"@weights_by_columns %all_{w}": "put(4)" for w in ("up", "down")}
+    ),
+}
 
 
 @dataclass(frozen=True)

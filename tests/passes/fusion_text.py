@@ -13,9 +13,9 @@ Pass = Callable[[Fusion, Options], Fusion]
 
 
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
-    """A fusion that returns what its last op makes."""
+    """A fusion that returns what its last op makes; choices follow the ops."""
     lines = [line.strip() for line in ops.strip().splitlines()]
-    last = lines[-1].partition(":")[0]
+    last = [line for line in lines if not line.startswith("choice")][-1].partition(":")[0]
     body = "".join(f"  {line}\n" for line in lines)
     return Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {last}\n}}\n")
 

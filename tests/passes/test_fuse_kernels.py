@@ -261,6 +261,18 @@ def test_streams_that_write_nothing_of_it_go_on_between() -> None:
     assert "launch @negative_multiply_y %x -> %y\n  join ring" in text
 
 
+def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
+    """What it reads is written chunk by chunk, and by nothing once it has been read."""
+    text = fused(
+        host(
+            "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
+            "for %i in 0..2 {\n  %k_i = chunk %k[1: %i of 2]\n  %x_i = chunk %x[1: %i of 2]\n  copy %x_i -> %k_i\n}\n"
+            "launch @negative_h %k -> %h\nfork ring\nlaunch @multiply_y %h, %x -> %y\njoin ring"
+        )
+    )
+    assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
+
+
 # What is launched, and why the first kernel ends.
 ENDS = {
     "communication": (
@@ -270,6 +282,11 @@ ENDS = {
     "forked, written": (
         "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\ncopy %x -> %k\nlaunch @negative_h %k -> %h\nfork ring\n"
         "launch @multiply_y %h, %x -> %y\nstream ring[0] {\n  copy %x -> %k\n}\njoin ring",
+        "other streams go on before %h is used",
+    ),
+    "forked, written in the next iteration": (
+        "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nfor %i in 0..2 {\n  copy %x -> %k\n  launch @negative_h %k -> %h\n"
+        "  fork ring\n  launch @multiply_y %h, %x -> %y\n  join ring\n}",
         "other streams go on before %h is used",
     ),
     "forked, kept": (

@@ -11,10 +11,9 @@ from hostweave.check.check import check
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.steps import iterations, loops_of, shards
+from hostweave.passes.lower.steps import Dataflow, iterations, loops_of, shards
 from hostweave.pipeline import PASSES, lower
 
 

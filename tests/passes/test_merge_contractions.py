@@ -10,7 +10,7 @@ import hostweave as hw
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 
 X_Y = "%x: f32[S, B@dp, E], %dy: f32[S, B@dp, F]"
-RESULT = """%x_permuted: f32[E, S, B] = permute_dims(%x, axes=(2, 0, 1))
+RESULT = """%x_permuted: f32[E, S, B@dp] = permute_dims(%x, axes=(2, 0, 1))
         %y: f32[E, F] = matmul(%x_permuted, %dy, contracted=2)"""
 
 # name -> (inputs, before, after)
@@ -37,8 +37,8 @@ CASES = {
         %x_t: f32[2*H, B*S] = permute_dims(%x_2d, axes=(1, 0))
         %dy_2d: f32[B*S, F] = reshape(%dy)
         %y: f32[2*H, F] = matmul(%x_t, %dy_2d)""",
-        """%x_permuted: f32[H, 2, S, B] = permute_dims(%x, axes=(2, 3, 0, 1))
-        %x_reshaped: f32[2*H, S, B] = reshape(%x_permuted)
+        """%x_permuted: f32[H@tp, 2, S, B] = permute_dims(%x, axes=(2, 3, 0, 1))
+        %x_reshaped: f32[2*H@tp, S, B] = reshape(%x_permuted)
         %y: f32[2*H, F] = matmul(%x_reshaped, %dy, contracted=2)""",
     ),
 }

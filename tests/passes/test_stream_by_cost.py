@@ -88,6 +88,8 @@ def test_typical_sizes_that_cannot_be(size: int, message: str) -> None:
     with pytest.raises(ProgramError, match=r"^test_stream_by_cost.py:\d+: Options: sizes: ") as caught:
         hw.compile(f, options=Options(sizes={"M": size}))
     assert message in str(caught.value)
+    with pytest.raises(ProgramError, match=r"^f: Options: sizes: no size named m, N; the sizes of the program: M$"):
+        hw.compile(f, options=Options(sizes={"m": 8, "N": 8, "M": 8}))
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from hostweave.passes.host.group_communications import group_communications
 from hostweave.passes.host.serialize_channels import serialize_channels
 from hostweave.passes.host.sink_waits import sink_waits
 from hostweave.pipeline import lower
+from hostweave.types.blocks import transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import transfer
 from hostweave.types.tensor import Partial, TensorType
 from hostweave.types.text import Reader
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,11 @@ from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
 from hostweave.pipeline import lower
 from hostweave.runtime import search
-from hostweave.runtime.group import Group
+from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
-from hostweave.types.tensor import shard
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
@@ -161,10 +161,10 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
 
     def on_rank(rank: int) -> list[np.ndarray]:
         hw.init(provider=threads)
-        blocks = {v.name: np.ascontiguousarray(shard(v.type, given[v.name], rank, program.mesh)) for v in own[1:]}
+        blocks = {v.name: np.ascontiguousarray(v.type.shard(given[v.name], rank, program.mesh)) for v in own[1:]}
         mine = program.bind(**blocks)
         mine.prepare(*({"M": len(x)} for x in calls))
-        parts = [np.ascontiguousarray(shard(own[0].type, x, rank, program.mesh)) for x in calls]
+        parts = [np.ascontiguousarray(own[0].type.shard(x, rank, program.mesh)) for x in calls]
         results = [mine(part)[0] for part in parts]
         captured = mine.capture(parts[-1])
         captured()
@@ -299,14 +299,27 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         figures.measured(gpus)
 
 
-@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks"])
+OLD_NCCL = "puts need NCCL 2.29 or later, and NCCL 2.28.9 is loaded already"
+
+
+@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_NCCL])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them."""
+    """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them, and so do
+    those of which one has an older NCCL since then, before a channel is made."""
+    channels, connected = list[str](), Group.connected
+
+    def connect(group: Group, member: Any, module: ModuleType, tune: bool) -> Any:
+        channels.extend(key for key, _ in module.missing_process_groups(member))
+        return connected(group, member, module, tune)
+
     if "hosts" in why:
         monkeypatch.setattr(Group, "hosts", 2)
         monkeypatch.setattr(type(find_target("cpu")), "needs_one_host", False)
+    elif why == OLD_NCCL:
+        monkeypatch.setattr(type(find_target("cpu")), "why_no_signals", lambda _: why if (group := current()) and group.rank else "")
     else:
         monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
+    monkeypatch.setattr(Group, "connected", connect)
     program, threads = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW)), hw.Threads(2)
     given = arrays()
 
@@ -325,4 +338,30 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Program(variant.compiled)
     assert "one_sided" not in made.host_ir
     assert f"two-sided transport alone: {why}" in made.explain()
+    assert any("one_sided" in key for key in channels) == ("finds" in why)
     program.close()
+
+
+def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of one process do without puts that were chosen, and no program has those that the user stated."""
+    chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
+    stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
+    monkeypatch.setattr(type(find_target("cpu")), "why_no_signals", lambda _: OLD_NCCL)
+    given = arrays()
+    h = np.maximum(given["x"], 0)
+    np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
+    assert chosen._running.without_puts is not None
+    refused = rf'layer: ranks cannot reach each other: {OLD_NCCL}; compile with transport="two_sided"'
+    with pytest.raises(ExecutionError, match=refused):
+        stated.run(**given)
+    threads = hw.Threads(2)
+
+    def on_rank() -> None:
+        index = hw.init(provider=threads).rank
+        own = {p.name: np.ascontiguousarray(p.type.shard(given[p.name], index, stated.mesh)) for p in stated._compiled.host.inputs}
+        with pytest.raises(ExecutionError, match=refused):
+            stated(**own)
+
+    threads.run(lambda rank: on_rank())
+    chosen.close()
+    stated.close()

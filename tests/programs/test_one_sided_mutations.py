@@ -110,8 +110,8 @@ def test_every_one_is_needed_of_keys_that_travel() -> None:
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 
-def weights(is_computed: bool) -> hw.Fusion:
-    @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], w=hw.f32["K", "K"], v=hw.f32["K@dp", "K"])
+def weights(is_computed: bool, sharded: hw.TensorType = hw.f32["K@dp", "K"]) -> hw.Fusion:
+    @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], w=hw.f32["K", "K"], v=sharded)
     def weights(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
         v = hw.relu(v) if is_computed else v
         return hw.matmul(hw.matmul(x, w), hw.reshard(v, "K", "K").named("whole"))
@@ -123,6 +123,16 @@ def weights(is_computed: bool) -> hw.Fusion:
 def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
     host = lower(weights(way == "get(1)"), Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}))
     assert "one_sided" in str(host)
+    assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
+
+
+@pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
+def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) -> None:
+    """Also that the first product takes the shard which this rank has."""
+    transport = "two_sided" if way == "all_gather(3)" else "auto"
+    options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
+    host = lower(weights(way == "get(3)", hw.f32["K", "K@dp"]), options)
+    assert any(isinstance(i, ir.Choose) for i in tree.walk(host.body))
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
 
 

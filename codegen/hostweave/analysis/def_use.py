@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Expr
-from hostweave.host_ir.tree import AliasRoots
 from hostweave.types.size import Size
 
 
@@ -61,7 +60,7 @@ class DefUse:
     def __init__(self, program: ir.HostProgram):
         self.program = program
         self.types = ir.buffer_types(program)
-        self.roots = AliasRoots()
+        self.roots = tree.AliasRoots()
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # lets and loops, by the index that they define

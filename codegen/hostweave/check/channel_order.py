@@ -6,8 +6,6 @@ and counts that are on their way lie in memory that all streams of a rank share.
 order that its edges allow: what gives signals or waits for them is in the order of issue in all of these.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace

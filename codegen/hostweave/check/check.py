@@ -1,7 +1,5 @@
 """Proves, without running it, that a host program is free of races, deadlocks and reads of memory that was never written."""
 
-from __future__ import annotations
-
 import gc
 from collections import defaultdict
 from collections.abc import Iterator

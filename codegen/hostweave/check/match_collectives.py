@@ -1,7 +1,5 @@
 """Matches communications: send and recv in issue order per pair of ranks, collectives by their number in the process group."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import Any
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
@@ -104,16 +103,13 @@ def _links(machine: Machine, ranks: int) -> Iterator[Link]:
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
     """Of a call, the median of the slowest rank."""
+    from hostweave.runtime.search import random_array
+
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))
     try:
-        per_rank = program.measure(warmups=3, repetitions=9, **_arrays(fusion, sizes))
+        arrays = {value.name: random_array(value.type, sizes) for value in fusion.inputs}
+        per_rank = program.measure(warmups=3, repetitions=9, **arrays)
         slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]
         return float(statistics.median(slowest)) / 1e3
     finally:
         program.close()
-
-
-def _arrays(fusion: Fusion, sizes: dict[str, int]) -> dict[str, Any]:
-    from hostweave.runtime.search import random_array
-
-    return {value.name: random_array(value.type, sizes) for value in fusion.inputs}

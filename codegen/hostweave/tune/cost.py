@@ -225,6 +225,18 @@ def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) ->
     return communication(machine, kind, ranks, size), copied + _adding(machine, kind, ranks, size)
 
 
+def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
+    """Of a gather to one buffer: of a rank's own shard, which copy engines do not bring, and of all shards, which no transport lays side
+    by side along a dim that is not the outermost one."""
+    laid_out = 0.0 if is_outermost else machine.launch + 2 * size / machine.memory
+    return machine.launch + 2 * size / ranks / machine.memory, laid_out
+
+
+def cost_by_shards(machine: Machine, whole: Product, ranks: int) -> float:
+    """How much longer products take of which each has the columns of one rank, one after the other, than the one of all columns."""
+    return max(0.0, ranks * whole.chunk(ranks, rows=False, is_own=False).seconds(machine) - whole.seconds(machine))
+
+
 def _adding(machine: Machine, kind: str, ranks: int, size: float) -> float:
     """The kernel that adds up the terms of a reduction, which were copied."""
     return machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0

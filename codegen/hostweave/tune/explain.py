@@ -73,8 +73,9 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
     beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
     if choice:
         taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
-        if op.result.transport:
-            taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {op.result.transport}"
+        if op.result.is_async and choice.taken.chunks:
+            apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
+            taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {transport_of(choice.taken.algorithm)}{apart}"
         return f"{taken}{_times(choice)}"
     if stream and stream.algorithm:
         return f"{_loop(stream.algorithm, stream.chunks)}, as stated"

@@ -1,7 +1,5 @@
 """Which reshards could be hidden behind matmuls or an attention in a chunk loop, and how long each way to do that takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,10 +10,21 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
+from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import Attended, Overlap, Product, around_attention, attended_of, product_of, seconds
+from hostweave.tune.cost import (
+    Attended,
+    Overlap,
+    Product,
+    around_attention,
+    attended_of,
+    cost_by_shards,
+    cost_of_copies,
+    product_of,
+    seconds,
+)
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
@@ -186,9 +195,12 @@ def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, t
 Cost = Callable[[Machine, str, str, int, float], tuple[float, float]]  # cost_beside, or cost_alone
 
 
-def ways_outside_loops(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost) -> tuple[Way, ...]:
-    """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or by copy engines, put from
-    where it lies in no window and else read. Nothing of another op, and where its size is not known."""
+def ways_outside_loops(
+    op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost, reaches: bool, tf32: bool = False
+) -> tuple[Way, ...]:
+    """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or, where ranks reach each
+    other's memory, by copy engines, put from where it lies in no window and else read. Either may leave a product's shards apart, which is
+    a way in as many chunks. Nothing of another op, and where its size is not known."""
     step, source = step_of(op), fusion.values()[op.tensors[0]]
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
@@ -198,7 +210,41 @@ def ways_outside_loops(op: Op, fusion: Fusion, sizes: Mapping[str, int], machine
     bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
     by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
     by_kernels, by_copies = cost(machine, op.kind, by, ranks, bytes_of)
-    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels)), Way(by, 1, _micros(by_copies))), key=lambda way: way.micros))
+    own = laid_out = 0.0
+    apart = list[Way]()
+    if product := _shards_product(op, fusion, sizes, ranks):
+        own, laid_out = cost_of_copies(machine, ranks, bytes_of, _is_outermost(op))
+        longer = cost_by_shards(machine, product_of(product, fusion, sizes, tf32), ranks)
+        apart = [Way(by, ranks, _micros(by_copies + longer)) if reaches else Way(op.kind, ranks, _micros(by_kernels + longer))]
+    at_once = [Way(by, 1, _micros(by_copies + own + laid_out))] if reaches else []
+    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels + laid_out)), *at_once, *apart), key=lambda way: way.micros))
+
+
+def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
+    """The matmul that alone takes what is gathered, or its transpose, where its columns are what is gathered."""
+    uses, types, name, dim = consumers(fusion), fusion.values(), gather.result.name, step_of(gather).dim
+    user = uses[name][0] if len(uses[name]) == 1 else None
+    if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
+        name, dim = user.result.name, user[ORDER].index(dim)
+        user = uses[name][0]
+    if user is None or user.kind != "matmul" or user.result.stream or user.operands[1] != name:
+        return None
+    is_last = dim == len(types[name].type.dims) - 1 and not types[name].type.dims[-1].axes
+    return user if is_last and user.result.type.mesh is None and user.result.type.partial is None else None
+
+
+def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
+    """The same of sizes that are known, where ranks share the columns evenly."""
+    product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
+    if product is None:
+        return None
+    types = [fusion.values()[name].type for name in (*product.tensors, product.result.name)]
+    is_known = sizes.keys() >= {name for type in types for size in type.shape for name in size.symbols}
+    return product if is_known and product.result.type.shape[-1].bind(sizes) % ranks == 0 else None
+
+
+def _is_outermost(gather: Op) -> bool:
+    return all(size == Size() for size in gather.result.type.shape[: step_of(gather).dim])
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:

@@ -1,12 +1,15 @@
 """Tensors cut into blocks, as they are sent to ranks that share their dims: the last blocks of a dim may be short, or empty."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from math import prod
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise, product, zip_longest
+from math import lcm, prod
 
-from hostweave.types.mesh import Sizes, local_range
+from hostweave.types.mesh import Mesh, Sizes, local_range
 from hostweave.types.size import LocalSize, Size
+from hostweave.types.tensor import TensorType
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,158 @@ def is_in_order(cuts: Cuts) -> bool:
     """Whether the blocks one after another are the tensor as it lies in memory: no dim but the first that is longer than 1 is cut."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
+
+
+# --- moves between meshes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Route:
+    """Block `sent` of what rank `sender` holds becomes block `received` of what rank `receiver` holds."""
+
+    sender: int
+    sent: int
+    receiver: int
+    received: int
+
+    def __str__(self) -> str:
+        return f"{self.sender}[{self.sent}] -> {self.receiver}[{self.received}]"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How a tensor gets from one mesh to another, each block to every rank that is to hold it, once.
+
+    Senders cut each dim of what they hold into `sent` blocks, receivers into `received` ones, in row-major order. A block that
+    a rank holds already it gets from itself, any other one from one of those that hold it: these take the receivers in turn.
+    Where ranks may share a dim unevenly, blocks end where a shard of either side does, and any of them may be empty.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    routes: tuple[Route, ...]
+
+    def __str__(self) -> str:
+        return f"[{self.sent} to {self.received}: {', '.join(map(str, self.routes))}]"
+
+    @property
+    def moved(self) -> tuple[Route, ...]:
+        """The blocks that another rank has to send."""
+        return tuple(route for route in self.routes if route.sender != route.receiver)
+
+    @property
+    def receivers(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that receive from each one that sends."""
+        found: dict[int, tuple[int, ...]] = {}
+        for route in self.moved:
+            found[route.sender] = (*found.get(route.sender, ()), route.receiver)
+        return found
+
+    @property
+    def is_cheaper_to_broadcast(self) -> bool:
+        """Whether a rank would send all that it has to several others: in a broadcast they hand it on, so that it leaves the rank once."""
+        is_whole = set(self.sent) | set(self.received) <= {1}
+        return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
+
+    def distance(self, senders: int) -> int | None:
+        """How many ranks further each block goes, where all go as far and each of so many senders has one."""
+        far = {route.receiver - route.sender for route in self.routes}
+        one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
+        return far.pop() if len(far) == 1 and one_each else None
+
+    def share(self, shards: int) -> Fraction:
+        """How much of a tensor of so many shards travels from rank to rank, in multiples of the tensor."""
+        return Fraction(len(self.moved), shards * prod(self.sent))
+
+    def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
+        """Whether every rank of the target's mesh gets every block that it is to hold, once and from a rank that has it."""
+        old, wanted = source.mesh_in(program), _wanted(source, target, program)
+        cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
+        return (
+            tuple(zip_longest(self.sent, self.received)) == cuts
+            and len(self.routes) == len(wanted)
+            and {(route.receiver, route.received) for route in self.routes} == wanted.keys()
+            and all(
+                route.sender in old.all_ranks and wanted[route.receiver, route.received] == (_place(source, old, route.sender), route.sent)
+                for route in self.routes
+            )
+        )
+
+
+@dataclass(frozen=True)
+class SharedDim:
+    """How a dim that `have` ranks share and `want` ranks are to share is cut."""
+
+    size: Size
+    have: int
+    want: int
+
+    def is_uneven(self, uneven: Container[str]) -> bool:
+        """Whether blocks may differ in size, where ranks may share these sizes unevenly."""
+        return self.is_crossed or (self.have != self.want and self.size.is_uneven(self.ranks, uneven))
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether each block of the one side may have a part of each block of the other."""
+        return 1 < self.have != self.want > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
+
+    @property
+    def ranks(self) -> int:
+        """The blocks of which both sides have whole ones where they share the dim evenly."""
+        return lcm(self.have, self.want)
+
+    @property
+    def sent(self) -> int:
+        return self.want if self.is_crossed else self.ranks // self.have
+
+    @property
+    def received(self) -> int:
+        return self.have if self.is_crossed else self.ranks // self.want
+
+    def source(self, target: int, number: int) -> tuple[int, int]:
+        """The place that has what `target` receives as this number, and the number that it has there."""
+        return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
+
+
+def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[SharedDim, ...]:
+    old, new = source.mesh_in(program), target.mesh_in(program)
+    dims = zip(source.dims, target.dims, strict=True)
+    return tuple(SharedDim(dim.size, old.size_of(dim.axes), new.size_of(wanted.axes)) for dim, wanted in dims)
+
+
+@lru_cache(maxsize=4096)
+def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
+    """The blocks of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
+    old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank in old.all_ranks:
+        holders.setdefault(_place(source, old, rank), []).append(rank)
+    turns: dict[int, int] = {}  # of each rank among those that are to hold the same
+    copies: dict[tuple[int, ...], int] = {}  # of a place in the new layout, so far
+    for rank in new.all_ranks:
+        place = _place(target, new, rank)
+        turns[rank] = copies[place] = copies.get(place, -1) + 1
+    routes = []
+    for (rank, received), (place, sent) in _wanted(source, target, program).items():
+        holding = holders[place]
+        routes.append(Route(rank if rank in holding else holding[turns[rank] % len(holding)], sent, rank, received))
+    return Transfer(tuple(dim.sent for dim in dims), tuple(dim.received for dim in dims), tuple(routes))
+
+
+def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
+    """Of each rank that receives and each number of a block: the place of those that have the block, and its number there."""
+    new, dims, wanted = target.mesh_in(program), shared_dims(source, target, program), {}
+    for rank in new.all_ranks:
+        place = _place(target, new, rank)
+        for received, cut in enumerate(product(*(range(dim.received) for dim in dims))):
+            found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
+            sent = 0  # in row-major order
+            for dim, (_, number) in zip(dims, found, strict=True):
+                sent = sent * dim.sent + number
+            wanted[rank, received] = tuple(at for at, _ in found), sent
+    return wanted
+
+
+def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Which block of each dim a rank holds."""
+    return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 
 MAX_RANKS = 2**16  # of a mesh
 
@@ -28,23 +28,21 @@ class Mesh:
 
     def __init__(self, axes: tuple[tuple[str, int], ...] = (), members: tuple[int, ...] | None = None, /, **sizes: int) -> None:
         if not isinstance(axes, tuple) or not all(isinstance(axis, tuple) and len(axis) == 2 for axis in axes):
-            raise ProgramError(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})", Location.of_caller())
+            raise ProgramError.here(f"Mesh({axes!r}): the axes have no names; write hw.Mesh(x={_named_sizes(axes)})")
         object.__setattr__(self, "axes", (*axes, *sizes.items()))
         object.__setattr__(self, "members", members)
         if members is not None and (len(set(members)) < len(members) or any(rank < 0 for rank in members)):
-            raise ProgramError(f"mesh of ranks {listed_ranks(members)}: name each rank once", Location.of_caller())
+            raise ProgramError.here(f"mesh of ranks {listed_ranks(members)}: name each rank once")
         names = [name for name, _ in self.axes]
         for name, size in self.axes:
             if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
-                raise ProgramError(f"mesh axis {name!r} is not a name; use letters, digits and _", Location.of_caller())
+                raise ProgramError.here(f"mesh axis {name!r} is not a name; use letters, digits and _")
             if names.count(name) > 1:
-                raise ProgramError(f"mesh axis {name} is given twice; give each axis a name of its own", Location.of_caller())
+                raise ProgramError.here(f"mesh axis {name} is given twice; give each axis a name of its own")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ProgramError(f"mesh axis {name} has size {size!r}: it must be an int of at least 1", Location.of_caller())
+                raise ProgramError.here(f"mesh axis {name} has size {size!r}: it must be an int of at least 1")
         if self.size > MAX_RANKS:
-            raise ProgramError(
-                f"a mesh has at most {MAX_RANKS} ranks, not {' x '.join(str(s) for _, s in self.axes)}", Location.of_caller()
-            )
+            raise ProgramError.here(f"a mesh has at most {MAX_RANKS} ranks, not {' x '.join(str(s) for _, s in self.axes)}")
 
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """A mesh of these ranks of this one, in this order.
@@ -54,18 +52,16 @@ class Mesh:
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
-        location, chosen = Location.of_caller(), tuple(ranks)
+        chosen = tuple(ranks)
         outside = [rank for rank in chosen if rank not in self.all_ranks]
         if outside:
-            raise ProgramError(f"ranks: {self} has no rank {outside[0]}; its ranks: {listed_ranks(self.all_ranks)}", location)
+            raise ProgramError.here(f"ranks: {self} has no rank {outside[0]}; its ranks: {listed_ranks(self.all_ranks)}")
         if not chosen or len(set(chosen)) < len(chosen):
-            raise ProgramError(f"ranks: {list(chosen)}: name at least one rank, and each once", location)
+            raise ProgramError.here(f"ranks: {list(chosen)}: name at least one rank, and each once")
         if axes:
             mesh = Mesh(tuple(axes.items()), chosen)
             if prod(size for _, size in mesh.axes) != len(chosen):
-                raise ProgramError(
-                    f"ranks: {len(chosen)} ranks are no mesh of {_axes_text(mesh.axes)}; the product must be equal", location
-                )
+                raise ProgramError.here(f"ranks: {len(chosen)} ranks are no mesh of {_axes_text(mesh.axes)}; the product must be equal")
             return mesh
         if len(self.axes) == 1:
             return Mesh(((self.axes[0][0], len(chosen)),), chosen)
@@ -73,7 +69,7 @@ class Mesh:
         block = [rank for rank in self.all_ranks if all(self.coordinate(rank, name) in kept for name, kept in found)]
         if tuple(block) != chosen:
             why = f"{list(chosen)} is no block of {self} in its order"
-            raise ProgramError(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})", location)
+            raise ProgramError.here(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})")
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
     @cached_property

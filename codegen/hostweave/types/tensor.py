@@ -122,7 +122,7 @@ def _spec_dim(value: int | str) -> Dim:
             raise ValueError(f"a dim has at least one element, not {value}")
         return dim
     except ValueError as error:
-        raise ProgramError(str(error), Location.of_caller()) from None
+        raise ProgramError.here(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class TensorType:
     def on(self, mesh: Mesh) -> TensorType:
         """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
-            raise ProgramError(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", Location.of_caller())
+            raise ProgramError.here(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])")
         placed = replace(self, mesh=mesh)
         placed.check(Location.of_caller(), mesh)
         return placed
@@ -229,7 +229,8 @@ class TensorType:
 
         Raises ArgumentError where the shape does not fit.
         """
-        return shard(self, array, rank, mesh)
+        own: NDArray[Any] = array[checked_block(self, array.shape, rank, mesh, "shard")]
+        return own
 
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
         """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
@@ -241,8 +242,26 @@ class TensorType:
         return checked_block(self, tuple(shape), rank, mesh, "block")
 
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """The global array of what the ranks of the mesh hold, in rank order. Raises ArgumentError where a shape does not fit."""
-        return unshard(self, arrays, mesh)
+        """The global array of what the ranks of the mesh hold, in rank order; where they hold copies the last one's is taken.
+
+        Raises ArgumentError where there is not one array a rank, or where a shape does not fit.
+        """
+        import numpy as np
+
+        mesh = self.mesh_in(mesh)
+        if len(arrays) != mesh.size:
+            raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
+        for array in arrays:
+            _check_rank(self, array.shape)
+        shape = shape_of_global(self, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
+        result = np.empty(shape, arrays[0].dtype)
+        for rank, array in zip(mesh.all_ranks, arrays, strict=True):
+            if array.shape != (wanted := block_shape(self, mesh, rank, shape)):
+                raise ArgumentError(
+                    f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass what it holds"
+                )
+            result[block_of(self, mesh, rank, shape)] = array
+        return result
 
     def __str__(self) -> str:
         text = f"{self.dtype}[{', '.join(map(str, self.dims))}]"
@@ -267,15 +286,6 @@ class BufferType:
 Shape = tuple[int, ...]
 
 
-def shard(type_: TensorType, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-    """The block of a global array that `rank` holds, a view, or a copy of two pieces.
-
-    Raises ArgumentError where the shape does not fit, or the rank has none.
-    """
-    own: NDArray[Any] = array[checked_block(type_, array.shape, rank, mesh, "shard")]
-    return own
-
-
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
     """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
     if not holds(type_, mesh, rank):
@@ -283,29 +293,6 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
     _check_rank(type_, shape)
     bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
     return block_of(type_, mesh, rank, shape)
-
-
-def unshard(type_: TensorType, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-    """The global array of the blocks of all ranks, in rank order; where ranks hold copies the last one's is taken.
-
-    Raises ArgumentError where there is not one array a rank, or where a shape does not fit.
-    """
-    import numpy as np
-
-    mesh = type_.mesh_in(mesh)
-    if len(arrays) != mesh.size:
-        raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
-    for array in arrays:
-        _check_rank(type_, array.shape)
-    shape = shape_of_global(type_, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
-    result = np.empty(shape, arrays[0].dtype)
-    for rank, array in zip(mesh.all_ranks, arrays, strict=True):
-        if array.shape != (wanted := block_shape(type_, mesh, rank, shape)):
-            raise ArgumentError(
-                f"unshard: rank {rank} holds {list(array.shape)}, not its block {list(wanted)} of {list(shape)}; pass what it holds"
-            )
-        result[block_of(type_, mesh, rank, shape)] = array
-    return result
 
 
 def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:

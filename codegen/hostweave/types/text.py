@@ -2,7 +2,7 @@
 
 import re
 
-from hostweave.types.routes import Route
+from hostweave.types.blocks import Route
 from hostweave.types.size import SizeReader
 from hostweave.types.tensor import DTYPES, Dim, DType, Partial, TensorType
 from hostweave.types.zigzag import ZIGZAG, Zigzag

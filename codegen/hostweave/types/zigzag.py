@@ -4,8 +4,6 @@ The dim is cut in twice as many pieces as there are ranks. Of N ranks, rank r ha
 rank 0 has 0 and 7, rank 1 has 1 and 6. As in section 3.3.2 of "The Llama 3 Herd of Models" (arXiv 2407.21783).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -60,8 +60,7 @@ class _Attending(BlockWriter):
 
     def blocks(self, keys: GatheredKeys) -> tuple[str, str]:
         gather, (query, *_) = keys.keys, keys.attention.tensors
-        stream = gather.result.stream
-        assert stream is not None
+        stream = gather.result.walked
         assert stream.chunks is not None
         parts = [each.tensors[0] for each in keys.gathers]
         last = len(self.types[parts[0]].dims) - 1

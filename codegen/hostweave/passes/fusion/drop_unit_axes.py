@@ -11,8 +11,6 @@ becomes
     %s: f32[M@x] = sum(%z, axis=(1,))
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op, Value

@@ -10,12 +10,13 @@ becomes
 
 from dataclasses import replace
 
+from hostweave.fusion_ir.emitter import Emitter
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
-from hostweave.fusion_ir.rewriting import Names, consumers
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import Layout, flow, layout, partial_of, with_layout
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, find_transport
@@ -39,26 +40,20 @@ def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
     Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts; so are those of 16-bit
     floats where the options say f32, which a matmul of such gives without casts.
     """
-    insertion = _Insertion(fusion, options)
-    for op in fusion.ops:
-        insertion.add(op)
-    return replace(fusion, ops=tuple(insertion.ops))
+    return _Insertion(fusion, options).rewritten()
 
 
-class _Insertion:
+class _Insertion(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
-        self.fusion, self.options = fusion, options
-        self.ops: list[Op] = []
-        self.types = {value.name: value.type for value in fusion.inputs}
+        super().__init__(fusion)
+        self.options = options
         self.made: dict[str, Op] = {}
         self.consumers = consumers(fusion)
-        self.names = Names(fusion)
         self.done: dict[tuple[str, Layout], str] = {}  # an equal reshard of one tensor is made once
         self.carried: dict[str, DType] = {}  # partial values in another dtype than the program says
 
     def emit(self, op: Op) -> None:
-        self.ops.append(op)
-        self.types[op.result.name] = op.result.type
+        super().emit(op)
         self.made[op.result.name] = op
 
     def add(self, op: Op) -> None:
@@ -66,7 +61,7 @@ class _Insertion:
             self.resolve(op)
             return
         operands = operand_types(op, self.types)
-        passed = flow(op, operands, self.fusion.mesh)
+        passed = flow(op, operands, self.mesh)
         computed = passed.computed(layout(op.result.type))
         pairs = zip(op.operands, passed.operands(computed), strict=True)
         op = replace(op, operands=tuple(self.resharded(o, needed, op) if isinstance(o, str) else o for o, needed in pairs))
@@ -142,7 +137,7 @@ class _Insertion:
             want = with_layout(have, needed)
             if turned := self.turned(name, want):
                 return turned
-            steps = plan(have, want, self.fusion.mesh, self.options.sizes, op.location)
+            steps = plan(have, want, self.mesh, self.options.sizes, op.location)
             value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
             self.emit(Op("reshard", (name,), value, location=op.location))
             self.done[name, needed] = value.name

@@ -7,27 +7,26 @@
 
 becomes
 
-    %x_permuted: f32[E, S, B] = permute_dims(%x, axes=(2, 0, 1))
+    %x_permuted: f32[E, S, B@dp] = permute_dims(%x, axes=(2, 0, 1))
     %dw: f32[E, F] = matmul(%x_permuted, %dy, contracted=2)
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hostweave.fusion_ir.emitter import Emitter
 from hostweave.fusion_ir.index_map import ONE, groups
-from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
+from hostweave.fusion_ir.ir import Fusion, Op, attributes
 from hostweave.fusion_ir.ops.attributes import CONTRACTED, ORDER
-from hostweave.fusion_ir.rewriting import Names, eliminate_dead_code
+from hostweave.fusion_ir.rewriting import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.size import product
-from hostweave.types.tensor import Dim, TensorType
 
 
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
     """After it a dim that is merged for a product alone need not be gathered where one of its inner dims is sharded."""
-    merging = _Merging(fusion)
-    ops = [new for op in fusion.ops for new in merging.replaced(op)]
-    return replace(fusion, ops=eliminate_dead_code(ops, fusion.outputs))
+    merged = _Merging(fusion).rewritten()
+    return replace(merged, ops=eliminate_dead_code(merged.ops, fusion.outputs))
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,20 @@ class _Merged:
     dims: tuple[tuple[int, ...], ...]
 
 
-class _Merging:
+class _Merging(Emitter):
     def __init__(self, fusion: Fusion):
-        self.types = {name: value.type for name, value in fusion.values().items()}
+        super().__init__(fusion)
         self.made = {op.result.name: op for op in fusion.ops}
-        self.names = Names(fusion)
 
-    def replaced(self, op: Op) -> list[Op]:
-        if op.kind != "matmul" or op[CONTRACTED] != 1 or len(op.tensors) != 2:
-            return [op]
-        a, b = map(self.merged, op.tensors)
-        k, k_of_b = self.sizes(a, a.dims[-1]), self.sizes(b, b.dims[-2])
-        if len(k) < 2 or k != k_of_b:
-            return [op]
-        first, second = self.split(op, a, len(a.dims) - 1), self.split(op, b, len(b.dims) - 2)
-        operands = tuple(ops[-1].result.name if ops else merged.source for ops, merged in ((first, a), (second, b)))
-        return [*first, *second, replace(op, operands=operands, attributes=attributes(contracted=len(k)))]
+    def add(self, op: Op) -> None:
+        self.op = op
+        if op.kind == "matmul" and op[CONTRACTED] == 1 and len(op.tensors) == 2:
+            a, b = map(self.merged, op.tensors)
+            k, k_of_b = self.sizes(a, a.dims[-1]), self.sizes(b, b.dims[-2])
+            if len(k) > 1 and k == k_of_b:
+                operands = self.split(a, len(a.dims) - 1), self.split(b, len(b.dims) - 2)
+                op = replace(op, operands=operands, attributes=attributes(contracted=len(k)))
+        self.emit(op)
 
     def sizes(self, merged: _Merged, dims: Sequence[int]) -> tuple[object, ...]:
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
@@ -73,24 +70,14 @@ class _Merging:
             return unmerged
         return _Merged(before.source, tuple(tuple(dim for old in left for dim in before.dims[old]) for left, _ in runs))
 
-    def split(self, op: Op, merged: _Merged, inner: int) -> list[Op]:
-        """The ops that make an operand of which the inner dim is not merged, the others as before."""
-        ops: list[Op] = []
-        source = self.types[merged.source]
+    def split(self, merged: _Merged, inner: int) -> str:
+        """An operand of which the inner dim is not merged, the others as before."""
+        name, shape = merged.source, self.types[merged.source].shape
         order = tuple(dim for dims in merged.dims for dim in dims)
         runs = [run for i, dims in enumerate(merged.dims) for run in ([(dim,) for dim in dims] if i == inner else [dims])]
-        shape = tuple(product(tuple(source.shape[dim] for dim in run)) for run in runs)
-        name, type = merged.source, source
+        wanted = tuple(product(tuple(shape[dim] for dim in run)) for run in runs)
         if order != tuple(range(len(order))):
-            type = replace(source, dims=tuple(Dim(source.shape[dim]) for dim in order))
-            ops.append(Op("permute_dims", (name,), self.value(f"{name}_permuted", type), attributes(axes=order), op.location))
-        if shape != type.shape:
-            merged_type = replace(source, dims=tuple(map(Dim, shape)))
-            before = ops[-1].result.name if ops else name
-            ops.append(Op("reshape", (before,), self.value(f"{name}_reshaped", merged_type), location=op.location))
-        return ops
-
-    def value(self, wanted: str, type: TensorType) -> Value:
-        value = Value(self.names.new(wanted), type)
-        self.types[value.name] = type
-        return value
+            name = self.make("permute_dims", name, how=attributes(axes=order), word="permuted", of=name)
+        if wanted == self.types[name].shape:
+            return name
+        return self.reshaped(name, 0, len(shape), wanted, of=merged.source)

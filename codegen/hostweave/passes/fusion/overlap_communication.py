@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
-from hostweave.transports.transport import transport_of
+from hostweave.transports.transport import DEFAULT, transport_of
 from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
 from hostweave.tune.overlaps import Cost, choice_of, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
@@ -95,13 +95,14 @@ class _Transfers:
     def taken(self, op: Op, cost: Cost) -> Op:
         """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
         options = self.options
-        possible = ways_outside_loops(op, self.fusion, options.sizes, options.figures, cost)
-        if not possible or not self.reaches or op.result.name in self.chosen:
+        possible = ways_outside_loops(op, self.fusion, options.sizes, options.figures, cost, self.reaches, options.tf32)
+        if len(possible) < 2 or op.result.name in self.chosen:
             return op
         self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
         if not choice.taken.chunks:
             return op
-        return replace(op, result=replace(op.result, is_async=True, transport=transport_of(choice.taken.algorithm)))
+        transport = transport_of(choice.taken.algorithm)
+        return replace(op, result=replace(op.result, is_async=True, transport="" if transport == DEFAULT else transport))
 
 
 def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:

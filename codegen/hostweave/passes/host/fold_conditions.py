@@ -15,7 +15,6 @@ from dataclasses import replace
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import events_of, renamed, without_unused_channels
 from hostweave.host_ir.expr import Const, Expr, Range, range_of, simpler
-from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
@@ -26,7 +25,7 @@ def fold_conditions(program: ir.HostProgram, options: Options) -> ir.HostProgram
     body = folding.body(program.body, program.mesh)
     if body is program.body:
         return program
-    body = eliminate_dead_code(renamed(body, folding.chosen), ("allocate", "view", "index"))
+    body = tree.eliminate_dead_code(renamed(body, folding.chosen), ("allocate", "view", "index"))
     gone = events_of(program.body) - events_of(body)
     return without_unused_channels(replace(program, body=body, events=tuple(pool for pool in program.events if pool.name not in gone)))
 

@@ -25,7 +25,6 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
-from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
@@ -179,5 +178,5 @@ def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostPr
         return found.new, replace(launch, kernel=names[kernel])
 
     edits = {found.old.number: () for found in folded.values()} | {launch: edit(found) for launch, found in folded.items()}
-    body = eliminate_dead_code(tree.edited(program.body, edits))
+    body = tree.eliminate_dead_code(tree.edited(program.body, edits))
     return replace(program, body=body, kernels=launched(kernels.values(), body))

@@ -22,7 +22,6 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
@@ -40,8 +39,8 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         changes = _unions(links, free, kernels) or _unions(links, launches, kernels)
         if not changes:
             program = _explained(program, links)
-            return _named(_shared(replace(program, kernels=tuple(map(_without_repeats, program.kernels)))))
-        body = eliminate_dead_code(tree.edited(program.body, changes))
+            return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
+        body = tree.eliminate_dead_code(tree.edited(program.body, changes))
         launched = dict.fromkeys(name for i in tree.walk(body) for name in tree.names(i, "launch") if name in kernels)
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
@@ -156,8 +155,10 @@ class Links:
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
         """Whether buffers may be written, by a stream that goes on beside it, once an instruction has read them."""
-        touched = (touch for root in roots for touch in self.uses.touches[root] if touch.number > place.number or touch.loop)
-        return any(self.roots(touch.instruction, "write") & roots for touch in touched)
+        loops = {around for around in place.around if around.instruction.trips is not None}
+        touches = (touch for root in roots for touch in self.uses.touches[root])
+        later = (touch for touch in touches if touch.number > place.number or not loops.isdisjoint(touch.around))
+        return any(self.roots(touch.instruction, "write") & roots for touch in later)
 
     def _why_slow(self, kernel: ir.Kernel) -> str:
         try:
@@ -294,30 +295,22 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, kernels=tuple(kernels), body=tree.edited(program.body, changes))
 
 
-def _shared(program: ir.HostProgram) -> ir.HostProgram:
-    """Kernels that differ in names alone are one again."""
+def _named(program: ir.HostProgram) -> ir.HostProgram:
+    """Kernels have names that tell what they compute, and those that differ in names alone are one again."""
     first: dict[ir.Kernel, ir.Kernel] = {}
-    same: dict[str, str] = {}
+    names: dict[str, str] = {}
+    taken: set[str] = set()
     for kernel in program.kernels:
         values = [p.name for p in kernel.inputs] + [op.result.name for op in kernel.ops]
         numbers = {name: str(i) for i, name in enumerate(values)}
         inputs = tuple(replace(p, name=numbers[p.name]) for p in kernel.inputs)
         returned = tuple(numbers[name] for name in kernel.returned)
         key = ir.Kernel("", inputs, tuple(_renamed(op, numbers) for op in kernel.ops), returned)
-        same[kernel.name] = first.setdefault(key, kernel).name
-    return _with_names(replace(program, kernels=tuple(first.values())), same)
-
-
-def _named(program: ir.HostProgram) -> ir.HostProgram:
-    taken: set[str] = set()
-    names = {kernel.name: claim_unique(kernel.telling_name, taken) for kernel in program.kernels}
-    kernels = tuple(replace(kernel, name=names[kernel.name]) for kernel in program.kernels)
-    return _with_names(replace(program, kernels=kernels), names)
-
-
-def _with_names(program: ir.HostProgram, names: dict[str, str]) -> ir.HostProgram:
-    """Every launch with the new name of its kernel."""
-    return replace(program, body=tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch")))
+        if key not in first:
+            first[key] = replace(kernel, name=claim_unique(kernel.telling_name, taken))
+        names[kernel.name] = first[key].name
+    body = tree.rewrite(program.body, lambda i: tree.with_names(i, names, "launch"))
+    return replace(program, body=body, kernels=tuple(first.values()))
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:

@@ -17,8 +17,6 @@ at once, so that the tiles of one fill the multiprocessors that the last ones of
 deallocated between the products and their end stays until that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,8 +27,9 @@ from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched
-from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, binary
+from hostweave.host_ir.expr import Binary, Const
 from hostweave.options import Options
+from hostweave.passes.lower.steps import expr_of
 from hostweave.types.size import Size, Sum, product
 from hostweave.types.tensor import strides_of
 
@@ -57,7 +56,8 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
         rows = product(uses.types[matmuls[0].a].shape[:-1])
         if not rows.is_int:
             streams = max(streams, len(matmuls) - 1)
-        chosen = few if rows.is_int else ir.If(_at_most(rows, ir.FEW_ROWS), (few,), (*_at_once(matmuls), i), location=i.location)
+        is_few = Binary("<=", expr_of(rows), Const(ir.FEW_ROWS))
+        chosen = few if rows.is_int else ir.If(is_few, (few,), (*_at_once(matmuls), i), location=i.location)
         edits |= {p.number: () for p in (*freed, *(p for p, _ in products))}
         edits[place.number] = (chosen, *(p.instruction for p in freed))
     if not edits:
@@ -75,15 +75,6 @@ def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
         yield ir.OnStream(BESIDE, Const(stream), (matmul,), location=matmul.location)
     yield first
     yield ir.Join(BESIDE, len(others), location=first.location)
-
-
-def _at_most(size: Size, most: int) -> Expr:
-    """`M / 4 <= 8`"""
-    text: Expr = Const(size.coefficient)
-    for factor in size.factors:
-        assert not isinstance(factor, Sum)
-        text = binary("*", text, Symbol(factor))
-    return Binary("<=", binary("/", text, size.divisor), Const(most))
 
 
 Product = tuple[Place, ir.Matmul]

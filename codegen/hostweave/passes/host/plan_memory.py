@@ -21,7 +21,6 @@ from hostweave.analysis.def_use import def_use
 from hostweave.analysis.live_ranges import allocating_functions
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
-from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 from hostweave.types.mesh import Mesh
 
@@ -233,7 +232,7 @@ def _ties(body: tree.Body) -> set[int]:
         inner = tree.bodies(i)[0] if i.ranks else (i,)
         named: dict[str, int] = {}
         for k, child in enumerate(inner, first):
-            for used in (name for j in tree.walk((child,)) for name in (*tree.names(j, "read", "write", "alias"), *indices_in(j))):
+            for used in (name for j in tree.walk((child,)) for name in (*tree.names(j, "read", "write", "alias"), *tree.indices_in(j))):
                 if used in named:
                     ties.update(range(named[used], k))
                     named[used] = k

@@ -53,9 +53,9 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """A branch of a stream block in a loop that copies one buffer to another of its layout, and else communicates."""
+    """A branch in a loop that copies one buffer to another of its layout, and else communicates."""
     condition = place.instruction.condition_of_body
-    if not condition or not place.block or not place.loop or place.around[-1].instruction.condition_of_body:
+    if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
     own, others = tree.bodies(place.instruction)
     if not own or not others or not own[-1].copies or not all(tree.names(i, "view") for i in own[:-1]):

@@ -11,8 +11,6 @@ The kernels of all ranks send each other their terms, which takes less time than
 the device, so that no communication may run beside it: a program that communicates on streams of its own keeps its collectives.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.analysis.def_use import Place, def_use
@@ -22,7 +20,6 @@ from hostweave.fusion_ir.ops.attributes import MESH_AXES, REDUCTION
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol
-from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
 from hostweave.transports.transport import DEFAULT
@@ -68,7 +65,7 @@ class _Reducing:
             if not self.is_over(launch):
                 edits[place.number] = ()
                 edits[end.number] = self.chosen(place, i, launch, end, most)
-        body = eliminate_dead_code(tree.edited(self.given.body, edits))
+        body = tree.eliminate_dead_code(tree.edited(self.given.body, edits))
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.AllReduce) -> int:

@@ -20,7 +20,6 @@ from itertools import chain
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import may_overwrite, updated
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.tree import AliasRoots, eliminate_dead_code, indices_in
 from hostweave.options import Options
 from hostweave.types.size import product
 
@@ -34,14 +33,14 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         for src, dst in sharing.candidates(place.instruction):
             if shared.isdisjoint((src, dst)) and any(way(place, src, dst) for way in ways):
                 shared |= {src, dst}
-    return replace(program, body=eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
+    return replace(program, body=tree.eliminate_dead_code(sharing.uses.edited(sharing.gone, sharing.before)))
 
 
 class _Sharing:
     """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
 
     def __init__(self, uses: DefUse):
-        self.uses, self.merged = uses, AliasRoots()
+        self.uses, self.merged = uses, tree.AliasRoots()
         self.gone: set[int] = set()  # numbers of instructions
         self.before: dict[int, tree.Body] = {}  # what goes before the instruction of a number
         self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
@@ -185,7 +184,7 @@ class _Sharing:
             name = source
         if name in self.uses.allocates and self.uses.allocates[name].number > allocate.number:
             return None
-        used = {index for view in found for index in indices_in(view.instruction)}
+        used = {index for view in found for index in tree.indices_in(view.instruction)}
         return None if any(self.uses.indices[index].number > allocate.number for index in used) else found
 
     # --- changes ---

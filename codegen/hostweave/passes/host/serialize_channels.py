@@ -25,8 +25,6 @@ A wait binds to the record that was made last, so that one event passes the turn
 host issues them. Only what streams and events do not order already takes part in it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.base.names import unique_name

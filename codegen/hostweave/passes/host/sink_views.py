@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import renamed
-from hostweave.host_ir.tree import indices_in
 from hostweave.options import Options
 
 
@@ -60,7 +59,7 @@ def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
         for inner in inside:
-            if tree.names(inner, "view") and defined.isdisjoint((*tree.names(inner, "alias"), *indices_in(inner))):
+            if tree.names(inner, "view") and defined.isdisjoint((*tree.names(inner, "alias"), *tree.indices_in(inner))):
                 yield inner
 
 

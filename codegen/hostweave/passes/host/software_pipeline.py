@@ -31,7 +31,6 @@ from hostweave.check.sizes import sizes_to_check
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import names_in, renamed
 from hostweave.host_ir.expr import Var, binary
-from hostweave.host_ir.tree import eliminate_dead_code
 from hostweave.options import Options
 
 NAMES = ("view", "index")  # the roles of what a body can say again
@@ -84,8 +83,8 @@ class _Ahead:
         first = (*before, replace(block, body=halves[0]))
         then = (ir.Let(loop.out, Var(index) - 1), *before, replace(block, body=halves[1]))
         steps = (
-            ir.If(Var(index).less(count), self.said_again(eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
-            ir.If(binary(">", Var(index), 0), eliminate_dead_code(then, NAMES), location=loop.location),
+            ir.If(Var(index).less(count), self.said_again(tree.eliminate_dead_code(first, NAMES), loop.out, index), location=loop.location),
+            ir.If(binary(">", Var(index), 0), tree.eliminate_dead_code(then, NAMES), location=loop.location),
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
 

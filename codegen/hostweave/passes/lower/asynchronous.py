@@ -1,17 +1,14 @@
 """Communication beside the rest (`async`): on a stream of its own, with an event for each value that something waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
-from hostweave.passes.lower.dataflow import Dataflow
+from hostweave.passes.lower.steps import Dataflow
 
 COMM = "comm"  # the stream of what communicates beside the rest
 COPIES = "copies"  # and that of what a rank copies for it, where the next communication need not wait
@@ -22,7 +19,6 @@ class Asynchronous:
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.events: list[ir.Events] = []
         self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
         self.copied: dict[str, str] = {}  # values of which a part is copied on another stream than the rest, and their events
         self.is_forked = False
@@ -37,9 +33,9 @@ class Asynchronous:
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
         copies, self.b.aside = self.b.aside, None
-        self.pending[name] = ready = self._event(f"{name}_ready") if self._is_read(name) else ""
+        self.pending[name] = ready = self.b.new_events(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready and not self._is_awaited(op) else []
-        arrived = self._event(f"{name}_arrived") if aside else ready
+        arrived = self.b.new_events(f"{name}_arrived") if aside else ready
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
         if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
             self.b.emit(ir.Fork(COMM))
@@ -55,10 +51,6 @@ class Asynchronous:
 
     def _on(self, stream: str, *body: tree.Instruction) -> None:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
-
-    def _event(self, wanted: str) -> str:
-        self.events.append(ir.Events(unique_name(wanted, {events.name for events in self.events}), 1))
-        return self.events[-1].name
 
     def _is_read(self, name: str) -> bool:
         """Whether an op reads a value, or a view of it; else it is returned alone, and the end of the body waits."""

@@ -6,8 +6,6 @@
 becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. Of an attention in blocks of the keys each rank has its own block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,8 +20,7 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
-from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
+from hostweave.passes.lower.steps import Dataflow, Steps, expr_of, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 

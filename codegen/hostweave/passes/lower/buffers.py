@@ -12,9 +12,8 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower.asynchronous import Asynchronous
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.placement import Placement, reversed_view
-from hostweave.passes.lower.steps import Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
+from hostweave.passes.lower.steps import Dataflow, Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
@@ -118,8 +117,7 @@ class Buffers:
 
     def take_chunks(self, op: Op, steps: Steps) -> None:
         """Takes memory for what the steps write, where that is to lie in another way than the value, whose chunks would be strided."""
-        value, stream = op.result, op.result.stream
-        assert stream is not None
+        value, stream = op.result, op.result.walked
         is_new = value.name not in self.by_value and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
@@ -158,6 +156,8 @@ class Buffers:
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
+            return
+        if source in self.placement.by_shards:  # the loop views one shard after another
             return
         is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None

@@ -1,7 +1,5 @@
 """From reshards to instructions: collectives on complete buffers or chunks, and the pipelines by shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,12 +7,11 @@ from math import prod
 
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Expr, Rank, Var
+from hostweave.host_ir.expr import Expr, Rank
 from hostweave.passes.lower.exchanges import SIGNAL, Exchange, Reduce
 from hostweave.passes.lower.steps import Steps, expr_of, rank_in_group
-from hostweave.types.blocks import Cut, Cuts, is_in_order
+from hostweave.types.blocks import Cut, Cuts, Transfer, is_in_order
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
@@ -41,15 +38,21 @@ class Shards:
     def size(self) -> int:
         return self.mesh.size_of(self.axes)
 
+    @property
+    def rank(self) -> Expr:
+        """This rank's number in its process group."""
+        return rank_in_group(self.mesh, self.axes)
+
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 
-def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
+def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None, wants_own: bool = True) -> None:
+    """`wants_own` says whether this rank's block of `dst` has to be there, too."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         src = contiguous_source(b, src, steps)
         if b.transport.has_windows:
-            Exchange(b, shards.axes).all_gather(src, landing, shards.along)
+            Exchange(b, shards.axes).all_gather(src, landing, shards.along, wants_own)
         else:
             b.emit(ir.AllGather(src, landing, b.channel(shards.axes), shards.along))
 
@@ -240,30 +243,7 @@ def _neighbor(distance: int) -> Expr:
     return Rank() + distance if distance >= 0 else Rank() - -distance
 
 
-# --- gathers by block -------------------------------------------------------------------------------------------------
-
-
-def gather_p2p(b: Builder, src: str, dst: str, shards: Shards, steps: Steps) -> None:
-    """The owner of the step's block sends it; this rank's own block is copied."""
-    receiver = (rank_in_group(shards.mesh, shards.axes) - steps.distance) % shards.size
-    swap(b, src, receiver, dst, steps.owned_by, shards, steps)
-
-
-def gather_ring(b: Builder, src: str, dst: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
-    """This step's block goes on to the next rank while the one before sends the block of a later step."""
-    arrived = ir.Wait(event, steps.index - expr_of(steps.subchunks))
-    branch(b, steps.distance.equals(0), lambda: b.emit(ir.Copy(src, dst)), lambda: b.emit(arrived))
-    pass_on(b, dst, next_dst, shards, steps, event)
-
-
-# --- reduce-scatters by block -----------------------------------------------------------------------------------------
-
-
-def scatter_p2p(b: Builder, src: str, landing: str, shards: Shards, steps: Steps, local: Callable[[str], str]) -> None:
-    """Each rank sends its term of a block to the owner; `landing` holds one term a rank until they are summed."""
-    sender = Var(b.let("sender", (rank_in_group(shards.mesh, shards.axes) - 1 - steps.distance) % shards.size))
-    term = local(b.select(landing, 0, sender, f"{landing}_{steps.index.name}"))
-    swap(b, src, steps.owned_by, term, sender, shards, steps)
+# --- by block ---------------------------------------------------------------------------------------------------------
 
 
 def scatter_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps) -> None:
@@ -272,23 +252,7 @@ def scatter_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, step
     arriving = temporary(b, dst, steps) if is_packed else dst
     b.emit(ir.Reduce(contiguous_source(b, src, steps), arriving, op, steps.owned_by, b.channel(shards.axes)))
     if is_packed:
-        branch(b, steps.owned_by.equals(rank_in_group(shards.mesh, shards.axes)), lambda: b.emit(ir.Copy(arriving, dst)))
-
-
-def scatter_ring(
-    b: Builder, produce: Callable[[bool], None], sums: str, next_sums: Callable[[], str], shards: Shards, steps: Steps, event: str
-) -> None:
-    """The sum of a block grows as it passes from rank to rank and ends at its owner. `produce(accumulate)` adds this rank's term."""
-
-    def add() -> None:
-        b.emit(ir.Wait(event, steps.index - expr_of(steps.subchunks)))
-        produce(True)
-
-    branch(b, steps.distance.equals(0), lambda: produce(False), add)
-    pass_on(b, sums, next_sums, shards, steps, event)
-
-
-# --- structure --------------------------------------------------------------------------------------------------------
+        branch(b, steps.owned_by.equals(shards.rank), lambda: b.emit(ir.Copy(arriving, dst)))
 
 
 def swap(b: Builder, src: str, receiver: Expr, dst: str, sender: Expr, shards: Shards, steps: Steps) -> None:
@@ -299,14 +263,14 @@ def swap(b: Builder, src: str, receiver: Expr, dst: str, sender: Expr, shards: S
             channel = b.channel(shards.axes)
             group(b, ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, steps), receiver, channel))
 
-    branch(b, steps.owned_by.equals(rank_in_group(shards.mesh, shards.axes)), lambda: b.emit(ir.Copy(src, dst)), exchange)
+    branch(b, steps.owned_by.equals(shards.rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
 
 
 def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, steps: Steps, event: str) -> None:
     """In a ring: sends to the next rank while what a later step uses arrives, which the event of this step marks."""
 
     def exchange() -> None:
-        rank, size, channel, arriving = rank_in_group(shards.mesh, shards.axes), shards.size, b.channel(shards.axes), next_dst()
+        rank, size, channel, arriving = shards.rank, shards.size, b.channel(shards.axes), next_dst()
         if b.transport.has_windows:  # it has one place on all ranks
             b.emit(ir.Put(src, src, (rank + 1) % size, SIGNAL, channel))
             b.emit(ir.WaitSignal(SIGNAL, (rank - 1) % size, arriving, channel))

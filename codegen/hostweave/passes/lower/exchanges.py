@@ -26,8 +26,6 @@ which a kernel adds to its own term where that lies; few elements it reads all, 
 round alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -97,7 +95,7 @@ class Signals:
 class Exchange(Signals):
     """One communication of all ranks of a process group, whose buffers are contiguous."""
 
-    def all_gather(self, src: str, dst: str, along: int | None = None) -> None:
+    def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         """Of the dim `along` blocks may differ in size."""
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
         src = src if puts else self.in_window(src)
@@ -106,7 +104,8 @@ class Exchange(Signals):
             own = self.own_block(dst, shape, along)
 
         def copy_own() -> None:
-            (self.b.copy_aside if is_outside else self.copy)(src, own)
+            if wants_own:
+                (self.b.copy_aside if is_outside else self.copy)(src, own)
 
         if puts:
             self.write(src, own, dst, copy_own)

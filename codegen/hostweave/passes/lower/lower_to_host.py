@@ -13,15 +13,14 @@ becomes
 Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is decided before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
-from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, SOURCES, VALUE
+from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
+from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
@@ -30,13 +29,23 @@ from hostweave.options import Options
 from hostweave.passes.lower import attention, communication
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.puts import PUTS
 from hostweave.passes.lower.reshards import Reshards, owner, ring_term
-from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, dim_of_chunk, iterations, loops_of, shards
+from hostweave.passes.lower.steps import (
+    Dataflow,
+    Loop,
+    Steps,
+    algorithm_of,
+    dim_of_chunk,
+    gathered_beside,
+    iterations,
+    loops_of,
+    rank_in_group,
+    shards,
+)
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
@@ -118,6 +127,9 @@ class _Lowering:
         outputs = tuple(self.parameter(name, memory) for name, memory in zip(f.outputs, donated, strict=True))
         self.buffers.begin(inputs, outputs)
         for loop in self.loops:
+            if gather := gathered_beside(flow, loop.ops[0]):
+                self.loop_over_shards(loop, gather)
+                continue
             self.asynchronous.settle(loop.ops)
             if self.is_loop(loop):
                 self.loop(loop)
@@ -137,8 +149,8 @@ class _Lowering:
         ring = ir.Streams(RING, streams)
         alone = (ir.Streams(name, 1) for name in (COMM, COPIES, PUTS))
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
-        events, kernels = (*self.reshards.events, *self.asynchronous.events), tuple(self.kernels.made.values())
-        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, events, kernels, body, flow.uneven)
+        kernels = tuple(self.kernels.made.values())
+        return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
 
     def parameter(self, name: str, memory: str = "") -> ir.Parameter:
         type = self.flow.types[name]
@@ -177,6 +189,25 @@ class _Lowering:
             b.emit(ir.Join(RING, used))
             self.reshards.end_of_loop()
         b.hoists_views = True
+        self.buffers.chunks.clear()
+
+    def loop_over_shards(self, loop: Loop, gather: Op) -> None:
+        """A product with one shard after another of what was gathered before, this rank's own first, and what follows it step by step."""
+        b, (_, weights) = self.b, loop.ops[0].tensors
+        for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
+            self.asynchronous.wait_for(name)
+        axes, mesh = step_of(gather).axes, self.flow.mesh
+        ranks, view = mesh.size_of(axes), self.flow.producer[weights]
+        steps = Steps(mesh, Var(b.loop_index()), Size(ranks), False, ranks, uneven=self.flow.uneven)
+        b.location = loop.ops[0].location
+        with b.looped() as body:
+            steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))
+            shard = self.reshards.take_shard(gather, steps, lambda: self.asynchronous.wait_for(gather.result.name))
+            self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{steps.index.name}")
+            for op in loop.ops:
+                self.op(op, steps)
+        b.location = loop.ops[-1].location
+        b.emit(ir.For(steps.index.name, steps.count, tuple(body)))
         self.buffers.chunks.clear()
 
     # --- ops ---

@@ -21,8 +21,7 @@ from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
-from hostweave.passes.lower.dataflow import Dataflow
-from hostweave.passes.lower.steps import Loop
+from hostweave.passes.lower.steps import Dataflow, Loop, gathered_beside
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
@@ -37,6 +36,7 @@ class Placement:
     parts: dict[str, Part]  # a value that is made where it belongs in another's memory
     inverse_view: dict[str, Op]  # a value -> the view of it whose result has the memory, through which its op writes
     within_loops: frozenset[str]  # values that live and die in one loop, so that they may lie as it likes
+    by_shards: frozenset[str]  # values that were gathered for a loop over their shards, which lie one after another
 
 
 def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
@@ -44,7 +44,9 @@ def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
     within_loops = frozenset(
         op.result.name for loop in loops if loop.is_streamed for op in loop.ops if _ends_in(flow, op.result.name, loop)
     )
-    return Placement(parts, _inverse_views(flow, parts), within_loops)
+    gathers = (gathered_beside(flow, loop.ops[0]) for loop in loops)
+    by_shards = frozenset(gather.result.name for gather in gathers if gather)
+    return Placement(parts, _inverse_views(flow, parts), within_loops, by_shards)
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:

@@ -6,9 +6,6 @@ they go to is free. A rank waits for a piece of a peer before it puts the next o
 has waited for the one before. What ranks read of each other is signalled to be there before, and to have been read afterwards.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +15,9 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.buffers import Buffers
 from hostweave.passes.lower.communication import branch, contiguous_source
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import SIGNAL, Signals, apart
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.steps import Steps, chunk_shape
+from hostweave.passes.lower.steps import Dataflow, Steps, chunk_shape
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
@@ -36,7 +32,6 @@ class PutLoop(Signals):
     buffers: Buffers
     op: Op
     steps: Steps
-    new_events: Callable[[str, int], str]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +45,7 @@ class PutLoop(Signals):
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
         """Of what an iteration takes of a value."""
-        assert self.op.result.stream is not None
-        return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.stream.dim)
+        return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
 
 class Gather(PutLoop):
@@ -64,7 +58,7 @@ class Gather(PutLoop):
         b = self.b
         self.lands_in_place = self.take_landing()
         self.shard = self.shard_in_window()
-        self.arrived = self.new_events("arrived", int(self.steps.count))
+        self.arrived = self.b.new_events("arrived", int(self.steps.count))
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
             self.signal(self.shard or self.landing)
@@ -73,7 +67,7 @@ class Gather(PutLoop):
 
     def take_landing(self) -> bool:
         """Whether shards land where they are used; else in memory of their own, from where they are copied."""
-        b, value, dim = self.b, self.op.result, self.op.result.stream.dim if self.op.result.stream else 0
+        b, value, dim = self.b, self.op.result, self.op.result.walked.dim
         self.buffers.take_chunks(self.op, self.own)
         memory = self.buffers.by_step.get(value.name) or self.buffers.buffer_of(value.name)
         is_contiguous = value.name in self.buffers.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
@@ -86,10 +80,9 @@ class Gather(PutLoop):
 
     def shard_in_window(self) -> str | None:
         """The memory of this rank's shard, where that lies in a window, or will, and chunks of it are contiguous."""
-        b, stream, whole = self.b, self.op.result.stream, self.buffers.buffer_of(self.op.tensors[0])
+        b, dim, whole = self.b, self.op.result.walked.dim, self.buffers.buffer_of(self.op.tensors[0])
         memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
-        assert stream is not None
-        is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[: stream.dim])
+        is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
         return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
 
     def put(self, steps: Steps) -> None:
@@ -195,7 +188,7 @@ class Scatter(PutLoop):
         b, result = self.b, self.op.result
         shape = (Size(self.size - 1), Size(self.subchunks), *self.chunk_shape(self.op.tensors[0]))
         self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
-        self.made = self.new_events("made", (self.size - 1) * self.subchunks)
+        self.made = self.b.new_events("made", (self.size - 1) * self.subchunks)
         b.emit(ir.Fork(PUTS))
         with self.on(PUTS):
             self.signal(self.landing)
@@ -237,9 +230,7 @@ class Scatter(PutLoop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        stream = self.op.result.stream
-        assert stream is not None
-        if all(size == Size() for size in self.op.result.type.shape[: stream.dim]):  # the pieces lie one behind the other
+        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the pieces lie one behind the other
             self.add(replace(self.own, index=Var("own"), count=Size(self.size)))  # which no expression names then
         else:
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))

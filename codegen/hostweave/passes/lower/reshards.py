@@ -1,13 +1,10 @@
 """Which communication a reshard is, and between which buffers: complete values, or chunks in a loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
@@ -15,12 +12,10 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
-from hostweave.passes.lower.communication import Shards
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import NUMBERS, Exchange, Reduce, Signals
 from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.puts import Gather, Ring, Scatter
-from hostweave.passes.lower.steps import Loop, Steps, algorithm_of, chunk, dim_of_chunk, expr_of, rank_in_group
+from hostweave.passes.lower.steps import Dataflow, Loop, Steps, algorithm_of, chunk, dim_of_chunk, expr_of, rank_in_group
 from hostweave.passes.lower.transfers import by_reading, to_other_ranks
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.size import Size
@@ -31,8 +26,7 @@ def owner(b: Builder, flow: Dataflow, loop: Loop, steps: Steps) -> Expr:
     """Whose block a step by block takes: rotated, so that at every step all ranks speak with different ones."""
     op = loop.communication
     assert op is not None
-    assert op.result.stream is not None
-    by = op.result.stream.algorithm
+    by = op.result.walked.algorithm
     if by in ("broadcast", "reduce"):
         return steps.index // expr_of(steps.subchunks)
     rank = rank_in_group(flow.mesh_of(op), step_of(op).axes)
@@ -60,7 +54,6 @@ def ring_term(flow: Dataflow, loop: Loop) -> str | None:
 class Reshards:
     def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
-        self.events: list[ir.Events] = []
         self.term: ir.Matmul | None = None  # of a ring of sums: adds this rank's term after the sum so far has arrived
         self.puts: Gather | Scatter | None = None  # of the present loop, where its communication is one-sided
         self.after_loop: list[Callable[[], None]] = []
@@ -71,7 +64,7 @@ class Reshards:
         op, by = loop.communication, algorithm_of(loop)
         if op is None or steps.shards == 1 or not (by == "put" or (by == "ring" and self.b.transport.has_windows)):
             return
-        known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps, self._new_events
+        known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps
         if op.kind == "all_gather":
             self.puts = Ring(*known) if by == "ring" else Gather(*known)
         elif by == "put":
@@ -102,6 +95,8 @@ class Reshards:
                 self.unread.append(by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
             else:
                 to_other_ranks(self.b, self.flow, op, operand, destination, steps)
+        elif op.result.name in self.buffers.placement.by_shards:
+            self._apart(op, change)
         elif steps is None or steps.owner is None:
             self._at_once(op, change, steps)
         else:
@@ -124,8 +119,8 @@ class Reshards:
 
     # --- on one mesh ---
 
-    def _shards(self, op: Op, change: ReshardStep, steps: Steps | None) -> Shards:
-        return Shards(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
+    def _shards(self, op: Op, change: ReshardStep, steps: Steps | None) -> communication.Shards:
+        return communication.Shards(self.flow.mesh_of(op), change.axes, self._dim_of_chunk(change.dim, op, steps))
 
     def _dim_of_chunk(self, dim: int | None, op: Op, steps: Steps | None) -> int | None:
         return None if dim is None else dim_of_chunk(dim, op, self.flow.values[op.tensors[0]], steps)
@@ -140,6 +135,22 @@ class Reshards:
                 self._collective(op, change, *padded, replace(shards, is_uneven=False), steps)
         else:
             self._collective(op, change, src, dst, shards, steps)
+
+    def _apart(self, op: Op, change: ReshardStep) -> None:
+        """One gather of what lies one shard after another, of which this rank's own is used where it was."""
+        b, shards = self.b, communication.Shards(self.flow.mesh_of(op), change.axes, 0)
+        src = communication.contiguous_source(b, self.buffers.operand(op, 0, None), None)
+        type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
+        landing = self.buffers.by_step[op.result.name] = b.allocate(op.result.name, type)
+        communication.all_gather(b, src, landing, shards, None, wants_own=False)
+
+    def take_shard(self, op: Op, steps: Steps, arrived: Callable[[], None]) -> str:
+        """The shard that a step takes of what lies so: this rank's own, else one of those that have `arrived`."""
+        source = self.buffers.operand(op, 0, None)
+        shard = self.buffers.chunk(op.result.name, step_of(op).dim or 0, steps)
+        own = steps.owned_by.equals(rank_in_group(self.flow.mesh_of(op), step_of(op).axes))
+        communication.branch(self.b, own, lambda: self.b.emit(ir.Copy(source, shard)), arrived)
+        return shard
 
     def _padded_shape(self, op: Op) -> tuple[Size, ...]:
         """A global shape that ranks share evenly."""
@@ -166,7 +177,7 @@ class Reshards:
         yield sent, landing
         b.emit(ir.Copy(wanted, dst))
 
-    def _collective(self, op: Op, change: ReshardStep, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
+    def _collective(self, op: Op, change: ReshardStep, src: str, dst: str, shards: communication.Shards, steps: Steps | None) -> None:
         match change.kind:
             case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
                 terms = communication.gathered(self.b, src, f"{op.tensors[0]}_terms", shards, steps)
@@ -204,58 +215,61 @@ class Reshards:
     # --- block by block ---
 
     def _by_block(self, op: Op, change: ReshardStep, steps: Steps) -> None:
-        assert op.result.stream is not None
-        by = op.result.stream.algorithm
+        by = op.result.walked.algorithm
         if self.puts:
             self.puts.in_step(steps)
             return
         if change.kind == "reduce_scatter" and by in ("ring", "p2p", "put"):
             (self._scatter_ring if by == "ring" else self._scatter_p2p)(op, change, steps)
             return
-        source, target, shards = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps), self._shards(op, change, steps)
+        b, shards = self.b, self._shards(op, change, steps)
+        source, target = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         match change.kind, by:
             case "reduce_scatter", _:
-                communication.scatter_reduce(self.b, source, target, change.reduction, shards, steps)
-            case _, "ring":
+                communication.scatter_reduce(b, source, target, change.reduction, shards, steps)
+            case _, "ring":  # what the rank before has sent, or this rank has, goes on to the next one
                 event = self._arrivals(steps, op)
-                communication.gather_ring(self.b, source, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, event)
+                arrived = ir.Wait(event, steps.index - expr_of(steps.subchunks))
+                communication.branch(b, steps.distance.equals(0), lambda: b.emit(ir.Copy(source, target)), lambda: b.emit(arrived))
+                communication.pass_on(b, target, lambda: self._next_chunk(op, op.result.name, steps), shards, steps, event)
             case _, "broadcast":
-                with communication.packed_destination(self.b, target, steps) as landing:
-                    source = communication.contiguous_source(self.b, source, steps)
-                    self.b.emit(ir.Broadcast(source, landing, steps.owned_by, self.b.channel(change.axes)))
-            case _:
-                communication.gather_p2p(self.b, source, target, shards, steps)
+                with communication.packed_destination(b, target, steps) as landing:
+                    contiguous = communication.contiguous_source(b, source, steps)
+                    b.emit(ir.Broadcast(contiguous, landing, steps.owned_by, b.channel(change.axes)))
+            case _:  # the owner of the block sends it
+                receiver = (shards.rank - steps.distance) % shards.size
+                communication.swap(b, source, receiver, target, steps.owned_by, shards, steps)
 
     def _scatter_ring(self, op: Op, change: ReshardStep, steps: Steps) -> None:
-        """Sums pass through all ranks and end in the memory of this rank's own term, from where they are taken after the loop."""
+        """The sum of a block grows as it passes from rank to rank, and ends in the memory of its owner's own term, from where it is taken
+        after the loop."""
         b, name, term, matmul = self.b, op.tensors[0], self.buffers.operand(op, 0, steps), self.term
         assert matmul is not None
-        shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
-        event = self._arrivals(steps, op)
+        shards, event = communication.Shards(self.flow.mesh_of(op), change.axes, change.dim), self._arrivals(steps, op)
 
-        def produce(adds: bool) -> None:
-            b.emit(replace(matmul, accumulate=(matmul.dst,)) if adds else matmul)
+        def add() -> None:
+            b.emit(ir.Wait(event, steps.index - expr_of(steps.subchunks)))
+            b.emit(replace(matmul, accumulate=(matmul.dst,)))
 
-        communication.scatter_ring(b, produce, term, lambda: self._next_chunk(op, name, steps), shards, steps, event)
+        communication.branch(b, steps.distance.equals(0), lambda: b.emit(matmul), add)
+        communication.pass_on(b, term, lambda: self._next_chunk(op, name, steps), shards, steps, event)
 
         def take_own() -> None:
-            assert op.result.stream is not None
-            rank, size = rank_in_group(shards.mesh, shards.axes), Size(shards.size)
-            own = b.chunk(self.buffers.buffer_of(name), op.result.stream.dim, rank, size, f"{name}_own")
+            own = b.chunk(self.buffers.buffer_of(name), op.result.walked.dim, shards.rank, Size(shards.size), f"{name}_own")
             b.emit(ir.Copy(own, self.buffers.buffer_of(op.result.name)))
 
         self.after_loop.append(take_own)
 
     def _scatter_p2p(self, op: Op, change: ReshardStep, steps: Steps) -> None:
-        """Terms land side by side, and are summed after the loop."""
-        b, value, stream = self.b, op.result, op.result.stream
-        assert stream is not None
+        """Each rank sends its term of a block to the owner, where terms land side by side, one a rank, and are summed after the loop."""
+        b, value = self.b, op.result
         source, local = self.buffers.operand(op, 0, steps), self.flow.local(value)
-        shards = Shards(self.flow.mesh_of(op), change.axes, change.dim)
+        shards = communication.Shards(self.flow.mesh_of(op), change.axes, change.dim)
         landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(shards.size), *local.shape)))
-        communication.scatter_p2p(
-            b, source, landing, shards, steps, lambda terms: chunk(b, steps, terms, value, stream.dim, suffix="landing")
-        )
+        sender = Var(b.let("sender", (shards.rank - 1 - steps.distance) % shards.size))
+        terms = b.select(landing, 0, sender, f"{landing}_{steps.index.name}")
+        term = chunk(b, steps, terms, value, value.walked.dim, suffix="landing")
+        communication.swap(b, source, steps.owned_by, term, sender, shards, steps)
 
         def sum_terms() -> None:
             target = self.buffers.buffer_of(value.name)
@@ -266,21 +280,17 @@ class Reshards:
     def _next_chunk(self, op: Op, name: str, steps: Steps) -> str:
         """The chunk that a ring's neighbour sends in this iteration."""
         value, buffers = self.flow.values[name], self.buffers
-        assert value.stream is not None
+        dim = value.walked.dim
         if name in buffers.by_step and name == op.result.name:  # where shards lie one behind the other
-            return buffers.chunk(name, value.stream.dim, steps.next_hop)
-        if name in buffers.by_step or not self.b.is_contiguous(buffers.chunk(name, value.stream.dim, steps)):
+            return buffers.chunk(name, dim, steps.next_hop)
+        if name in buffers.by_step or not self.b.is_contiguous(buffers.chunk(name, dim, steps)):
             raise ProgramError(
                 f"{op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'", op.location
             )
-        return chunk(self.b, steps.next_hop, buffers.buffer_of(name), value, value.stream.dim, suffix="next")
+        return chunk(self.b, steps.next_hop, buffers.buffer_of(name), value, dim, suffix="next")
 
     def _arrivals(self, steps: Steps, op: Op) -> str:
         """Events of a ring, one a step."""
         if not steps.count.is_int:
             raise ProgramError(f"{op.kind}: a ring needs a number of steps that is known at compile time: give chunks=", op.location)
-        return self._new_events("arrived", int(steps.count))
-
-    def _new_events(self, wanted: str, count: int) -> str:
-        self.events.append(ir.Events(unique_name(wanted, {events.name for events in self.events}), count))
-        return self.events[-1].name
+        return self.b.new_events("arrived", int(steps.count))

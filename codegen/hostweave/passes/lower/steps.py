@@ -1,17 +1,91 @@
-"""Which ops share a stream loop; and one iteration of it: which chunk it covers, which rank owns it, the views of its chunk."""
+"""Facts about the values of a fusion (producers, consumers, local types, which ops are views), which ops share a stream loop, and one
+iteration of it: which chunk it covers, which rank owns it, the views of its chunk.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from hostweave.fusion_ir.ir import Op, Value
-from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops.attributes import BLOCKS
+from hostweave.fusion_ir.ops.reductions import is_one_element
+from hostweave.fusion_ir.rewriting import consumers
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Coordinate, Expr, Symbol, Var
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, Sum
+from hostweave.types.tensor import BufferType, TensorType
+
+
+@dataclass(frozen=True, eq=False)
+class Dataflow:
+    """A fusion whose reshards are each one communication or one local slice."""
+
+    fusion: Fusion
+    uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.fusion.mesh
+
+    @cached_property
+    def values(self) -> dict[str, Value]:
+        return self.fusion.values()
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        return {name: value.type for name, value in self.values.items()}
+
+    @cached_property
+    def producer(self) -> dict[str, Op]:
+        return {op.result.name: op for op in self.fusion.ops}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[Op]]:
+        """For every value one entry for each operand that it is."""
+        return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
+
+    # --- on one rank ---
+
+    def mesh_of(self, op: Op) -> Mesh:
+        return op.result.type.mesh_in(self.mesh)
+
+    def local(self, value: Value) -> BufferType:
+        """What a rank holds of a value."""
+        return value.type.local(self.mesh, self.uneven)
+
+    # --- what an op does ---
+
+    def map(self, op: Op) -> IndexMap:
+        return index_map(op, operand_types(op, self.types))
+
+    def is_local(self, op: Op) -> bool:
+        """Whether each rank of another mesh has its shard already, as all that it has or as a shard of a dim that is not sharded."""
+        blocks = op[BLOCKS]
+        dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
+        return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
+
+    # --- views ---
+
+    def is_view(self, op: Op) -> bool:
+        """Whether an op is pointer arithmetic: also a reduction of one local element, and a transfer of what is here."""
+        if op.kind == "transfer":
+            return self.is_local(op)
+        if OPS[op.kind].combine:
+            return is_one_element(op, self.types[op.tensors[0]].local_shape(self.mesh, self.uneven))
+        return OPS[op.kind].is_view
+
+    def viewed(self, name: str) -> str:
+        """The value whose memory a value is a view of."""
+        op = self.producer.get(name)
+        return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
+
+
+# --- one iteration of a loop ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,6 +245,15 @@ class Loop:
         return any(op.result.name == name for op in self.ops)
 
 
+def gathered_beside(flow: Dataflow, op: Op) -> Op | None:
+    """The gather outside of loops of whose shards a product takes one a step, if it is one that does (`multiply_shards`)."""
+    stream, last = op.result.stream, len(op.result.type.dims) - 1
+    if op.kind != "matmul" or stream is None or (stream.dim, stream.chunking, stream.rotation) != (last, "by_shard", "local_first"):
+        return None
+    made = flow.producer.get(flow.viewed(op.tensors[1]))
+    return made if made and made.kind == "all_gather" and made.result.is_async and not made.result.stream else None
+
+
 def algorithm_of(loop: Loop) -> str | None:
     op = loop.communication
     return op.result.stream.algorithm if op and op.result.stream else None
@@ -192,8 +275,7 @@ def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
 
 def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
     """How many steps a streamed op takes, and whether each drops the dim."""
-    stream = op.result.stream
-    assert stream is not None
+    stream = op.result.walked
     if stream.chunks is not None:
         return Size(stream.chunks), False
     size = op.result.type.dims[stream.dim].size
@@ -204,10 +286,9 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
     """Into how many shards the streamed dim is split, before or after the communication of these ops."""
     split = [1]
     for op in ops:
-        assert op.result.stream is not None
-        dims = [op.result.type.dims[op.result.stream.dim]]
+        dims = [op.result.type.dims[op.result.walked.dim]]
         if op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES:
-            dims.append(flow.types[op.tensors[0]].dims[op.result.stream.dim])
+            dims.append(flow.types[op.tensors[0]].dims[op.result.walked.dim])
         split.extend(flow.mesh_of(op).size_of(dim.axes) for dim in dims)
     return max(split)
 
@@ -215,7 +296,7 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
 def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
     """Whether an op can take its steps in this loop."""
     stream, other = op.result.stream, loop.ops[0].result.stream
-    if stream is None or other is None or iterations(flow, op) != iterations(flow, loop.ops[0]):
+    if stream is None or other is None or gathered_beside(flow, op) or iterations(flow, op) != iterations(flow, loop.ops[0]):
         return False
     if (stream.chunking, stream.rotation) != (other.chunking, other.rotation):
         return False

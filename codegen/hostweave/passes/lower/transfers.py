@@ -3,8 +3,6 @@
 Where ranks may share a dim unevenly, blocks end where a shard of either mesh does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
@@ -16,12 +14,10 @@ from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Rank
 from hostweave.passes.lower import communication
-from hostweave.passes.lower.dataflow import Dataflow
 from hostweave.passes.lower.exchanges import Exchange
-from hostweave.passes.lower.steps import Steps
-from hostweave.types.blocks import Cut, Cuts
+from hostweave.passes.lower.steps import Dataflow, Steps
+from hostweave.types.blocks import Cut, Cuts, Route, Transfer, shared_dims
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Route, Transfer, shared_dims
 from hostweave.types.size import LocalSize, Size, product
 
 COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it

@@ -1,7 +1,5 @@
 """Which sizes may not divide by the number of ranks; the last ranks then have smaller blocks, or empty ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from hostweave.base.errors import ProgramError
@@ -9,8 +7,8 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
 from hostweave.transports.transport import DEFAULT, find_transport
+from hostweave.types.blocks import shared_dims
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import shared_dims
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 

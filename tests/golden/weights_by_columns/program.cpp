@@ -1,0 +1,197 @@
+// choice %all_down of @weights_by_columns predicted: put(4) 44.5 us, put(1) 44.6 us, none 93.0 us
+// choice %all_up of @weights_by_columns predicted: put(4) 189.9 us, none 106.0 us, put(1) 171.2 us
+// host @weights_by_columns(%x: bf16[M@dp, K], %up: bf16[N@dp, K], %down: bf16[N, K@dp]) -> (%y: bf16[M@dp, K]) mesh(dp=4)
+// channels(dp: dp one_sided) streams(comm[1]) events(all_up_ready[1], all_down_ready[1]) uneven(M) {
+//   %all_up = allocate_window bf16[4, N/4, K]
+//   %all_down = allocate_window bf16[4, N, K/4]
+//   fork comm
+//   stream comm[0] {
+//     for %i in 0..3 {
+//       signal 0 at (rank.dp + 1 + %i) % 4 for %all_up on dp
+//     }
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.dp + 1 + %i) % 4 for %all_up on dp
+//     }
+//     %all_up_block = select %all_up[0: rank.dp]
+//     for %i in 0..3 {
+//       put %up -> %all_up_block at (rank.dp + 1 + %i) % 4 signal 0 on dp
+//     }
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.dp + 1 + %i) % 4 for %all_up on dp
+//     }
+//     record all_up_ready[0]
+//   }
+//   stream comm[0] {
+//     for %i in 0..3 {
+//       signal 0 at (rank.dp + 1 + %i) % 4 for %all_down on dp
+//     }
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.dp + 1 + %i) % 4 for %all_down on dp
+//     }
+//     %all_down_block = select %all_down[0: rank.dp]
+//     for %i in 0..3 {
+//       put %down -> %all_down_block at (rank.dp + 1 + %i) % 4 signal 0 on dp
+//     }
+//     for %i in 0..3 {
+//       wait_signal 0 from (rank.dp + 1 + %i) % 4 for %all_down on dp
+//     }
+//     record all_down_ready[0]
+//   }
+//   %h = allocate bf16[local(M, dp), N]
+//   for %i in 0..4 {
+//     %p = (rank.dp + %i) % 4
+//     %all_up_i = select %all_up[0: %p]
+//     if %p != rank.dp {
+//       wait all_up_ready[0]
+//     }
+//     %up_chunk = choose %up if %p == rank.dp else %all_up_i
+//     %all_up_transposed_i = permute %up_chunk by [1, 0]
+//     %h_i = chunk %h[1: %p of 4]
+//     matmul %x, %all_up_transposed_i activation relu -> %h_i
+//   }
+//   for %i in 0..4 {
+//     %p = (rank.dp + %i) % 4
+//     %all_down_i = select %all_down[0: %p]
+//     if %p != rank.dp {
+//       wait all_down_ready[0]
+//     }
+//     %x_i = chunk %x[1: %p of 4]
+//     %y_i = chunk %y[1: %p of 4]
+//     %down_chunk = choose %down if %p == rank.dp else %all_down_i
+//     matmul %h, %down_chunk accumulate %x_i -> %y_i
+//   }
+//   join comm
+// }
+#include "program.h"
+
+#include "hostweave/check.h"
+#include "hostweave/index.h"
+
+namespace programs::weights_by_columns {
+
+Program::Program(hw::Rank& rank)
+    : rank_(rank.expect_world(kWorld)),
+      channel_dp_(rank.channel(kMesh, "dp", 4, hw::Transport::one_sided)),
+      comm_(rank, "comm", 1),
+      all_up_ready_(1),
+      all_down_ready_(1),
+      plan_h_(rank, CUDA_R_16BF, CUDA_R_16BF, CUBLASLT_EPILOGUE_RELU),
+      plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF),
+      arena_({&channel_dp_}) {}
+
+Sizes Program::check(const Inputs& in) const {
+  in.x.expect("x", "bf16[local(M, dp), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
+  const int64_t M = in.x.global_dim(0, 4);
+  const int64_t M_dp = hw::local_size(M, 4, rank_.index());
+  const int64_t K = in.x.dim(1);
+  hw::expect_divisible("K", K, 4);
+  in.x.expect("x", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
+  in.up.expect("up", "bf16[N/4, K]", CUDA_R_16BF, {hw::kAny, K}, rank_.device());
+  const int64_t N = in.up.dim(0) * 4;
+  in.down.expect("down", "bf16[N, K/4]", CUDA_R_16BF, {N, K / 4}, rank_.device());
+  return {M, K, N, M_dp};
+}
+
+OutputShapes Program::output_shapes(const Inputs& in) const {
+  const auto [M, K, N, M_dp] = check(in);
+  return {.y = {M_dp, K}};
+}
+
+void Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  if (prepared_ == sizes) return;
+  const auto [M, K, N, M_dp] = sizes;
+  prepared_.reset();
+  plan_h_.prepare({M_dp, K}, hw::Strided({K, N / 4}, {1, K}), hw::Strided({M_dp, N / 4}, {N, 1}));
+  plan_y_.prepare({M_dp, N}, {N, K / 4}, hw::Strided({M_dp, K / 4}, {K, 1}));
+  hw::MemoryPlan memory;
+  memory.allocate(workspace_, hw::kWorkspaceBytes);
+  memory.allocate_window(all_up_, K * N);
+  memory.allocate_window(all_down_, K * N);
+  memory.allocate(h_, N * M_dp);
+  arena_.reserve(memory);
+  prepared_ = sizes;
+}
+
+void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
+  const Sizes sizes = check(in);
+  hw::expect_prepared(prepared_ == sizes);
+  const auto [M, K, N, M_dp] = sizes;
+  out.y.expect("y", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
+
+  const auto* x = in.x.as<hw::bf16>();
+  const auto* up = in.up.as<hw::bf16>();
+  const auto* down = in.down.as<hw::bf16>();
+  auto* y = out.y.as<hw::bf16>();
+  const int64_t rank_dp = rank_.index();
+
+  HW_CHECK(arena_.begin_call(caller));
+  // test_golden.py:34  h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
+  HW_CHECK(comm_.fork(caller));
+  {
+    const hw::Stream stream = comm_[0];
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+    }
+    auto* all_up_block = all_up_ + rank_dp * (K / 4 * N);
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_up_block), up, K / 4 * N * sizeof(hw::bf16),
+                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+    }
+    HW_CHECK(cudaEventRecord(all_up_ready_[0], stream));
+  }
+  // test_golden.py:35  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
+  {
+    const hw::Stream stream = comm_[0];
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+    }
+    auto* all_down_block = all_down_ + rank_dp * (K / 4 * N);
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_down_block), down,
+                               K / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+    }
+    for (int64_t i = 0; i < 3; ++i) {
+      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+    }
+    HW_CHECK(cudaEventRecord(all_down_ready_[0], stream));
+  }
+  // test_golden.py:34  h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_dp + i) % 4;
+    auto* all_up_i = all_up_ + p * (K / 4 * N);
+    if (p != rank_dp) {
+      HW_CHECK(cudaStreamWaitEvent(caller, all_up_ready_[0], 0));
+    }
+    const auto* up_chunk = p == rank_dp ? up : all_up_i;
+    auto* h_i = h_ + p * (N / 4);
+    HW_CHECK(plan_h_.multiply(x, up_chunk, h_i, {caller, workspace_}));
+  }
+  // test_golden.py:35  return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
+  for (int64_t i = 0; i < 4; ++i) {
+    const int64_t p = (rank_dp + i) % 4;
+    auto* all_down_i = all_down_ + p * (K / 4 * N);
+    if (p != rank_dp) {
+      HW_CHECK(cudaStreamWaitEvent(caller, all_down_ready_[0], 0));
+    }
+    const auto* x_i = x + p * (K / 4);
+    auto* y_i = y + p * (K / 4);
+    const auto* down_chunk = p == rank_dp ? down : all_down_i;
+    HW_CHECK(plan_y_.multiply(h_, down_chunk, y_i, {caller, workspace_}, {.accumulate = x_i}));
+  }
+  HW_CHECK(comm_.join(caller));
+  HW_CHECK(arena_.end_call(caller));
+}
+
+}  // namespace programs::weights_by_columns

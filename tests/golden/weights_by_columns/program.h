@@ -1,0 +1,76 @@
+// weights_by_columns: (x: bf16[M@dp, K], up: bf16[N@dp, K], down: bf16[N, K@dp]) -> (y: bf16[M@dp, K]) on mesh(dp=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/streams.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+#include "hostweave/window.h"
+
+namespace programs::weights_by_columns {
+
+constexpr char kMesh[] = "mesh(dp=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x{.dtype = CUDA_R_16BF};     // bf16[local(M, dp), K]
+  hw::Tensor up{.dtype = CUDA_R_16BF};    // bf16[N/4, K]
+  hw::Tensor down{.dtype = CUDA_R_16BF};  // bf16[N, K/4]
+};
+
+struct Outputs {
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[local(M, dp), K]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t M_dp;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::WindowArena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_dp_;  // the 4 ranks along dp
+  hw::Streams comm_;               // comm[1]
+  hw::Events all_up_ready_;        // all_up_ready[1]
+  hw::Events all_down_ready_;      // all_down_ready[1]
+  hw::MatmulPlan plan_h_;          // matmul %x, %all_up_transposed_i activation relu -> %h_i
+  hw::MatmulPlan plan_y_;          // matmul %h, %down_chunk accumulate %x_i -> %y_i
+  hw::WindowArena arena_;          // which peers write to and read from
+  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  hw::bf16* all_up_ = nullptr;     // %all_up: bf16[4, N/4, K]
+  hw::bf16* all_down_ = nullptr;   // %all_down: bf16[4, N, K/4]
+  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, dp), N]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
+};
+
+}  // namespace programs::weights_by_columns

@@ -1,0 +1,157 @@
+"""Which products take the shards of what is gathered one after another, and what they end with: fusion text in and out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fusion_text import check
+from random_fusions import Generator, computes
+
+import hostweave as hw
+from hostweave.fusion_ir.choice import Choice
+from hostweave.options import Options
+from hostweave.passes.fusion.multiply_shards import multiply_shards
+from hostweave.pipeline import lower
+from hostweave.types.machine import H200
+
+# Of a machine whose links and matmuls are so slow that gathers of small matrices want to be hidden.
+LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
+SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
+INPUTS = "%x: bf16[M@x, K], %w: bf16[K, N@x], %v: bf16[N@x, K], %r: bf16[M@x, N], %b: bf16[N]"
+PUT = "choice %wg of @f predicted: put(8) 18.7 us, put(1) 33.2 us, none 91.2 us"
+IN_ONE = "choice %wg of @f predicted: put(1) 18.7 us, put(8) 33.2 us, none 91.2 us"
+TWO_SIDED = "choice %wg of @f predicted: all_gather(8) 33.2 us, none 91.2 us"
+GATHER = "%wg: bf16[K, N] async one_sided = all_gather(%w, dim=1, axes=(x))"
+TURNED = "%vg: bf16[N, K] async one_sided = all_gather(%v, dim=0, axes=(x))\n%vt: bf16[K, N] = permute_dims(%vg, axes=(1, 0))"
+STREAM = "stream(N, 8, by_shard, local_first)"
+# name -> (before, after)
+CASES = {
+    "columns": (
+        f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{PUT}",
+        f"{GATHER}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %wg)\n{PUT}",
+    ),
+    "by collectives": (
+        f"{GATHER.replace(' one_sided', '')}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{TWO_SIDED}",
+        f"{GATHER.replace(' one_sided', '')}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %wg)\n{TWO_SIDED}",
+    ),
+    "of a transpose": (
+        f"{TURNED}\n%y: bf16[M@x, N] = matmul(%x, %vt)\n{PUT.replace('wg', 'vg')}",
+        f"{TURNED}\n%y: bf16[M@x, N] {STREAM} = matmul(%x, %vt)\n{PUT.replace('wg', 'vg')}",
+    ),
+    "what matmuls end with comes with it": (
+        f"""{GATHER}
+        %h: bf16[M@x, N] = matmul(%x, %wg)
+        %z: bf16[M@x, K] = exp(%x)
+        %a: bf16[M@x, N] = add(%r, %h)
+        %c: bf16[M@x, N] = add(%a, %b)
+        %y: bf16[M@x, N] = relu(%c)
+        %s: bf16[M@x, N] = negative(%y)
+        {PUT}""",
+        f"""{GATHER}
+        %h: bf16[M@x, N] {STREAM} = matmul(%x, %wg)
+        %a: bf16[M@x, N] {STREAM} = add(%r, %h)
+        %c: bf16[M@x, N] {STREAM} = add(%a, %b)
+        %y: bf16[M@x, N] {STREAM} = relu(%c)
+        %z: bf16[M@x, K] = exp(%x)
+        %s: bf16[M@x, N] = negative(%y)
+        {PUT}""",
+    ),
+    "but not what needs a later value, nor the same one twice": (
+        f"""{GATHER}
+        %h: bf16[M@x, N] = matmul(%x, %wg)
+        %z: bf16[M@x, N] = exp(%r)
+        %y: bf16[M@x, N] = add(%z, %h)
+        {PUT}""",
+        f"""{GATHER}
+        %h: bf16[M@x, N] {STREAM} = matmul(%x, %wg)
+        %z: bf16[M@x, N] = exp(%r)
+        %y: bf16[M@x, N] = add(%z, %h)
+        {PUT}""",
+    ),
+}
+SAME = {
+    "it is chosen in one": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)\n{IN_ONE}",
+    "nothing is chosen": f"{GATHER}\n%y: bf16[M@x, N] = matmul(%x, %wg)",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_after_another(case: str) -> None:
+    check(multiply_shards, INPUTS, *CASES[case])
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_stays(case: str) -> None:
+    check(multiply_shards, INPUTS, SAME[case], SAME[case])
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
+    """Of a weight of 4096 x 8192 that is gathered beside another product, with 1408 rows of a rank."""
+    rows = 1408 * ranks
+    stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
+
+    @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.bf16[f"{rows}@dp", 4096], v=hw.bf16[4096, 4096], w=stored)
+    def f(x: hw.Tensor, v: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        whole = hw.reshard(w, *w.shape).named("whole")
+        factor = whole if columns else whole.T
+        first = hw.matmul(x, v)
+        if use == "as rows":
+            return (hw.matmul(hw.matmul(first, v), whole.T if columns else whole),)
+        return (hw.matmul(first, factor), *((hw.exp(whole),) if use == "twice" else ()))
+
+    options = Options(transport=transport, machine=H200)
+    return next((choice for choice in lower(f, options).choices if choice.value == "whole"), None)
+
+
+def names_of(choice: Choice | None) -> list[str]:
+    return [way.name for way in choice.ways] if choice else []
+
+
+def test_the_model_decides() -> None:
+    """The copy of the own shard, and of all shards to their columns, against products that fill fewer multiprocessors."""
+    assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
+    assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
+    assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]
+    assert names_of(choice_of(2, columns=True, transport="two_sided")) == ["all_gather(2)", "none"]
+    assert names_of(choice_of(2, columns=False, transport="two_sided")) == ["none", "all_gather(2)"]
+
+
+def test_only_products_that_alone_take_it() -> None:
+    assert names_of(choice_of(2, columns=True, use="twice")) == ["put(1)", "none"]
+    assert not choice_of(2, columns=True, use="twice", transport="two_sided")
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+def multiplies_right(seed: int) -> bool:
+    """Layers of weights that are sharded by columns, as they are or transposed, and of what products end with."""
+    generator = Generator(seed)
+    random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
+    generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}
+    turned = [random.random() < 0.5 for _ in range(random.randint(1, 3))]
+    outer = random.choice([(), (2,)])
+    weights = {f"w{i}": hw.f64["N@x", "N"] if turn else hw.f64["N", "N@x"] for i, turn in enumerate(turned)}
+
+    @hw.fusion(mesh=mesh, x=hw.f64[(*outer, "M@x", "N")], u=hw.f64["N", "N"], b=hw.f64["N"], **weights)
+    def layers(x: hw.Tensor, u: hw.Tensor, b: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
+        x = first = hw.matmul(x, u)
+        for turn, (name, w) in zip(turned, weights.items(), strict=True):
+            w = hw.relu(w) if random.random() < 0.3 else w
+            whole = hw.reshard(w, "N", "N").named(f"{name}_whole")
+            x = hw.matmul(x, whole.T if turn else whole)
+            for end in random.sample([lambda y: y + first, lambda y: b + y, hw.relu, hw.negative], random.randint(0, 3)):
+                x = end(x)
+        return x * 2
+
+    options = Options(sizes=generator.sizes, transport=random.choice(["auto", "two_sided"]), machine=SLOW)
+    stated = {choice.name: way.name for choice in lower(layers, options).choices for way in choice.ways if way.chunks == mesh.size}
+    return bool(stated) and computes(generator, layers, seed, replace(options, ways=stated))
+
+
+def test_random_layers() -> None:
+    assert sum(map(multiplies_right, range(40))) > 30  # of the others no gather is hidden
