@@ -5,7 +5,7 @@ tokens, and forward and backward pass with the gradients of parameters and input
 calls that all ranks begin together; random bf16 data. A process a GPU runs all ways in turn. torch.compile is per layer, as training
 frameworks use it, without and with async tensor parallelism. The host's time of a captured forward pass, and the time to compile 32
 layers, cold. `python benchmarks/torch_door.py forward` measures forward passes alone, `... backward` forward and backward passes,
-`... host` the host's time, without peers, `... compile` the time to compile.
+`... host` the host's time, on one GPU, too, `... compile` the time to compile.
 """
 
 from __future__ import annotations
@@ -113,12 +113,11 @@ def plan(layers: int) -> dict[str, Any]:
 def main(what: str = "forward, backward, host and compile") -> None:
     ranks = len(gpus())
     ways = {"forward": (_calls, WAIT), "backward": (_training_calls, 4 * WAIT), "host": (_host_times, 0)}
-    for name, (make, wait) in ways.items() if ranks > 1 else ():
-        if name not in what:
+    for name, (make, wait) in ways.items() if ranks > 0 else ():
+        if name not in what or (ranks == 1 and name != "host"):
             continue
-        passes = {"forward": "forward", "backward": "forward and backward", "host": "host time"}[name]
-        layers = 2 if name == "host" else 4
-        print(f"{layers} layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
+        passes = {"forward": "forward", "backward": "forward and backward", "host": "captured forward"}[name]
+        print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
         for times in times_on_ranks(make, ranks, REPETITIONS, wait):
             ours, *peers = ((name, statistics.median(ms)) for name, ms in times.items())
             beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours[1]:.2f} times ours)" for name, ms in peers)
@@ -179,29 +178,54 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """How long a call takes on the host, of a captured forward pass and a plain one, while the GPU is busy: few enough for its queue.
-    Of 2 layers: a graph is one launch whatever is in it.
+    """How long a forward pass takes on the host while the GPU is busy: captured, and not, where so few stand in its queue. torch's own
+    capture is of torch.compile.
     """
-    group, x = hw.init(), _input()
+    group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
+    x = _input()
     local = x.chunk(ranks, 1)[rank].contiguous()
     with torch.no_grad():
-        ours = hostweave.torch.compile(_model(ranks, 2).eval(), hw.Mesh(tp=ranks), plan(2), (x,))
-        ours(local)
-        captured = ours.capture(local)
-        for name, call in (("a captured forward", captured), ("a forward", partial(ours, local))):
-            call()
-            times = []
-            for _ in range(REPETITIONS):
-                torch.cuda.synchronize()
-                torch.cuda._sleep(200_000_000)
-                started = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                times.append((time.perf_counter() - started) / CALLS * 1e6)
-            torch.cuda.synchronize()
-            _say(rank, f"host time of {name}: {statistics.median(times):.1f} us, {min(times):.1f} to {max(times):.1f}")
-        yield {"hostweave": partial(ours, local), "captured": captured}
+        ours = hostweave.torch.compile(_model(ranks).eval(), hw.Mesh(tp=ranks), plan(4), (x,))
+        y = ours(local)
+        module = _model(ranks).eval()
+        theirs = _compiled(_parallel(module, mesh) if ranks > 1 else module, mesh, is_async=False)
+        captured, theirs_captured = ours.capture(local), _captured_by_torch(partial(theirs, local))
+        _expect_same(rank, "results", y, theirs_captured())
+        graphs = {"hostweave, captured": captured, "torch.compile, captured by torch": theirs_captured}
+        times = dict[str, list[float]]()
+        for _ in range(REPETITIONS):
+            for name, call in graphs.items():
+                times.setdefault(name, []).append(_microseconds(call, CALLS))
+            times.setdefault("hostweave", []).append(_microseconds(partial(ours, local), 1))
+        for name, one in times.items():
+            _say(rank, f"host time of a forward, {name}: {statistics.median(one):.1f} us, {min(one):.1f} to {max(one):.1f}")
+        yield graphs
     group.close()
+
+
+def _captured_by_torch(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = call()
+
+    def launch() -> torch.Tensor:
+        graph.replay()
+        return y
+
+    return launch
+
+
+def _microseconds(call: Callable[[], Any], calls: int) -> float:
+    """Of one of them, behind a kernel that keeps the GPU from them until all are enqueued."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - started) / calls * 1e6
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:

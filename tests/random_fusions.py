@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
-from hostweave.fusion_ir.frontend.function import Function
+from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
@@ -373,9 +373,9 @@ def wider(seed: int) -> Generator:
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
 
 
-def computes(generator: Generator, fusion: Fusion, seed: int) -> bool:
+def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
     """Kernels of users are looked at by all that looks at a program; what is interpreted has ops in their place."""
-    options = Options(transport="auto" if seed % 5 else "one_sided")
+    options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
     plain = without_kernels(fusion)
     if host and plain != fusion:

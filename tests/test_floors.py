@@ -94,7 +94,7 @@ def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
     """Later passes read it from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
-        modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.routes": {"transfer"}}
+        modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.blocks": {"transfer"}}
         for node in ast.walk(ast.parse(path.read_text())) if path.name not in early else ():
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 assert modules[node.module].isdisjoint(alias.name for alias in node.names), path.name

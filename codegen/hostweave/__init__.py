@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
-from hostweave.base.errors import Location, UnknownAttribute
+from hostweave.base.errors import UnknownAttribute
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import attention as _attention
 from hostweave.fusion_ir.frontend import composites as _composites
@@ -15,10 +15,10 @@ from hostweave.fusion_ir.frontend import indices as _indices
 from hostweave.fusion_ir.frontend.attention import *  # noqa: F403
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
 from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
-from hostweave.fusion_ir.frontend.function import block as block
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
+from hostweave.fusion_ir.frontend.tracing import block as block
 from hostweave.fusion_ir.frontend.tracing import fusion as fusion
 from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
 from hostweave.fusion_ir.ir import Fusion as Fusion
@@ -88,7 +88,7 @@ def _unknown(name: str) -> AttributeError:
     else:
         near = get_close_matches(name, _PUBLIC, 1)
         remedy = f"did you mean {near[0]}?" if near else "the names are in hostweave.__all__"
-    return UnknownAttribute(f"hw.{name}: hostweave has no {name}; {remedy}", Location.of_caller())
+    return UnknownAttribute.here(f"hw.{name}: hostweave has no {name}; {remedy}")
 
 
 _OWN = ("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)

@@ -16,6 +16,7 @@ from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
+from hostweave.transports.transport import DEFAULT
 from hostweave.types.machine import Machine
 
 T = TypeVar("T")
@@ -105,6 +106,21 @@ class Running:
                 self.in_windows[names] = next(same, None) or Running(made)
             return self.in_windows[names] if names else self
 
+    @property
+    def _has_windows(self) -> bool:
+        return any(channel.transport.has_windows for channel in self.compiled.host.channels)
+
+    @property
+    def _lacks(self) -> str:
+        """Why the library here cannot do the program's one-sided communication; asked each time, since something else may load one."""
+        return self.compiled.target.why_no_signals() if self._has_windows else ""
+
+    def _without(self, why: str) -> Running:
+        """The same without puts, for ranks that all know why there are none. Raises ExecutionError where the user stated them."""
+        if not self.compiled.reaches_memory:
+            raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
+        return self._by_sends(self.compiled.options.figures.without_puts(why))
+
     # --- on this rank of a group ---
 
     def call(
@@ -158,11 +174,11 @@ class Running:
         if local is None:
             compiled = self.compiled
             on = stream_of_call(compiled.target, stream, arrays)
-            local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, options, group, on)
+            local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, options, group, on, self._lacks)
             group.programs[self] = local
             self._locals.add(local)
-        if local.out_of_reach and self.compiled.reaches_memory:
-            return self._by_sends(options.figures.without_puts(local.out_of_reach))._local(group, bound, arrays, stream)
+        if local.out_of_reach and (self.compiled.reaches_memory or self._has_windows):
+            return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
         return local
 
     # --- on all ranks of this process ---
@@ -175,13 +191,17 @@ class Running:
             one._ready().run(made, poison)
             return made
 
-        return self._or_in_sequence(run)
+        return self._here()._or_in_sequence(run)
 
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
         """As `Program.measure` says."""
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(f"{self.name}: measure: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
-        return self._or_in_sequence(lambda one: one._ready().measure(one._call_of(held, *given), warmups, repetitions))
+        return self._here()._or_in_sequence(lambda one: one._ready().measure(one._call_of(held, *given), warmups, repetitions))
+
+    def _here(self) -> Running:
+        """Itself, or without puts where the library has none."""
+        return self._without(why) if (why := self._lacks) else self
 
     def _call_of(self, held: Bound | None, arrays: Arrays, named: Named) -> Call:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)

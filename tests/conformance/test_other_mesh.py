@@ -20,8 +20,8 @@ from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
+from hostweave.types.blocks import transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import transfer
 from hostweave.types.tensor import DTYPES
 
 ONE, TWO, THREE, FOUR, EIGHT = (Mesh(x=ranks) for ranks in (1, 2, 3, 4, 8))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.types.blocks import Cut, boxes, elements, is_in_order
+from hostweave.types.blocks import Cut, boxes, elements, is_in_order, shared_dims, transfer
 from hostweave.types.mesh import Mesh, RankSizes
-from hostweave.types.routes import shared_dims, transfer
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import TensorType, block_of
 

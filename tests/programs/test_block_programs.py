@@ -289,6 +289,62 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
         program.run(**wrong)
 
 
+@pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
+def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...]) -> None:
+    """Calls take weights alone, which stand by themselves, or with others that the program uses, before them or behind."""
+
+    @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x + w, -1, 1)
+
+    names = [f"{name}_{i}" for name in order if name for i in range(4)]
+    if "" not in order:
+        names = [f"{name}_{i}" for i in range(4) for name in order]
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **dict.fromkeys(names, hw.f32["E"]))
+    def scaled(x: hw.Tensor, **given: hw.Tensor) -> hw.Tensor:
+        for i in range(4):
+            x = layer(x, given[f"w_{i}"])
+        for i in range(4):
+            x = x * given[f"scale_{i}"]
+        return x
+
+    program = compiled(scaled)
+    assert "in.layers[call], x_2_[call], caller)" in program.source
+    assert ("in.layers[3].scale" in program.source) == ("" not in order)
+    arrays = random_arrays(scaled, {"M": 6, "E": 5}, seed=1)
+    expect(scaled, arrays, program.run(**arrays, ranks=True))
+
+
+def test_each_array_has_a_name_of_its_own() -> None:
+    """Of two functions, whose weights have words in common with others of the same function, or none, or with those of the other."""
+
+    @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
+    def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w["a"] + w["b"] - w["c"] * w["d"], -1, 1)
+
+    @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
+    def last(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:
+        return hw.clip(x * w["b"] + w["a"] - w["c"] * w["d"], -1, 1)
+
+    rows = [("a", "b"), ("c", "d"), ("moment_a", "moment_b"), ("moment_c", "moment_d")]
+    names = [f"{name}_{i}" for row in rows for i in range(3) for name in row]
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "E"], **dict.fromkeys(names, hw.f32["E"]))
+    def both(x: hw.Tensor, **given: hw.Tensor) -> hw.Tensor:
+        for i in range(3):
+            x = layer(x, **{name: given[f"{name}_{i}"] for name in "abcd"})
+        for i in range(3):
+            x = last(x, **{name: given[f"moment_{name}_{i}"] for name in "abcd"})
+        return x
+
+    program = compiled(both)
+    for field in ("LayerInputs layers[3]", "Layer2Inputs layer_2s[3]", "LastInputs lasts[3]", "MomentInputs moments[3]"):
+        assert f"{field};" in program.sources["program.h"]
+    arrays = random_arrays(both, {"M": 6, "E": 5}, seed=1)
+    expect(both, arrays, program.run(**arrays, ranks=True))
+
+
 def test_weights_that_are_not_numbered_in_turn_are_inputs_as_others_are() -> None:
     fusion = deep(2, numbers=(1, 2, 3, 4, 6))
     assert "LayerInputs" not in compiled(fusion).sources["program.h"]

@@ -14,7 +14,6 @@ from train_process import joined
 
 import hostweave as hw
 import hostweave.torch
-from hostweave.types.tensor import shard
 
 
 def check(name: str, group: hw.Group, device: torch.device) -> None:
@@ -24,7 +23,7 @@ def check(name: str, group: hw.Group, device: torch.device) -> None:
     want, mesh = copy.deepcopy(module), MESHES[group.count]
     training = hostweave.torch.compile(module, mesh, plan, inputs, training=True)
     types = training._graph.input_types
-    local = {key: shard(types[key], value, group.rank, mesh) for key, value in inputs.items()}
+    local = {key: types[key].shard(value, group.rank, mesh) for key, value in inputs.items()}
     got, expected = training(**local), want(**inputs)
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-4, atol=0)
     got.loss.backward()

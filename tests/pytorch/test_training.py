@@ -134,7 +134,7 @@ def test_a_layer_is_differentiated_with_few_gathers_and_kernels() -> None:
     kernels = re.findall(r"launch @(\w+)", source)
     assert sum("where" in name for name in kernels) == 2
     assert not [name for name in kernels if "broadcast" in name]
-    assert source.count("_resharded_.multiply(tangents_1_resharded_gathered_") == 1  # which the product with the weight has gathered
+    assert source.count(".multiply(tangents_1_resharded_gathered_") == 2  # with the weight, and for its gradient
 
 
 class LossOf(nn.Module):
@@ -227,6 +227,80 @@ def test_layers_of_a_step_are_functions() -> None:
         optimizers[1].step()
     for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=lambda why, at=name: f"{at}: {why}")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))
+
+    def forward(self, x: Any) -> Any:
+        return x + self.mlp(x)
+
+
+class Residuals(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(layers))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_programs_do_not_grow_with_layers(sharded: bool) -> None:
+    """Calls of all layers are a loop but for the first and the last, also in reverse, and what they save and give has its names."""
+    plan = {"layers.*.mlp.0.weight": "tp, -", "layers.*.mlp.0.bias": "tp", "layers.*.mlp.2.weight": "-, tp"}
+    lines: set[tuple[int, ...]] = set()
+    for count in (4, 6):
+        torch.manual_seed(3)
+        module, x = Residuals(count).train(), torch.randn(8, 16, requires_grad=True)
+        between = {"x": "tp, -", **{f"layers.{layer}": "tp, -" for layer in range(count)}} if sharded else {}
+        compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), plan | between, (x,), training=True)
+        want = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+        got = torch.autograd.grad(compiled(x).square().sum(), [x, *module.parameters()])
+        for mine, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        sources = [one.sources["program.cpp"] for one in (compiled.program, compiled.backward)]
+        runs = [re.search(r"void Program::run\(.*?\n}\n", source, re.DOTALL)[0] for source in sources]  # type: ignore[index]
+        lines.add(tuple(run.count("\n") for run in runs))
+        assert all("for (int64_t call = 1; call < " in run for run in runs)
+        assert "out.residuals[call].gradient_layers_mlp_weight_0" in sources[1]
+    assert len(lines) == 1, lines
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(16, 16)
+
+    def forward(self, x: Any, gate: Any) -> Any:
+        return x + gate * self.mlp(x).tanh()
+
+
+class GatedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, y: Any, gradient_y: Any, z: Any) -> Any:
+        return self.layers[1](self.layers[0](y, gradient_y), z)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_arguments_with_names_of_results_and_shardings_of_their_own(alike: bool) -> None:
+    """What layers take of the program and not of one another: it is resharded where it is not sharded alike."""
+    torch.manual_seed(3)
+    module, given = GatedTwice().train(), [torch.randn(8, 16, requires_grad=True) for _ in range(3)]
+    plan = {"gradient_y": "tp, -", "z": "tp, -" if alike else "-, tp"}
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), plan, tuple(given), training=True)
+    want = torch.autograd.grad(module(*given).square().sum(), [*given, *module.parameters()])
+    got = torch.autograd.grad(compiled(*given).square().sum(), [*given, *module.parameters()])
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert "call @gated(" in compiled.program.fusion_ir
 
 
 def test_weights_are_gathered_and_gradients_scattered(layers: Any) -> None:

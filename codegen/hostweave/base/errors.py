@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
@@ -34,12 +35,12 @@ class Location:
         return f"{self.file}:{self.line}"
 
     @staticmethod
-    def of_caller() -> Location:
-        """The innermost frame outside this package: the user's line; or what `stated_location` states."""
+    def of_caller(*others: str) -> Location:
+        """The innermost frame outside this package, and other ones in these folders: the user's line; or what `stated_location` states."""
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
-        while frame.f_back is not None and is_of_package(frame):
+        while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(others)):
             frame = frame.f_back
         path, line = frame.f_code.co_filename, frame.f_lineno
         return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))
@@ -68,6 +69,11 @@ class HostweaveError(Exception):
 
 class ProgramError(HostweaveError, ValueError):
     """A program that is invalid, cannot be lowered, or has a race or a deadlock."""
+
+    @classmethod
+    def here(cls, message: str) -> Self:
+        """The error of what the user calls, at his line."""
+        return cls(message, Location.of_caller())
 
 
 class UnknownAttribute(ProgramError, AttributeError):

@@ -6,7 +6,7 @@ from functools import wraps
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hostweave.base.errors import HostweaveError, Location, ProgramError, did_you_mean
+from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
                     raise
             else:
                 problem = _misfit(function, error, options)
-        raise ProgramError(problem, Location.of_caller())
+        raise ProgramError.here(problem)
 
     return called
 

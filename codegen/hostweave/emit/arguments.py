@@ -1,5 +1,7 @@
 """The arguments of a program, and the sizes that they bind."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -7,36 +9,38 @@ from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Buffer, Emitter
 from hostweave.emit.layers import Words
-from hostweave.emit.meshes import Local, part_view, parts_of
+from hostweave.emit.meshes import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
 from hostweave.types.size import Atom, LocalSize, Size, Sum
 
 
-@dataclass(frozen=True)
 class SizeBinding:
     """A symbolic size, and what must divide it: 1 where its value already is a multiple."""
 
-    label: str  # the user's name
-    name: str
-    value: str
-    divisor: int
-    parts: tuple[Local, ...]  # what follows from it
+    def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
+        multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
+        is_multiple = binding.shards % multiple == 0 and not binding.from_global
+        if binding.from_global:
+            self.value = f"{path}.global_dim({binding.dim}, {binding.shards})"
+        elif binding.shards > 1:
+            self.value += f" * {binding.shards}"
+        self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and that in C++
+        self.divisor = 1 if is_multiple else multiple
+        of_it = (part for part in parts_of(program) if part.size.name == binding.name)
+        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # what follows from it
 
 
 @dataclass(frozen=True)
 class Argument:
     name: str  # the user's
     label: str  # C++ for it
-    field: str
-    type: str  # of what one rank holds: bf16[M/8, K]
     dtype: str
-    cpp: str
     shape: str
     pattern: str  # the shape as far as it is known before this argument tells its sizes
     sizes: tuple[SizeBinding, ...]
     again: bool  # dims to check once its sizes are known
-    buffer: Buffer
+    buffer: Buffer  # of what one rank holds: bf16[M/8, K]
     used: bool
     place: Words  # in the struct of inputs or outputs
     on: str = ""  # the condition that this rank has it
@@ -101,7 +105,7 @@ def checks_of(arguments: tuple[Argument, ...], context: ProgramContext) -> Itera
         if layers and x is of_first[-1]:
             members = tuple(
                 replace(y, place=(f"{layers.side}.{layers.field}[{context.index}].{y.member}",), label=pattern.cpp(context.index))
-                for y, pattern in zip(of_first, layers.patterns, strict=True)
+                for y, pattern in zip(of_first, layers.taken.patterns, strict=True)
             )
             yield CheckedInTurn(context.index, len(layers.names), members)
 
@@ -119,19 +123,15 @@ def argument(
     program: ir.HostProgram, parameter: ir.Parameter, emitter: Emitter, known: set[Atom], bindings: list[_Binding] | None = None
 ) -> Argument:
     type, integers = program.local_type(parameter), emitter.integers
-    field = emitter.buffers[parameter.name].text
     is_open = [not set(size.atoms) <= known for size in type.shape]
     return Argument(
         name=parameter.name,
         label=f'"{parameter.name}"',
-        field=field,
-        type=str(type),
         place=(place := _place(program, parameter.name, emitter)),
         dtype=CUDA_TYPES[type.dtype.name],
-        cpp=type.dtype.cpp,
         shape=integers.shape(type.shape),
         pattern="{" + ", ".join("hw::kAny" if open else integers.size(e) for e, open in zip(type.shape, is_open, strict=True)) + "}",
-        sizes=tuple(_size(program, binding, "".join(map(str, place)), integers) for binding in bindings or ()),
+        sizes=tuple(SizeBinding(program, binding, "".join(map(str, place)), integers) for binding in bindings or ()),
         again=sum(is_open) > len(bindings or ()) or any(binding.from_global for binding in bindings or ()),
         buffer=emitter.buffers[parameter.name],
         used=parameter.name in emitter.used,
@@ -144,22 +144,6 @@ def _place(program: ir.HostProgram, name: str, emitter: Emitter) -> Words:
     """Of an input or output in the struct that has it."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     return emitter.context.places.get(name, (f"{side}.{emitter.buffers[name].text}",))
-
-
-def _size(program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter) -> SizeBinding:
-    multiple, dim = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
-    is_multiple = binding.shards % multiple == 0 and not binding.from_global
-    if binding.from_global:
-        dim = f"{path}.global_dim({binding.dim}, {binding.shards})"
-    elif binding.shards > 1:
-        dim += f" * {binding.shards}"
-    return SizeBinding(
-        label=binding.name,
-        name=integers.sizes[binding.name],
-        value=dim,
-        divisor=1 if is_multiple else multiple,
-        parts=tuple(part_view(program, integers, part) for part in parts_of(program) if part.size.name == binding.name),
-    )
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:

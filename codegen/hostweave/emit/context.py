@@ -1,6 +1,6 @@
 """What the bodies of a program share: names, and members such as channels, streams, plans, kernels and temporaries."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
@@ -107,8 +107,9 @@ class ProgramContext:
             shared = self.kernels.setdefault(emitted.form, emitted)
             note = f"Also for @{kernel.name}."
             if emitted.name != shared.name and note not in shared.comments:
-                self.kernels[emitted.form] = replace(shared, comments=(*shared.comments, note))
-            self.launches[key] = replace(emitted, name=shared.name)
+                shared.comments += (note,)
+            emitted.name = shared.name
+            self.launches[key] = emitted
         return self.launches[key]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:
@@ -125,7 +126,7 @@ class ProgramContext:
 
     def layers_at(self, function: str) -> dict[int, Layers]:
         """By position, of the parameters of a function that are members."""
-        return {at: layers for layers in self.layers if layers.function == function for at in layers.positions}
+        return {at: layers for layers in self.layers if layers.function == function for at, _ in layers.taken.positions}
 
     @property
     def index(self) -> str:

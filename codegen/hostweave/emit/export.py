@@ -9,7 +9,7 @@ from pathlib import Path
 from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import RUNTIME
 from hostweave.emit.layout import rendered
-from hostweave.emit.main import main_view, reference_view
+from hostweave.emit.main import Main, Reference
 from hostweave.emit.program import Program
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
@@ -38,7 +38,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     alone = reference if isinstance(reference, str) else Program(reference)
     if isinstance(alone, Program) and alone.in_turn != emitted.in_turn:  # of only one of them, calls take inputs as they are
         emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
-    main = main_view(emitted, alone if isinstance(alone, str) else reference_view(alone, dtypes))
+    main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
         texts |= {under + path: rendered(path, program=each) for path in each.files}

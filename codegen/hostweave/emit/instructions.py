@@ -11,14 +11,12 @@ from typing import Any
 from hostweave.analysis.kernel_indices import updated
 from hostweave.analysis.live_ranges import Begin, begins, live_ranges
 from hostweave.base.errors import Location
-from hostweave.emit import attention
-from hostweave.emit.attention import EitherAttention
 from hostweave.emit.context import WORKSPACE, Plan, ProgramContext, Temporary
 from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.plans import ends
+from hostweave.emit.plans import EitherAttention, Named, attention_made_with, attention_prepared_with, ends
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
@@ -106,8 +104,8 @@ class Emitter:
         for at, name in enumerate((*i.srcs, *i.dsts)):
             if at not in layers:
                 words += [*self._argument(name, at in self.in_turn[i.function]), ", "]
-            elif at == min(layers[at].positions):
-                words += [layers[at].element(call), ", "]
+            elif at == min(layers[at].taken.positions)[0]:
+                words += [layers[at].taken_by(call), ", "]
         return (*words, f"{self.stream});\n")
 
     def _argument(self, name: str, in_turn: bool) -> Words:
@@ -274,21 +272,18 @@ class Emitter:
         return plans[key].member
 
     def emit_attention(self, i: ir.Attention) -> str:
-        plan = self.attention_plan("AttentionPlan", i, i.dst, (i.q, i.k, i.v, i.dst), blind=i.blind)
-        beside = [f".{field} = {self.text(name)}" for field, name in (*(("lse", name) for name in i.lse), *i.masked_by.items())]
-        return self.lay_out(i, plan=plan, beside=beside)
+        beside = [*(("lse", name) for name in i.lse), *i.masked_by.items()]
+        return self.attend(i, i.dst, (i.q, i.k, i.v, i.dst), beside, i.blind)
 
     def emit_attention_backward(self, i: ir.AttentionBackward) -> str:
-        plan = self.attention_plan("AttentionBackwardPlan", i, i.dq, (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv), i.dbias)
-        beside = (*i.masked_by.items(), *(("bias_gradient", name) for name in i.dbias))
-        return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
+        beside = [*i.masked_by.items(), *(("bias_gradient", name) for name in i.dbias)]
+        return self.attend(i, i.dq, (i.q, i.k, i.v, i.o, i.gradient, i.dq, i.dk, i.dv), beside)
 
-    def attention_plan(
-        self, kind: str, i: EitherAttention, dst: str, operands: tuple[str, ...], dbias: tuple[str, ...] = (), blind: str = ""
-    ) -> str:
-        made_with = attention.made_with(i, self.type_of(i.q), blind, self.streams)
-        prepared_with = attention.prepared_with(i, operands, dbias, self.type_of, self.integers)
-        return self.planned(kind, i, self.buffers[dst].root, made_with, prepared_with)
+    def attend(self, i: EitherAttention, dst: str, operands: tuple[str, ...], beside: Named, blind: str = "") -> str:
+        made_with = attention_made_with(i, self.type_of(i.q), blind, self.streams)
+        prepared_with = attention_prepared_with(i, operands, beside, self.type_of, self.integers)
+        plan = self.planned(f"{type(i).__name__}Plan", i, self.buffers[dst].root, made_with, prepared_with)
+        return self.lay_out(i, plan=plan, beside=[f".{field} = {self.text(name)}" for field, name in beside])
 
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
@@ -468,13 +463,13 @@ def _joined(body: tree.Body) -> tree.Body:
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
     """By buffer the values that are computed into all of its bytes under names of their own: in place, or as a view has them."""
-    sources = {tree.names(i, "view")[0]: tree.names(i, "alias")[0] for i in tree.walk(program.body) if i.shows}
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for i in tree.walk(program.body) for name in tree.names(i, "write") if name in sources):
-        root = name
-        while root in sources:
-            root = sources[root]
-        found.setdefault(root, []).append(name)
+    roots, found = tree.AliasRoots(), dict[str, list[str]]()
+    for i in tree.walk(program.body):
+        if i.shows:
+            roots.define(i)
+    for name in dict.fromkeys(name for i in tree.walk(program.body) for name in tree.names(i, "write")):
+        if (root := roots.of(name)) != name:
+            found.setdefault(root, []).append(name)
     return found
 
 

@@ -1,9 +1,11 @@
 """Kernels: which thread computes which elements, and the C++ of one element."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
@@ -24,38 +26,50 @@ LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs th
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
 
 
+Lines = tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Walk:
     """One walk over what is reduced, which some reductions need."""
 
-    before: tuple[str, ...]
-    starts: tuple[str, ...]
-    body: tuple[str, ...]
-    after: tuple[str, ...]
+    before: Lines
+    starts: Lines
+    body: Lines
+    after: Lines
 
 
-@dataclass(frozen=True)
 class Kernel:
     """For the template: threads walk what is kept, and inside of that, where there are reductions, what is reduced.
 
-    Neighbouring threads read side by side: those of elements, or those that share the innermost loop.
+    Neighbouring threads read side by side: those of elements, or those that share the innermost loop. `stores` are of results that have
+    the kept dims alone, and the `last` walk is for results of every element. `before` stands before its indices.
     """
 
-    name: str
-    by: str  # the function of all its variants
-    comments: tuple[str, ...]
-    params: tuple[str, ...]
-    arguments: tuple[str, ...]  # the names of the parameters
-    sizes: tuple[str, ...]  # what a launch gives it after the buffers
-    form: str  # the same for kernels that differ in names alone
-    variants: tuple[tuple[str, str], ...]  # a condition, and what it takes: how threads share rows, or arguments of a template
-    indices: tuple[str, ...]  # declarations of the indices that its own stands for, and of what threads hold
-    loops: Loops
-    body: tuple[str, ...]
-    walks: tuple[Walk, ...] = ()
-    stores: tuple[str, ...] = ()  # of results that have the kept dims alone
-    last: tuple[str, ...] = ()  # a last walk, for results of every element
-    terms: str = ""  # the parameter that kernels of several ranks add up
+    def __init__(
+        self, of: KernelEmitter, body: Lines, walks: Iterable[Walk] = (), stores: Lines = (), last: Lines = (), before: Lines = ()
+    ):
+        self.name, self.by, self.loops, self.comments = of.name, of.by, of.loops, tuple(map(str, of.ops))
+        pointers = (
+            *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
+            *(f"{of.types[y].dtype.cpp}* {at}" for y, at in of.results.items()),
+        )
+        self.params = (*pointers, *(f"int64_t {size}" for size in of.sizes))
+        self.arguments = (*of.pointers.values(), *of.results.values(), *of.sizes)  # the names of the parameters
+        self.sizes = tuple(of.sizes.values())  # what a launch gives it after the buffers
+        packed = [pointer for name, pointer in of.pointers.items() if name in of.loops.packed]
+        packed += [pointer for name, pointer in of.results.items() if stored(name) in of.loops.packed]
+        # Each a condition, and what it takes: how threads share rows, or arguments of a template.
+        self.variants = tuple(of.loops.variants(packed))
+        held = sorted(of.held, key=lambda name: name in of.terms)  # what others send comes last
+        rows = ((of.elements(name), shifted(of.pointers[name], of.loops.row_of(name))) for name in held)
+        kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
+        # Declarations of the indices that its own stands for, and of what threads hold.
+        self.indices = (*before, *of.loops.declarations(), *kept_rows)
+        self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
+        # The parameter that kernels of several ranks add up.
+        self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
+        self.form = of.form(self)  # the same for kernels that differ in names alone
 
 
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
@@ -169,34 +183,6 @@ class KernelEmitter:
 
     # --- bodies ---
 
-    def kernel(self, body: tuple[str, ...], walks: Iterable[Walk] = (), stores: tuple[str, ...] = (), last: tuple[str, ...] = ()) -> Kernel:
-        params = [f"{self.array_of(name)} {self.pointers[name]}" for name in self.inputs]
-        params += [f"{self.types[name].dtype.cpp}* {pointer}" for name, pointer in self.results.items()]
-        params += [f"int64_t {size}" for size in self.sizes]
-        packed = [pointer for name, pointer in self.pointers.items() if name in self.loops.packed]
-        packed += [pointer for name, pointer in self.results.items() if stored(name) in self.loops.packed]
-        held = sorted(self.held, key=lambda name: name in self.terms)  # what others send comes last
-        rows = ((self.elements(name), shifted(self.pointers[name], self.loops.row_of(name))) for name in held)
-        kept_rows = [f"const auto {elements} = {self.loops.row}.load({first});" for elements, first in rows]
-        kernel = Kernel(
-            name=self.name,
-            by=self.by,
-            comments=tuple(map(str, self.ops)),
-            params=tuple(params),
-            arguments=(*self.pointers.values(), *self.results.values(), *self.sizes),
-            sizes=tuple(self.sizes.values()),
-            form="",
-            variants=tuple(self.loops.variants(packed)),
-            indices=(*self.loops.declarations(), *kept_rows),
-            loops=self.loops,
-            body=body,
-            walks=tuple(walks),
-            stores=stores,
-            last=last,
-            terms=next((self.pointers[name] for name in self.inputs if name in self.terms), ""),
-        )
-        return replace(kernel, form=self.form(kernel))
-
     def array_of(self, name: str) -> str:
         """The type of the parameter that is an input."""
         cpp = self.types[name].dtype.cpp
@@ -230,7 +216,7 @@ class KernelEmitter:
         else:
             section.store(self.results)
         lines = section.taken()  # before those that it hoists
-        return self.kernel((*self.row.taken(), *lines))
+        return Kernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> Kernel:
         """A call for each lane, which one thread or all of a block make together."""
@@ -242,7 +228,7 @@ class KernelEmitter:
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
-        return self.kernel((f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
+        return Kernel(self, (f"{OPS[op.kind].lane.format(**facts)}({', '.join([group, *lanes])});",))
 
     def lane(self, pointer: str, place: str) -> str:
         lane, size = self.loops.lanes[place], self.loops.integers.size
@@ -268,7 +254,7 @@ class KernelEmitter:
         outside = self.section() if self.loops.has_wide_totals else self.row
         outside.store(kept)
         stores = outside.taken_stores() if outside is self.row else outside.taken()
-        return self.kernel(self.row.taken(), walks, stores, last)
+        return Kernel(self, self.row.taken(), walks, stores, last)
 
     def section(self) -> Section:
         """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""

@@ -1,8 +1,10 @@
 """A function that is called many times with weights of its own: an array of structs, and a loop over the calls."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, product, takewhile
 
 from hostweave.emit.layout import braced, lay_out
 from hostweave.emit.names import Names
@@ -48,74 +50,93 @@ class Numbered:
 
 
 @dataclass(frozen=True)
+class InTurn:
+    """Arguments of the program one after another that calls of a function take in turn: `w_0, v_0, w_1, v_1` of `@layer(x, w, v)`."""
+
+    positions: tuple[tuple[int, int], ...]  # of the function's parameters, and which member each is; none where one call takes another
+    patterns: tuple[Numbered, ...]  # of the user's names
+    names: tuple[tuple[str, ...], ...]  # as they follow one another
+    is_reversed: bool  # the last call takes the first of them
+
+    @property
+    def word(self) -> str:
+        """What the names have in common."""
+        columns = zip(*(pattern.field.split("_") for pattern in self.patterns), strict=False)
+        return "_".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, columns))
+
+
+@dataclass(frozen=True)
 class Layers:
-    """Inputs, or outputs, of the program that calls of a function take in turn: `w_0, v_0, w_1, v_1` of `@layer(x, w, v)`."""
+    """Inputs, or outputs, of the program that calls of a function take in turn, as an array of structs."""
 
     side: str  # in, out
     function: str
-    base: str  # of names
+    base: str  # of the names of structs
+    parameter: str  # of the function, that is the struct
     struct: str
     field: str  # of the program's inputs or outputs: the array
-    positions: tuple[int, ...]  # of the function's parameters that are members
     members: tuple[str, ...]
-    patterns: tuple[Numbered, ...]  # of the user's names
-    names: tuple[tuple[str, ...], ...]  # of each call
+    taken: InTurn
 
-    def element(self, call: int) -> Element:
-        return Element(f"{self.side}.{self.field}", call)
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...]:
+        return self.taken.names
+
+    def taken_by(self, call: int) -> Element:
+        return Element(f"{self.side}.{self.field}", len(self.names) - 1 - call if self.taken.is_reversed else call)
 
     @property
     def places(self) -> dict[str, Words]:
         """Where each input or output is."""
         return {
-            name: (self.element(call), f".{member}")
-            for call, names in enumerate(self.names)
+            name: (Element(f"{self.side}.{self.field}", number), f".{member}")
+            for number, names in enumerate(self.names)
             for name, member in zip(names, self.members, strict=True)
         }
 
 
 def layers_of(program: ir.HostProgram, names: Names) -> Iterator[Layers]:
-    """What the calls of a function take and give must stand in order, under names with the number of the call.
+    """What the calls of a function take and give must stand in order, under names with a number that counts up or down with the calls.
 
-    What calls of other functions do not have in turn is looked at once more without what those have.
+    Of what is not in arrays then, all is looked at once more that calls take in turn, with what stands between.
     """
     behind: dict[str, str] = {}  # views that begin where the buffer does
     for view in program.body:
         if isinstance(view, ir.View) and view.offset == Const(0):
             behind[view.out] = behind.get(view.src, view.src)
     placed = set[str]()
-    left: list[tuple[ir.Function, str]] = [(function, side) for function in program.functions for side in ("in", "out")]
-    for function, side in (*left, *left):
+    sides: list[tuple[ir.Function, str]] = [(function, side) for function in program.functions for side in ("in", "out")]
+    counts = Counter[tuple[str, str]]()
+    for with_others, (function, side) in product((False, True), sides):
         calls = [tuple(behind.get(name, name) for name in tree.names(i, "read", "write")) for i in _calls(program.body, function)]
         everywhere = sum(1 for body in bodies(program) for _ in _calls(tree.walk(body.body), function))
-        arguments = [each for each in (program.inputs if side == "in" else program.outputs) if each.name not in placed]
-        if 1 < len(calls) == everywhere and (function, side) in left and (taken := _taken_in_turn(arguments, calls)):
-            left.remove((function, side))
-            yield (layers := _layers(function, side, calls, *taken, names))
-            placed.update(layers.places)
+        arguments = program.inputs if side == "in" else program.outputs
+        if 1 < len(calls) == everywhere:
+            for taken in _taken_in_turn(arguments, calls, placed, with_others):
+                yield _layers(function, side, taken, counts[function.name, side], names)
+                counts[function.name, side] += 1
 
 
-def _layers(
-    function: ir.Function,
-    side: str,
-    calls: Sequence[tuple[str, ...]],
-    positions: tuple[int, ...],
-    patterns: tuple[Numbered, ...],
-    names: Names,
-) -> Layers:
-    base = "".join(word[:1].upper() + word[1:] for word in function.name.split("_"))
+def _layers(function: ir.Function, side: str, taken: InTurn, number: int, names: Names) -> Layers:
+    """The first of a side bear the name of the function, the others what their names have in common, or a number."""
+    word = taken.word or f"{function.name}_{number + 1}" if number else function.name
+    field = names.of(word if word.endswith("s") else f"{word}s", f"array of structs of @{function.name}")
+    base = "".join(word[:1].upper() + word[1:] for word in word.split("_"))
     parameters = (*function.inputs, *function.outputs)
-    own, fields = Names(), [parameters[at].name for at in positions] if side == "in" else [each.field for each in patterns]
+    fields = [each.field for each in taken.patterns] if taken.positions else ["tensor"]
+    if side == "in":
+        of_function = {member: parameters[at].name for at, member in taken.positions}
+        fields = [of_function.get(member, name) for member, name in enumerate(fields)]
+    own = Names()
     return Layers(
         side,
         function.name,
         base,
-        names.of(f"{base}{side.capitalize()}puts", "struct"),
-        names.of(f"{function.name}s", "array of structs"),
-        positions,
-        tuple(own.of(field, str(at)) for at, field in zip(positions, fields, strict=True)),
-        patterns,
-        tuple(tuple(call[at] for at in positions) for call in calls),
+        field if number else side,
+        names.of(f"{base}{side.capitalize()}puts", f"struct of @{function.name}"),
+        field,
+        tuple(own.of(field, str(number)) for number, field in enumerate(fields)),
+        taken,
     )
 
 
@@ -130,21 +151,53 @@ def in_turn(program: ir.HostProgram, function: ir.Function) -> set[int]:
 
 
 def _taken_in_turn(
-    arguments: Sequence[ir.Parameter], calls: Sequence[tuple[str, ...]]
-) -> tuple[tuple[int, ...], tuple[Numbered, ...]] | None:
-    """Which parameters are arguments of the program in turn, in their order, and the patterns of their names."""
-    types = {argument.name: argument.type for argument in arguments}
-    order = list(types)
-    columns = {at: column for at, column in enumerate(zip(*calls, strict=True)) if len({*column} & {*types}) == len(calls)}
-    positions = tuple(sorted(columns, key=lambda at: order.index(columns[at][0])))
-    patterns = tuple(pattern for at in positions if (pattern := _pattern(*columns[at][:2])))
-    if not positions or len(patterns) < len(positions):
+    arguments: Sequence[ir.Parameter], calls: Sequence[tuple[str, ...]], placed: set[str], with_others: bool
+) -> Iterator[InTurn]:
+    """What are arguments of the program in turn, in their order; `with_others` with what stands between those of one call and of the next,
+    and what all calls take but the first or the last. Adds them to what is `placed`.
+    """
+    number = {argument.name: at for at, argument in enumerate(arguments)}
+    for is_reversed, rows in ((False, calls), (True, calls[::-1])):
+        columns = dict(enumerate(zip(*rows, strict=True)))
+        firsts = {at: number[names[0]] for at, names in columns.items() if len({*names} & {*number} - placed) == len(rows)}
+        while firsts:
+            begin = min(firsts.values())
+            strides = {at: number[columns[at][1]] - first for at, first in firsts.items()}
+            stride = next(strides[at] for at, first in firsts.items() if first == begin)
+            own = {at: first for at, first in firsts.items() if strides[at] == stride and first < begin + max(stride, 1)}
+            firsts = {at: first for at, first in firsts.items() if at not in own}
+            starts = range(max(own.values()) + 1 - stride, begin + 1) if with_others or len({*own.values()}) == stride else ()
+            for start in starts:  # a row may begin with what calls do not take in turn
+                array = _array(arguments, start, stride, len(rows))
+                positions = tuple((at, first - start) for at, first in own.items())
+                if array and placed.isdisjoint(chain(*array[1])) and all(columns[at] == column(array[1], of) for at, of in positions):
+                    placed.update(*array[1])
+                    yield InTurn(positions, *array, is_reversed)
+                    break
+        for names in columns.values() if with_others else ():
+            for given in (names[1:], names[:-1]):
+                array = _array(arguments, number[given[0]], 1, len(given)) if given[0] in number and placed.isdisjoint(given) else None
+                if array and given == column(array[1], 0):
+                    placed.update(given)
+                    yield InTurn((), *array, is_reversed)
+
+
+def column(rows: Sequence[tuple[str, ...]], at: int) -> tuple[str, ...]:
+    return tuple(row[at] for row in rows)
+
+
+def _array(
+    arguments: Sequence[ir.Parameter], begin: int, stride: int, count: int
+) -> tuple[tuple[Numbered, ...], tuple[tuple[str, ...], ...]] | None:
+    """The patterns and names of so many rows of arguments: in each those of the row before, with the next number, of the same types."""
+    if count < 2 or begin < 0 or stride < 1 or begin + stride * count > len(arguments):
         return None
-    expected = [pattern.of(call) for call in range(len(calls)) for pattern in patterns]
-    begin = order.index(columns[positions[0]][0])
-    same_types = all(len({types[name] for name in columns[at]}) == 1 for at in positions)
-    in_calls = [row[at] for row in calls for at in positions]
-    return (positions, patterns) if order[begin : begin + len(expected)] == expected == in_calls and same_types else None
+    rows = [arguments[at : at + stride] for at in range(begin, begin + stride * count, stride)]
+    patterns = tuple(pattern for one, other in zip(*rows[:2], strict=True) if (pattern := _pattern(one.name, other.name)))
+    expected = [tuple(pattern.of(row) for pattern in patterns) for row in range(count)]
+    names = [tuple(each.name for each in row) for row in rows]
+    same_types = all([each.type for each in row] == [each.type for each in rows[0]] for row in rows)
+    return (patterns, tuple(names)) if names == expected and same_types else None
 
 
 def _pattern(name: str, following: str) -> Numbered | None:

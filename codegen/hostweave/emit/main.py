@@ -1,13 +1,16 @@
 """main.cpp of an exported project."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hostweave.emit import context
 from hostweave.emit.arguments import Argument
 from hostweave.emit.cpp import CppExprPrinter
+from hostweave.emit.layers import Layers
 from hostweave.emit.layout import braced
 from hostweave.emit.meshes import coordinate, membership, rank_in_group
+from hostweave.emit.names import Names
 from hostweave.emit.program import Program
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
@@ -25,14 +28,14 @@ CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_c
 """
 
 
-@dataclass(frozen=True)
 class RankChannel:
     """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
 
-    of: context.ChannelMember
-    color: str
-    rank_in_group: str
-    on: str  # the condition that rank r is in its mesh
+    def __init__(self, of: context.ChannelMember, program: Mesh):
+        mesh, axes = of.ir.mesh, of.ir.axes
+        others = tuple(name for name, _ in mesh.axes if name not in axes)
+        self.of, self.color, self.rank_in_group = of, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK)
+        self.on = _condition(mesh, program)  # that rank r is in its mesh
 
 
 @dataclass(frozen=True)
@@ -51,42 +54,58 @@ class Tensor:
         return f"{self.field}({self.dtype}, part, {self.dims})"
 
 
-@dataclass(frozen=True)
 class TensorsInTurn:
     """An array of structs that have what each call of a function takes and gives of its own."""
 
-    struct: str
-    field: str
-    count: int
-    names: tuple[str, ...]  # the user's, of what the first call takes and gives
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    def __init__(self, view: Program, arrays: Sequence[Layers], tensors: Mapping[str, Tensor]):
+        fields = Names()
+        sides: dict[str, list[Tensor]] = {"in": [], "out": []}
+        self.members_of: dict[str, list[Tensor]] = {}  # an array of the program's inputs or outputs, by the first name that it has
+        for each in arrays:
+            labelled = [(tensors[name], pattern.cpp(INDEX)) for name, pattern in zip(each.names[0], each.taken.patterns, strict=True)]
+            own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
+            self.members_of[each.names[0][0]] = own
+            sides[each.side] += own
+        self.struct, self.field = view.context.names.of(f"{arrays[0].base}Tensors", "struct"), arrays[0].field
+        self.count, self.inputs, self.outputs = len(arrays[0].names), sides["in"], sides["out"]
+        self.members = [*self.inputs, *self.outputs]
 
-    @property
-    def members(self) -> tuple[Tensor, ...]:
-        return (*self.inputs, *self.outputs)
 
-
-@dataclass(frozen=True)
 class Reference:
-    """What the results are compared with: the same math on one device, emitted as a program of its own."""
+    """What the results are compared with: the same math on one device, emitted as a program of its own.
 
-    program: Program
-    coarsest: str  # the float of the fewest digits, which says how close results are
-    roundoff: str
-    roundoffs: int  # that are allowed
+    With values of these dtypes. Both programs round, each in an order of its own.
+    """
+
+    def __init__(self, program: Program, dtypes: Iterable[DType]):
+        floats = [dtype for dtype in dtypes if dtype.kind == "float"]
+        matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
+        floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
+        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # which says how close results are
+        self.program, self.coarsest, self.roundoff = program, coarsest.name, coarsest.roundoff.hex()
+        self.roundoffs = 4**coarsest.itemsize  # that are allowed
 
 
-@dataclass(frozen=True)
 class Main:
-    executable: str
-    programs: dict[str, Program]  # by their folders
-    sizes: tuple[tuple[str, str, int], ...]  # the user's name, that in C++, and the value by default
-    channels: tuple[RankChannel, ...]
-    inputs: tuple[Tensor, ...]  # without those in arrays
-    layers: tuple[TensorsInTurn, ...]
-    outputs: tuple[Tensor, ...]  # without those in arrays
-    reference: Reference | str  # or why there is none
+    """What main.cpp says beside the program itself: with a reference, or why there is none."""
+
+    def __init__(self, view: Program, reference: Reference | str):
+        program, mesh = view.ir, view.mesh
+        divisors = multiples(dedupe_functions(program))
+        named = list(zip(program.symbols(), view.sizes, strict=False))
+        integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
+        parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
+        tensors = {x.name: _tensor(number, parameter, x, mesh, integers) for number, (parameter, x) in enumerate(parameters)}
+        self.executable, self.reference = executable_of(program.name), reference
+        self.programs = {"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})  # by their folders
+        # The user's name, that in C++, and the value by default.
+        self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
+        self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
+        of_calls = groupby(sorted(view.layers, key=_calls), key=_calls)
+        self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_calls)
+        # Without those in arrays.
+        self.inputs = tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places)
+        self.outputs = tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places)
 
     @property
     def has_reference(self) -> bool:
@@ -112,62 +131,23 @@ class Main:
         return (*(f"{folder}program.cpp" for folder in self.programs), *self.kernels)
 
 
-def main_view(view: Program, reference: Reference | str) -> Main:
-    """What main.cpp says beside the program itself."""
-    program, mesh = view.ir, view.mesh
-    divisors = multiples(dedupe_functions(program))
-    named = list(zip(program.symbols(), view.sizes, strict=False))
-    integers = CppExprPrinter(mesh, {label: f"sizes.{name}" for label, name in named}, divisors)
-
-    def tensor(number: int, parameter: Parameter, argument: Argument) -> Tensor:
-        cpp = "uint8_t" if argument.cpp == "bool" else argument.cpp  # a std::vector<bool> has no data()
-        own = parameter.type.mesh_in(mesh)
-        shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
-        shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
-        dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
-        return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
-
-    parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
-    tensors = {x.name: tensor(number, parameter, x) for number, (parameter, x) in enumerate(parameters)}
-
-    def in_turn(function: str) -> TensorsInTurn:
-        sides = [each for each in view.layers if each.function == function]
-        labels = {name: pattern.cpp(INDEX) for each in sides for name, pattern in zip(each.names[0], each.patterns, strict=True)}
-        members = {name: replace(tensors[name], label=label) for name, label in labels.items()}
-        of = {each.side: tuple(members[name] for name in each.names[0]) for each in sides}
-        struct = view.context.names.of(f"{sides[0].base}Tensors", "struct")
-        return TensorsInTurn(struct, sides[0].field, len(sides[0].names), tuple(members), of.get("in", ()), of.get("out", ()))
-
-    return Main(
-        executable=executable_of(program.name),
-        programs={"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {}),
-        sizes=tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named),
-        channels=tuple(_channel(channel, mesh) for channel in view.channels),
-        inputs=tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places),
-        layers=tuple(map(in_turn, dict.fromkeys(each.function for each in view.layers))),
-        outputs=tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places),
-        reference=reference,
-    )
+def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, integers: CppExprPrinter) -> Tensor:
+    cpp = parameter.type.dtype.cpp.replace("bool", "uint8_t")  # a std::vector<bool> has no data()
+    own = parameter.type.mesh_in(mesh)
+    shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
+    shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
+    dims = braced(braced((integers.size(dim.size), *of)) for dim, of in zip(parameter.type.dims, shards, strict=True))
+    return Tensor(argument.label, argument.member, cpp, argument.dtype, dims, number, _twin(parameter, mesh), _condition(own, mesh))
 
 
-def reference_view(program: Program, dtypes: Iterable[DType]) -> Reference:
-    """The reference of a program with values of these dtypes. Both programs round, each in an order of its own."""
-    floats = [dtype for dtype in dtypes if dtype.kind == "float"]
-    matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
-    floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
-    coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)
-    return Reference(program, coarsest.name, coarsest.roundoff.hex(), 4**coarsest.itemsize)
+def _calls(layers: Layers) -> tuple[str, int]:
+    """Of which function, and how many."""
+    return layers.function, len(layers.names)
 
 
 def executable_of(program: str) -> str:
     """The name of the program's executable."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
-
-
-def _channel(channel: context.ChannelMember, program: Mesh) -> RankChannel:
-    mesh, axes = channel.ir.mesh, channel.ir.axes
-    others = tuple(name for name, _ in mesh.axes if name not in axes)
-    return RankChannel(channel, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK), _condition(mesh, program))
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:

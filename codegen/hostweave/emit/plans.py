@@ -1,10 +1,14 @@
-"""Plans of matmuls: what they are made with, and their names."""
+"""Plans of matmuls and attention: what they are made with and prepared with, and the names of products."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hostweave.analysis.def_use import def_use
+from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
+from hostweave.emit.layout import braced
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
+from hostweave.host_ir.expr import Const
+from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
@@ -38,3 +42,47 @@ class Products:
 
 def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
     return *types, ends(i)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+EitherAttention = ir.Attention | ir.AttentionBackward
+Names = tuple[str, ...]
+Named = Sequence[tuple[str, str]]  # what buffers are, and their names
+
+
+def attention_made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
+    """The type of its elements, the pattern, and on how many streams it runs at once: what holds for every size."""
+    pattern = {
+        "scale": repr(i.scale) if i.scale != 1 else "",
+        "causal": i.diagonal is not None,
+        "window": str(i.window) if i.window else "",
+        "has_lse": bool(i.lse),
+        "has_lengths": bool(i.lengths),
+        "from_end": bool(i.corner),
+        "has_bias": bool(i.bias),
+        "is_packed": bool(i.offsets),
+        "blind_zeros": bool(blind),
+        "streams": str(streams) if streams > 1 else "",
+        "kernels": f"&hw::attention_{i.kernels}" if i.kernels else "",
+    }
+    words = [f".{name} = {'true' if value is True else value}" for name, value in pattern.items() if value]
+    return CUDA_TYPES[type.dtype.name], braced(words)
+
+
+def attention_prepared_with(
+    i: EitherAttention, operands: Names, beside: Named, type_of: Callable[[str], BufferType], integers: CppExprPrinter
+) -> Names:
+    """The shapes of its operands, the diagonal, and those of what lies beside, by what it is."""
+
+    def view(name: str) -> str:
+        return f"hw::Strided{integers.strided(type_of(name)).removeprefix('hw::Strided')}"
+
+    def sequences(name: str) -> str:
+        return integers.size(type_of(name).shape[-1] - Size(1))
+
+    shown = {"bias": view, "offsets": sequences, "bias_gradient": view}
+    fields = [f".{'sequences' if what == 'offsets' else what} = {shown[what](name)}" for what, name in beside if what in shown]
+    diagonal = [integers.expr(i.diagonal or Const(0))] if fields or i.diagonal not in (None, Const(0)) else []
+    shapes = (integers.strided(type_of(name)) for name in operands)
+    return (*shapes, *diagonal, *([braced(fields)] if fields else []))

@@ -1,7 +1,7 @@
 """Kernels beside those of pointwise ops and reductions: products of few rows, as hw::few_rows computes them, copies and fills."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hostweave.analysis.kernel_indices import iteration
 from hostweave.emit.cpp import CppExprPrinter, compute_type
@@ -93,10 +93,10 @@ class _Emitter(KernelEmitter):
         end = f"[&](int64_t {row}, int64_t {column}, const float (&{sums})[{len(products)}])"
         self.loops.head = f"hw::few_rows<{str(transposed).lower()}>({operands}, {end}"
         self.loops.launched_with = f"hw::grid_of_products({size(columns)}, {size(depth)})"
-        emitted = self.kernel(section.taken())
         element = f"const int64_t {self.loops.element} = {row} * {self.loops.integers.factor(columns)} + {column};"
-        emitted = replace(emitted, comments=tuple(map(str, kernel.ops)), indices=(element, *emitted.indices))
-        return replace(emitted, form=self.form(emitted))
+        emitted = Kernel(self, section.taken(), before=(element,))
+        emitted.comments = tuple(map(str, kernel.ops))
+        return emitted
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -23,20 +23,34 @@ from hostweave.host_ir.size_requirements import multiples
 from hostweave.types.size import Atom
 
 
-@dataclass(frozen=True)
 class Function:
     """A function of the program: a member function that enqueues."""
 
-    name: str
-    comment: str
-    params: tuple[str, ...]
-    members: tuple[str, ...]  # pointers to what its structs have
-    sizes: tuple[str, ...]  # all of the program's, or none where it names none
-    coordinates: tuple[Local, ...]
-    body: str
-    plan: str  # the name of the function that tells the arena what it allocates
-    memory: str
-    memory_sizes: tuple[str, ...]
+    def __init__(self, function: ir.HostProgram, context: ProgramContext):
+        emitter, integers = Emitter(function, context, function.name), context.integers
+        parameters, layers = (*function.inputs, *function.outputs), context.layers_at(function.name)
+        self.name, self.comment = context.functions[function.name], _signature(function)
+        self.body = emitter.body(function.body)
+        self.plan = context.memory_of[function.name]  # which tells the arena what it allocates
+        self.memory = arena_plan(emitter.steps, context)
+
+        def param(at: int, parameter: ir.Parameter) -> str:
+            if at in layers:
+                return f"const {layers[at].struct}& {layers[at].parameter}"
+            buffer = emitter.buffers[parameter.name]
+            name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
+            return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
+
+        self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
+        self.members = tuple(  # pointers to what its structs have
+            lay_out("argument", place=f"{each.parameter}.{each.members[member]}", buffer=emitter.buffers[parameters[at].name])
+            for each in dict.fromkeys(layers.values())
+            for at, member in sorted(each.taken.positions, key=lambda position: position[1])
+            if parameters[at].name in emitter.used
+        )
+        sizes = tuple(integers.sizes.values())  # all of the program's, or none where none is named
+        self.sizes, self.memory_sizes = (sizes if _words(text) & set(sizes) else () for text in (self.body, self.memory))
+        self.coordinates = _coordinates(integers, self.body)
 
 
 @dataclass(frozen=True)
@@ -49,14 +63,14 @@ class Text:
     file: str
 
 
-@dataclass(frozen=True)
 class UserFunction:
     """A function of the user, and the one that the CPU target has in its place."""
 
-    name: str
-    declaration: str
-    text: Text
-    cpu: Text | None
+    def __init__(self, source: UserKernel):
+        assert source.signature is not None
+        self.name, self.declaration = source.function, source.signature
+        self.text = _text(source.lines, source.location, source.function)
+        self.cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
 
 
 class Program:
@@ -71,7 +85,7 @@ class Program:
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
         self.context = context = ProgramContext(program, names, integers, structs)
-        self.functions = tuple(_function(function, context) for function in bodies(program)[:-1])
+        self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         self.body = emitter.body(program.body)
         self.inputs = inputs_of(flat, emitter)
@@ -89,7 +103,7 @@ class Program:
         told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
         self.memory = "".join(told) + arena_plan(emitter.steps, context)  # what prepare tells the arena
         self.kernels = tuple(context.kernels.values())
-        self.user_kernels = tuple(map(_user_kernel, {source.function: source for source in program.user_kernels}.values()))
+        self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
         self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
@@ -129,7 +143,8 @@ class Program:
         """What has outputs begin as the inputs that were donated for them."""
 
         def line(y: Argument) -> Words:
-            return f"{f'if ({y.on}) ' if y.on else ''}HW_CHECK(hw::take_over(", *y.memory, ", ", *y.place, f", sizeof({y.cpp}), caller));\n"
+            condition, size = f"if ({y.on}) " if y.on else "", f"sizeof({y.buffer.type.dtype.cpp})"
+            return f"{condition}HW_CHECK(hw::take_over(", *y.memory, ", ", *y.place, f", {size}, caller));\n"
 
         donated = groupby((y for y in self.outputs if y.memory), lambda y: y.place[0])  # those of a call together
         return rolled([tuple(word for y in of_call for word in line(y)) for _, of_call in donated], self.context.index)
@@ -196,40 +211,6 @@ def _ranks_of(channel: ChannelMember) -> str:
     return f"the {channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
 
 
-def _function(function: ir.HostProgram, context: ProgramContext) -> Function:
-    emitter = Emitter(function, context, function.name)
-    body, integers = emitter.body(function.body), context.integers
-    memory = arena_plan(emitter.steps, context)
-
-    layers = context.layers_at(function.name)
-    parameters = (*function.inputs, *function.outputs)
-
-    def param(at: int, parameter: ir.Parameter) -> str:
-        if at in layers:
-            return f"const {layers[at].struct}& {layers[at].side}"
-        buffer = emitter.buffers[parameter.name]
-        name = buffer.text if parameter.name in emitter.used else f"/*{buffer.text}*/"
-        return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
-
-    return Function(
-        name=context.functions[function.name],
-        comment=_signature(function),
-        params=(*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}"),
-        members=tuple(
-            lay_out("argument", place=f"{each.side}.{member}", buffer=emitter.buffers[parameters[at].name])
-            for each in dict.fromkeys(layers.values())
-            for at, member in zip(each.positions, each.members, strict=True)
-            if parameters[at].name in emitter.used
-        ),
-        sizes=tuple(integers.sizes.values()) if _words(body) & set(integers.sizes.values()) else (),
-        coordinates=_coordinates(integers, body),
-        body=body,
-        plan=context.memory_of[function.name],
-        memory=memory,
-        memory_sizes=tuple(integers.sizes.values()) if _words(memory) & set(integers.sizes.values()) else (),
-    )
-
-
 def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
     """The coordinates of this rank that a body names, computed once."""
     words = _words(body)
@@ -270,13 +251,6 @@ def _function_of(source: UserKernel) -> str:
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function
-
-
-def _user_kernel(source: UserKernel) -> UserFunction:
-    declaration = source.signature
-    assert declaration is not None
-    cpu = _text(source.cpu, source.cpu_location, source.function) if source.cpu else None
-    return UserFunction(source.function, declaration, _text(source.lines, source.location, source.function), cpu)
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:

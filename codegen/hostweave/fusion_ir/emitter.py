@@ -1,7 +1,5 @@
 """Ops that a pass adds: it says what they do, and their names, types and shardings follow."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Stream, Value

@@ -9,8 +9,8 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
+from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 
@@ -109,6 +109,12 @@ class Value:
     is_async: bool = False
     transport: str = ""
 
+    @property
+    def walked(self) -> Stream:
+        """The stream of a value that is made in a loop."""
+        assert self.stream is not None
+        return self.stream
+
     def __str__(self) -> str:
         """`%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`"""
         words = [f"%{self.name}: {self.type}", "pinned" * self.pinned, "async" * self.is_async, self.transport]
@@ -183,7 +189,7 @@ class Fusion:
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"
-        raise ProgramError(f"@{self.name}: a fusion is no function of arrays or tensors; {remedy}", Location.of_caller())
+        raise ProgramError.here(f"@{self.name}: a fusion is no function of arrays or tensors; {remedy}")
 
     def values(self) -> dict[str, Value]:
         """Every value by name, in order of definition."""

@@ -1,7 +1,5 @@
 """Attention over blocks of the keys: how the results of the blocks are joined, and where keys are gathered for one attention alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -15,8 +15,8 @@ from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.sharding import Axes, divides, layout, partial_axes, with_layout
 from hostweave.transports.transport import DEFAULT, find_transport
+from hostweave.types.blocks import Transfer, transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer, transfer
 from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 from hostweave.types.zigzag import Zigzag

@@ -1,6 +1,6 @@
 """Parses the text of fusions: `parse_fusion(str(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -13,33 +13,29 @@ from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.transports.transport import NAMES
+from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
 from hostweave.types.text import Reader
 
 T = TypeVar("T")
+Defined = TypeVar("Defined", UserKernel, Fusion)
 
 
 def parse_fusion(text: str) -> Fusion:
     """The fusion that `text` prints. Raises ParseError with line and column, ProgramError with the line where the program means nothing."""
-    reader = Reader(text)
-    user_kernels: dict[str, UserKernel] = {}
-    while reader.peek() == "user_kernel":
-        reader.take()
-        at = reader.at + 1
-        user_kernel = parse_user_kernel(reader)
-        if user_kernel.name in user_kernels:
-            reader.fail(f"user_kernel @{user_kernel.name} is defined twice; rename one", at)
-        user_kernels[user_kernel.name] = user_kernel
-    functions: dict[str, Fusion] = {}
-    while reader.peek() == "function":
-        at = reader.at + 2
-        function = _parse_body(reader, "function", functions, user_kernels)
-        if function.name in functions:
-            reader.fail(f"function @{function.name} is defined twice; rename one", at)
-        functions[function.name] = function
+    reader, user_kernels, functions = Reader(text), dict[str, UserKernel](), dict[str, Fusion]()
+
+    def define(into: dict[str, Defined], word: str, parse: Callable[[], Defined]) -> None:
+        at, made = reader.at + 1, parse()
+        if made.name in into:
+            reader.fail(f"{word} @{made.name} is defined twice; rename one", at)
+        into[made.name] = made
+
+    reader.repeated("user_kernel", lambda: define(user_kernels, "user_kernel", lambda: parse_user_kernel(reader)))
+    reader.repeated("function", lambda: define(functions, "function", lambda: _parse_body(reader, "function", functions, user_kernels)))
+    reader.expect("fusion")
     fusion = _parse_body(reader, "fusion", functions, user_kernels)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
@@ -49,7 +45,6 @@ def parse_fusion(text: str) -> Fusion:
 
 
 def _parse_body(reader: Reader, word: str, functions: Mapping[str, Fusion], user_kernels: Mapping[str, UserKernel]) -> Fusion:
-    reader.expect(word)
     name = reader.global_name(f"the {word}")
     inputs = reader.enclosed(lambda: Value(*reader.typed_name(), pinned=True))
     mesh = reader.mesh() if reader.peek() == "mesh" else Mesh()

@@ -11,8 +11,8 @@ from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
+from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.routes import Transfer
 from hostweave.types.tensor import TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 

@@ -42,6 +42,7 @@ class Builder:
         self._program, self._channels = program, channels  # those of all bodies of the program, by name
         self.transport = find_transport(transport)  # of channels, but for loops that state another one
         self.types: dict[str, BufferType] = {}
+        self.events: list[ir.Events] = []
         self.location: Location | None = None  # of the op that is being lowered
         self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
         self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
@@ -60,6 +61,11 @@ class Builder:
     def name(self, wanted: str) -> str:
         """`wanted`, or with a number after it where that is taken."""
         return claim_unique(wanted, self._taken)
+
+    def new_events(self, wanted: str, count: int = 1) -> str:
+        """The name of so many events, with a number where it is taken."""
+        self.events.append(ir.Events(unique_name(wanted, {pool.name for pool in self.events}), count))
+        return self.events[-1].name
 
     def loop_index(self) -> str:
         """Of a loop in the present body: i, in that j, k, l, then i_2 and so on."""

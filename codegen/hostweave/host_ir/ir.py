@@ -144,6 +144,22 @@ class Events:
     __str__ = Streams.__str__
 
 
+P = ParamSpec("P")
+
+
+def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
+    """`compute`, run once a program: what it finds is kept with the program, which never changes, and is not to be changed either."""
+
+    def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
+        key = compute, args, tuple(kwargs.items())
+        if key not in known:
+            known[key] = compute(program, *args, **kwargs)
+        return known[key]
+
+    return once
+
+
 @dataclass(frozen=True)
 class HostProgram:
     name: str
@@ -208,35 +224,15 @@ class HostProgram:
         """The inputs and outputs that lie in windows."""
         return tuple(p.name for p in (*self.inputs, *self.outputs) if p.in_window)
 
+    @analysis
     def symbols(self) -> tuple[str, ...]:
         """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
-        return _symbols(self)
+        shapes = [size for p in (*self.inputs, *self.outputs) for size in p.type.shape]
+        return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
 
 def _listed(items: Iterable[object]) -> str:
     return ", ".join(map(str, items))
-
-
-P = ParamSpec("P")
-
-
-def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
-    """`compute`, run once a program: what it finds is kept with the program, which never changes, and is not to be changed either."""
-
-    def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
-        key = compute, args, tuple(kwargs.items())
-        if key not in known:
-            known[key] = compute(program, *args, **kwargs)
-        return known[key]
-
-    return once
-
-
-@analysis
-def _symbols(program: HostProgram) -> tuple[str, ...]:
-    shapes = [size for p in (*program.inputs, *program.outputs) for size in p.type.shape]
-    return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:

@@ -72,7 +72,6 @@ class Instruction:
     in_window: ClassVar[bool] = False  # what it allocates is memory that peers read and write
     at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
     not_at_root: ClassVar[str] = ""  # and the one that only the others do
-    takes_block: ClassVar[bool] = False  # of what each rank sends, a rank gets the block of its number in the process group
     in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 

@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.torch.compiled import CompiledModule as CompiledModule
 from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.exported import exported
-from hostweave.torch.graph import read
+from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import layouts, mesh_of
@@ -90,14 +91,16 @@ def compile(
     graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed)
     graph.traced = how
     first = next(iter(module.parameters()), None)
-    target = target or ("cuda" if first is not None and first.is_cuda else "cpu")
-    options = options or Options()
+    target, options = target or ("cuda" if first is not None and first.is_cuda else "cpu"), options or Options()
     name = snake_case(type(module).__name__)
+
+    def program_of(graph: Graph, end: str = "") -> Program:
+        return compile_program(traced(graph, f"{name}{end}", options), target=target, options=options)
+
     if training:
         wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))]
         joint = joint_of(graph, wanted, optimizer is not None)
         if optimizer is not None:
-            return TrainingStep(module, graph_of, joint, name, target, options, optimizer)
-        return TrainingModule(module, graph_of, joint, name, target, options)
-    program = compile_program(traced(graph, name, options), target=target, options=options)
-    return CompiledModule(module, graph_of, graph, program)
+            return TrainingStep(module, graph_of, joint, program_of, optimizer)
+        return TrainingModule(module, graph_of, joint, program_of)
+    return CompiledModule(module, graph_of, graph, program_of(graph))

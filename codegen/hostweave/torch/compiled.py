@@ -18,7 +18,6 @@ from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
 from hostweave.torch.graph import Graph
-from hostweave.types.tensor import shard
 
 
 class Copied(NamedTuple):
@@ -42,14 +41,24 @@ class Part:
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
         self._bound: dict[int | None, tuple[Program, list[Copied]]] = {}  # by rank of the group, None for all ranks in this process
 
-    def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> tuple[torch.Tensor, ...]:
-        """The results for this rank's blocks, or for global tensors where all ranks are in this process."""
+    def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
+        """What the graph returns for this rank's blocks, or for global tensors where all ranks are in this process."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         self._renew(copies, rank)
         given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
-        made = program(**given, group=group) if group else program.run(**given)
-        return made if isinstance(made, tuple) else (made,)
+        return self.values(program(**given, group=group) if group else program.run(**given))
+
+    def values(self, made: Any) -> list[Any]:
+        """What the graph returns: results of the program, constants, and what is neither, such as None."""
+        known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
+
+        def value(node: Any) -> Any:  # which may be returned twice, with two shardings
+            if not isinstance(node, Node):
+                return node
+            return known[node] if node in known else next(results)
+
+        return list(map(value, self.graph.returned))
 
     def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Callable[[], None]]:
         """A call of this rank as a graph, and what is called before each launch of it."""
@@ -87,7 +96,7 @@ class Part:
         tensor: Any = held.detach()
         if isinstance(tensor, DTensor):
             return tensor.full_tensor() if rank is None else tensor.to_local()
-        block: Any = tensor if rank is None else shard(self.graph.input_types[name], tensor, rank, self.graph.mesh)
+        block: Any = tensor if rank is None else self.graph.input_types[name].shard(tensor, rank, self.graph.mesh)
         return block  # type: ignore[no-any-return]
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
@@ -122,7 +131,7 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
-        return self._of_results(self._part(self._checked(args, kwargs), current_group()))
+        return self._rebuilt(self._part(self._checked(args, kwargs), current_group()))
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
         """A call with these arguments as a CUDA graph: a callable that launches it, and returns what the module returns.
@@ -138,11 +147,11 @@ class CompiledModule:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
         call, renew = self._part.capture(arrays, group)
-        returned = self._of_results(call.outputs if isinstance(call.outputs, tuple) else (call.outputs,))
+        returned = self._rebuilt(self._part.values(call.outputs))
 
         def launch(stream: Any) -> None:
             renew()
-            call(stream)
+            call(stream=stream)
 
         return Captured(launch, arrays, lambda: returned)
 
@@ -155,11 +164,6 @@ class CompiledModule:
             )
         self._expect_unchanged()
         return {name: leaf.detach() for name, leaf in self._arrays(args, kwargs).items()}
-
-    def _of_results(self, made: Sequence[torch.Tensor]) -> Any:
-        """What the module returns, of the results of the program."""
-        results = iter(made)
-        return self._returned({node: next(results) for node in self._graph.outputs if node not in self._graph.constants})
 
     @property
     def traced(self) -> Mapping[str, str]:
@@ -177,7 +181,9 @@ class CompiledModule:
     def _returned(self, made: Mapping[Node, Any]) -> Any:
         """What the module returns, of the values of the graph's nodes."""
         known = {**self._graph.constants, **made}
-        leaves = [known[node] if isinstance(node, Node) else node for node in self._graph.returned]
+        return self._rebuilt([known[node] if isinstance(node, Node) else node for node in self._graph.returned])
+
+    def _rebuilt(self, leaves: list[Any]) -> Any:
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:

@@ -7,7 +7,7 @@ derivative are copied for the others once both are traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class _First:
     path: str
     number: int
     derivative: int
-    differentiable: list[int]  # the places of the results that have gradients
-    reached: list[int]  # the places of the arguments that these depend on by what has gradients
+    differentiable: list[int] = field(default_factory=list)  # the places of the results that have gradients
+    reached: list[int] = field(default_factory=list)  # the places of the arguments that these depend on by what has gradients
 
 
 class Derivatives:
@@ -44,18 +44,20 @@ class Derivatives:
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
         """What a layer gives for these arguments, with gradients."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
-        if key in self._firsts:
-            made: Sequence[torch.Tensor] = _StandIn.apply(self._firsts[key], layer.path, *taken)  # type: ignore[no-untyped-call]
-            return made
-        first = self._firsts[key] = _First(layer.path, next(numbers), next(numbers), [], [])
-        begun = _Begin.apply(first, *taken)  # type: ignore[no-untyped-call]
+        if first := self._firsts.get(key):
+
+            def stand_in(given: list[Any], number: int) -> Any:
+                return ops.layer(given, [], number, layer.path)
+
+            return _applied(stand_in, stand_in, first, first.differentiable, first.reached, first.differentiable, taken)
+        first = self._firsts[key] = _First(layer.path, next(numbers), next(numbers))
+        begun = _applied(_begin, ops.layer_ends, first, first.reached, first.reached, _with_gradients(taken), taken)
         results = compute(*begun)
-        first.differentiable = [place for place, one in enumerate(results) if one.requires_grad]
-        first.reached = _reached(results, begun)
+        first.differentiable += _with_gradients(results)
+        first.reached += _reached(results, begun)
         results_of[first.number] = list(map(laid_out, results))
         results_of[first.derivative] = [laid_out(taken[place]) for place in first.reached]
-        made = _End.apply(first, *results)  # type: ignore[no-untyped-call]
-        return made
+        return _applied(ops.layer_ends, _begin, first, first.differentiable, first.differentiable, first.differentiable, results)
 
     def write_out(self, graph: FxGraph) -> None:
         """Copies the nodes of firsts, and of their derivatives, for the others."""
@@ -88,58 +90,40 @@ def _reached(results: Sequence[torch.Tensor], begun: Sequence[torch.Tensor]) -> 
     return sorted(found)
 
 
-def _at(places: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
-    of = dict(zip(places, values, strict=True))
-    return [of.get(place) for place in range(count)]
+def _with_gradients(values: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those that have gradients."""
+    return [place for place, one in enumerate(values) if one.requires_grad]
 
 
-class _Begin(torch.autograd.Function):
-    """The arguments of a layer, and the end of its derivative."""
+def _begin(taken: list[Any], number: int) -> Any:
+    return ops.layer_begins(taken, [], number)
 
+
+Places = list[int]
+Op = Callable[[list[Any], int], Any]  # of values, and the number of what is traced
+
+
+def _applied(
+    op: Op, derivative: Op, first: _First, given: Places, made: Places, differentiable: Places, values: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What an op of a layer gives; in its derivative another op takes the gradients of the results at the places `given`, and makes those
+    of the values at the places `made`."""
+    results: Sequence[torch.Tensor] = _Applied.apply(op, derivative, first, given, made, differentiable, *values)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _Applied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: _First, *taken: torch.Tensor) -> Any:
-        ctx.first, ctx.count = first, len(taken)
-        made = tuple(ops.layer_begins(list(taken), [], first.number))
-        ctx.mark_non_differentiable(*(one for one, of in zip(made, taken, strict=True) if not of.requires_grad))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        first = ctx.first
-        made = ops.layer_ends([gradients[place] for place in first.reached], first.derivative)
-        return None, *_at(first.reached, made, ctx.count)
-
-
-class _End(torch.autograd.Function):
-    """The results of a layer, and the beginning of its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, first: _First, *results: torch.Tensor) -> Any:
-        ctx.first, ctx.count = first, len(results)
-        made = tuple(ops.layer_ends(list(results), first.number))
-        ctx.mark_non_differentiable(*(one for place, one in enumerate(made) if place not in first.differentiable))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        first = ctx.first
-        made = ops.layer_begins([gradients[place] for place in first.differentiable], [], first.derivative)
-        return None, *_at(first.differentiable, made, ctx.count)
-
-
-class _StandIn(torch.autograd.Function):
-    """A layer that computes the same as the first, and its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, first: _First, path: str, *taken: torch.Tensor) -> Any:
-        ctx.first, ctx.path, ctx.count = first, path, len(taken)
-        made = tuple(ops.layer(list(taken), [], first.number, path))
-        ctx.mark_non_differentiable(*(one for place, one in enumerate(made) if place not in first.differentiable))
-        return made
+    def forward(
+        ctx: Any, op: Op, derivative: Op, first: _First, given: Places, made: Places, differentiable: Places, *values: torch.Tensor
+    ) -> Any:
+        ctx.derivative, ctx.first, ctx.given, ctx.made, ctx.count = derivative, first, given, made, len(values)
+        results = tuple(op(list(values), first.number))
+        ctx.mark_non_differentiable(*(one for place, one in enumerate(results) if place not in differentiable))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        first = ctx.first
-        given = [gradients[place] for place in first.differentiable]
-        made = ops.layer(given, [], first.derivative, ctx.path)
-        return None, None, *_at(first.reached, made, ctx.count)
+        found = ctx.derivative([gradients[place] for place in ctx.given], ctx.first.derivative)
+        of = dict(zip(ctx.made, found, strict=True))
+        return *(None for _ in range(6)), *(of.get(place) for place in range(ctx.count))

@@ -20,32 +20,16 @@ from hostweave.torch.ops import ops
 from hostweave.torch.repeats import Repeats
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
-KEPT = [
-    "linear",
-    "scaled_dot_product_attention",
-    "layer_norm",
-    "rms_norm",
-    "gelu",
-    "silu",
-    "softmax",
-    "log_softmax",
-    "matmul",
-    "embedding",
-    "cross_entropy_loss",
-    "conv2d",
-    "dropout",
-    "split",
-    "chunk",
-    "stack",
-    "cumsum",
-    "one_hot",
-]
+_KEPT = """
+linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss conv2d dropout
+split chunk stack cumsum one_hot
+"""
 
 
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
 ) -> tuple[ExportedProgram, dict[str, str]]:
-    """The graph of the module for these inputs, functional and in core ATen but for `KEPT`, and which layers were traced, by path.
+    """The graph of the module for these inputs, functional and in core ATen but for `_KEPT`, and which layers were traced, by path.
 
     With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops. Raises ProgramError.
     """
@@ -78,9 +62,9 @@ def exported(
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Those of torch.export, but for `KEPT`."""
+    """Those of torch.export, but for `_KEPT`."""
     table = default_decompositions()
-    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in KEPT}
+    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
 
 
 @contextmanager

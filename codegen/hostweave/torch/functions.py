@@ -6,10 +6,8 @@ known only at a call are numbers meanwhile that nothing else is likely to give.
 
 from __future__ import annotations
 
-import linecache
 import operator
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import prod
@@ -22,15 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
-from hostweave.base.errors import Location, ProgramError, is_of_package, stated_location
+from hostweave.base.errors import Location, ProgramError, stated_location
 from hostweave.fusion_ir.frontend.remedies import instead_of
-from hostweave.torch.aten import TABLE, Result
+from hostweave.torch.aten import computed
 from hostweave.torch.aten.table import torch_dtype
 from hostweave.torch.exported import decompositions
-from hostweave.torch.graph import is_known
-from hostweave.torch.patterns import op_of
+from hostweave.torch.graph import is_known, op_of
 
-_PLACES = ("layout", "device", "pin_memory", "memory_format", "dtype")  # of which the result says all
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _TORCH = str(Path(torch.__file__).parent)
 _SMOOTH = 48  # a size that is split into 2, 3, 4, 6, 8 and so on stays whole
@@ -41,7 +37,7 @@ _TAKE_SIZES = ("slice", "select", "arange", "split", "view", "expand", "_unsafe_
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function of torch gives for tensors of a fusion. Raises ProgramError, with the user's line, where there is nothing like it."""
     name = _name(function)
-    with stated_location(_location()):
+    with stated_location(Location.of_caller(_TORCH)):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -137,9 +133,7 @@ def _computed(node: Any, values: Mapping[Node, Any], sizes: _Sizes, anything: hw
     args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
     if node.target is operator.getitem:
         return args[0][args[1]]
-    results = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    result = Result(tuple(value.dtype for value in results), tuple(map(sizes.shape, results)), anything)
-    return TABLE[op_of(node)](result, *args, **{key: value for key, value in kwargs.items() if key not in _PLACES})
+    return computed(op_of(node), node, args, kwargs, sizes.shape, anything)
 
 
 def _nodes(recorded: GraphModule, op: str) -> Iterator[Any]:
@@ -147,7 +141,7 @@ def _nodes(recorded: GraphModule, op: str) -> Iterator[Any]:
 
 
 def _refused(name: str, why: str) -> ProgramError:
-    return ProgramError(f"{name}: {why}", _location())
+    return ProgramError(f"{name}: {why}", Location.of_caller())
 
 
 def _name(function: Any) -> str:
@@ -156,12 +150,3 @@ def _name(function: Any) -> str:
     functional = getattr(torch.nn.functional, name, None)
     module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"
     return f"{module}.{re.sub('^__(get)?|__$', '', name) or name}"
-
-
-def _location() -> Location:
-    """The innermost frame outside of this package and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (is_of_package(frame) or frame.f_code.co_filename.startswith(_TORCH)):
-        frame = frame.f_back
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    return Location(Path(path).name, line, linecache.getline(path, line, frame.f_globals))

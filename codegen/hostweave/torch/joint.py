@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections import ChainMap, Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,9 @@ from torch.utils import _pytree as pytree
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
-from hostweave.torch.graph import Graph, Origin, modules_of, name_of
+from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.layers import Layer
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
-from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.plan import Axes, Layouts, text_of
 from hostweave.types.tensor import TensorType
 
@@ -65,6 +65,7 @@ class Joint:
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
         graph.results = [*self._of_results, *(None for _ in self.saved)]
+        graph.labels = [*(["y"] if len(self.results) == 1 else ("" for _ in self.results)), *self.saved.values()]
         return graph
 
     def step_graph(self) -> Graph:
@@ -76,8 +77,8 @@ class Joint:
                 origins[node] = Origin("constant", node.name, torch.ones(of.shape, dtype=of.dtype, device=of.device))
         graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
-        graph.results = [*self._of_results, *(self.axes_of(origin) for _, origin in given)]
-        graph.placed = {node: self.axes_of(origin) for node, origin in given}
+        of_gradients, graph.placed = self._of_gradients(given)
+        graph.results = [*self._of_results, *of_gradients]
         return graph
 
     @property
@@ -97,22 +98,28 @@ class Joint:
         tangents = [one for one, has in zip(axes, self.differentiable, strict=False) if has]
         stated.update({f"tangents_{number + 1}": one for number, one in enumerate(tangents)})
         of_name = {node.name: node for node in origins}
-        for saved, name, one in zip(self.saved, _names_of(self.saved), axes[len(self.results) :], strict=True):
+        for (saved, name), one in zip(self.saved.items(), axes[len(self.results) :], strict=True):
             node, stated[name] = of_name[saved.name], one
+            del origins[node]  # so that they stand in their order, behind the others
             origins[node] = Origin("argument", name) if one is not None else Origin("constant", name, forward.constants[saved])
         layouts = self._layouts()
         inputs = {**layouts.inputs, **{name: one for name, one in stated.items() if one is not None}}
         graph = Graph(self.backward.graph, origins, replace(layouts, inputs=inputs), self.outer.mesh)
-        given = list(zip(graph.returned, self.origins, strict=True))
-        graph.results = [self.axes_of(origin) for node, origin in given if isinstance(node, Node)]
-        graph.placed = {node: self.axes_of(origin) for node, origin in given if isinstance(node, Node)}
+        given = [(node, origin) for node, origin in zip(graph.returned, self.origins, strict=True) if isinstance(node, Node)]
+        graph.results, graph.placed = self._of_gradients(given)
+        graph.labels = [name_of(f"gradient.{origin.name}") for _, origin in given]
         return graph
 
+    def _of_gradients(self, given: list[tuple[Node, Origin]]) -> tuple[list[Axes | None], dict[Node, Axes]]:
+        """The shardings of gradients, and those that are given where they are made. What layers pass on is placed behind the first."""
+        placed = {node: self.axes_of(origin) for node, origin in given if origin.kind == "parameter"}
+        return [self.axes_of(origin) for _, origin in given], placed
+
     @cached_property
-    def saved(self) -> list[Node]:
-        """The nodes of the forward graph that the backward graph takes."""
+    def saved(self) -> dict[Node, str]:
+        """The nodes of the forward graph that the backward graph takes, and their names."""
         (output,) = (node for node in self.forward.graph.nodes if node.op == "output")
-        return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
+        return _in_rows(_named([node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]))
 
     def source_of(self, node: Node) -> int | None:
         """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
@@ -329,10 +336,10 @@ def _simplify(made: GraphModule) -> None:
     made.recompile()
 
 
-def _names_of(saved: list[Node]) -> list[str]:
+def _named(saved: list[Node]) -> dict[Node, str]:
     """Names for saved values: those of layers that repeat have the layer's number last, as arrays of structs have them."""
     counts: Counter[str] = Counter()
-    names = []
+    names = {}
     for node in saved:
         path = next(reversed(modules_of(node)), "")
         made: Any = node.args[0] if node.target is operator.getitem else node
@@ -340,5 +347,19 @@ def _names_of(saved: list[Node]) -> list[str]:
         counts[base] += 1
         words = base.split("_")
         at = next((i for i in range(len(words), 0, -1) if not words[i - 1].isdigit()), len(words))
-        names.append("_".join([*words[:at], *([f"v{counts[base]}"] if counts[base] > 1 else []), *words[at:]]))
+        names[node] = "_".join([*words[:at], *([f"v{counts[base]}"] if counts[base] > 1 else []), *words[at:]])
     return names
+
+
+def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
+    """What all layers save, one layer after the other, and then what only some do."""
+    found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
+    kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
+    counts = Counter(kinds.values())
+    most = max(counts.values(), default=0)
+
+    def place(node: Node) -> tuple[str, int]:
+        match = found[node]
+        return kinds[node] if counts[kinds[node]] < most else "", int(match[1]) if match else 0
+
+    return {node: names[node] for node in sorted(names, key=place)}

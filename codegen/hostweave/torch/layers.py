@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
@@ -13,8 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hostweave.base.names import unique_name
-from hostweave.torch.graph import Graph
-from hostweave.torch.patterns import op_of
+from hostweave.torch.graph import Graph, op_of
 
 
 @dataclass(eq=False)
@@ -28,6 +30,12 @@ class Layer:
     results: list[Node]
     like: Layer | None = None  # the first of those that compute the same
     chain: list[Node | None] = field(default_factory=list)  # of each argument, the result that takes its place in the next layer
+
+    @property
+    def taken(self) -> list[tuple[Node, Node | None]]:
+        """Each argument, and the result of the first layer that others like it have in its place."""
+        assert self.like is not None
+        return list(zip(self.arguments, self.like.chain, strict=True))
 
 
 def repeated_layers(graph: Graph) -> list[Layer]:
@@ -46,7 +54,7 @@ def repeated_layers(graph: Graph) -> list[Layer]:
         layer = _layer(graph, path, nodes)
         layer.like = firsts.setdefault(_signature(graph, layer), layer)
         layers.append(layer)
-    repeated = [layer for layer in layers if sum(other.like is layer.like for other in layers) > 1]
+    repeated = alike(layers)
     taken: dict[str, None] = {}
     made = {result: (layer.like, number) for layer in layers for number, result in enumerate(layer.results)}
     for layer in repeated:
@@ -58,6 +66,12 @@ def repeated_layers(graph: Graph) -> list[Layer]:
             layer.name = unique_name(layer.name, taken)
             taken[layer.name] = None
     return repeated
+
+
+def alike(layers: list[Layer]) -> list[Layer]:
+    """Those that compute the same as others."""
+    counts = Counter(id(layer.like) for layer in layers)
+    return [layer for layer in layers if counts[id(layer.like)] > 1]
 
 
 class _Path(NamedTuple):
@@ -97,19 +111,16 @@ def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
             key: {of for node in of_key for a in node.all_input_nodes if (of := groups.get(a, a)) in members and of != key}
             for key, of_key in members.items()
         }
-        after: dict[Any, list[Any]] = {key: [] for key in members}
-        for key, others in before.items():
-            for other in others:
-                after[other].append(key)
-        ready = [first[key] for key in members if not before[key]]
+        sorter = TopologicalSorter(before)
+        with suppress(CycleError):  # what is before a cycle can be sorted all the same
+            sorter.prepare()
+        ready, sorted_ = [first[key] for key in sorter.get_ready()], list[Any]()
         heapify(ready)
-        sorted_: list[Any] = []
         while ready:
             sorted_.append(key := order[heappop(ready)])
-            for other in after[key]:
-                before[other].discard(key)
-                if not before[other]:
-                    heappush(ready, first[other])
+            sorter.done(key)
+            for other in sorter.get_ready():
+                heappush(ready, first[other])
         if len(sorted_) == len(members):
             return [node for key in sorted_ for node in members[key]]
         done = set(sorted_)
@@ -149,7 +160,7 @@ def _signature(graph: Graph, layer: Layer) -> object:
     types = graph.input_types
     return (
         tuple((op_of(node), str(pytree.tree_map_only(Node, of, (node.args, node.kwargs)))) for node in layer.nodes),
-        tuple(str(types[graph.names[node]] if node in graph.names else graph.type_of(node)) for node in layer.arguments),
+        tuple(str(types[graph.names[node]] if graph.is_held(node) else graph.type_of(node)) for node in layer.arguments),
         tuple((number[node], graph.placed.get(node)) for node in layer.results),
         tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
         tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) in graph.bound),

@@ -7,7 +7,7 @@ they are traced by AOTAutograd, and compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,26 @@ def _op(schema: str, shapes: Callable[..., Any], backward: Callable[..., Gradien
     """Defines an op: what it makes of fake tensors, its gradients, and which of inputs and output these need."""
     name = f"hostweave::{schema.partition('(')[0]}"
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        kept = saved(inputs, output)
-        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in kept]
-        ctx.save_for_backward(*(value for value in kept if isinstance(value, torch.Tensor)))
-        ctx.others = [value for value in kept if not isinstance(value, torch.Tensor)]
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        keep(ctx, saved(inputs, output))
 
     def gradients(ctx: Any, *given: torch.Tensor) -> Gradients:
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        return backward(ctx.needs_input_grad, given[0], *(next(tensors) if one else next(others) for one in ctx.is_tensor))
+        return backward(ctx.needs_input_grad, given[0], *kept(ctx))
 
     LIBRARY.define(schema)
     LIBRARY.impl(name, shapes, "Meta")
-    torch.library.register_autograd(name, gradients, setup_context=keep, lib=LIBRARY)
+    torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
+
+
+def keep(ctx: Any, values: Sequence[Any]) -> None:
+    """Keeps tensors and other values for a derivative, which `kept` gives back."""
+    ctx.save_for_backward(*(value for value in values if isinstance(value, torch.Tensor)))
+    ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in values]
+
+
+def kept(ctx: Any) -> list[Any]:
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if other is None else other[0] for other in ctx.others]
 
 
 def _inputs(inputs: tuple[Any, ...], _: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """The sharding plan of a module: which mesh axes shard each parameter, input and module output, by name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -42,29 +42,43 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     An entry that matches nothing, two that state different shardings of one tensor, and words that fit no tensor raise ProgramError.
     """
     found = Layouts()
-    for name, parameter in _tensors(module):
+    tensors = dict(tensors_of(module))
+    for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = _of_placements(parameter, mesh, name)
     stated: dict[str, str] = {}  # the entry that said it
     modules = {name: part for name, part in module.named_modules() if name}
-    tensors = dict(_tensors(module))
+
+    def state(kind: str, name: str, layout: Axes, pattern: str) -> None:
+        count = tensors[name].ndim if kind == "parameters" else dims.get(name)
+        if count is not None and len(layout) != count:
+            raise ProgramError(
+                f'plan: "{pattern}" states {len(layout)} dims, and {name} has {count}; write one of "tp" and "-" for each dim'
+            )
+        known = getattr(found, kind)
+        if (before := known.get(name, layout)) != layout:
+            by = f'"{stated[name]}"' if name in stated else "its DTensor"
+            ways = f'"{text_of(before)}" by {by} and as "{text_of(layout)}" by "{pattern}"'
+            raise ProgramError(f"plan: {name} is sharded as {ways}; keep one")
+        known[name], stated[name] = layout, pattern
+
     for pattern, value in plan.items():
         if isinstance(value, ParallelStyle):
-            names = _matching(pattern, modules, "modules")
-            for name in names:
-                for of, layout in _of_style(value, name, modules[name], _axis(pattern, mesh)):
-                    _state(found, of, layout, pattern, stated, tensors, dims)
+            for name in _matching(pattern, modules, "modules"):
+                for kind, of, layout in _of_style(value, name, modules[name], _axis(pattern, mesh)):
+                    state(kind, of, layout, pattern)
             continue
         if not isinstance(value, str):
             raise ProgramError(f'plan: "{pattern}": {value!r} is neither text such as "tp, -" nor a ParallelStyle of torch')
         for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
             kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
-            _state(found, (kind, name), _of_text(value, pattern, mesh), pattern, stated, tensors, dims)
+            state(kind, name, _of_text(value, pattern, mesh), pattern)
     found.data = {axis for axes in found.inputs.values() for of in axes[:1] for axis in of if axis != "tp"}
     return found
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[str, Any]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its parameters and buffers, by every name that they have."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -83,29 +97,6 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
         remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names[:5])}, ..."
         raise ProgramError(f'plan: "{pattern}" matches none of the {what}; {remedy}')
     return matching
-
-
-def _state(
-    found: Layouts,
-    of: tuple[str, str],
-    layout: Axes,
-    pattern: str,
-    stated: dict[str, str],
-    tensors: Mapping[str, Any],
-    dims: Mapping[str, int],
-) -> None:
-    kind, name = of
-    count = tensors[name].ndim if kind == "parameters" else dims.get(name)
-    if count is not None and len(layout) != count:
-        raise ProgramError(f'plan: "{pattern}" states {len(layout)} dims, and {name} has {count}; write one of "tp" and "-" for each dim')
-    known = getattr(found, kind)
-    if known.get(name, layout) != layout:
-        other = stated.get(name)
-        by = f'"{other}"' if other else "its DTensor"
-        raise ProgramError(
-            f'plan: {name} is sharded as "{text_of(known[name])}" by {by} and as "{text_of(layout)}" by "{pattern}"; keep one'
-        )
-    known[name], stated[name] = layout, pattern
 
 
 def text_of(layout: Axes) -> str:
@@ -145,23 +136,23 @@ def _placed(placement: Any, dims: int, axis: str) -> Axes | None:
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
-def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[tuple[str, str], Axes]]:
-    """What a style of torch.distributed.tensor.parallel states of a module. What it leaves at its default is inferred."""
+def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, Axes]]:
+    """What a style of torch.distributed.tensor.parallel states of a module, by name. What it leaves at its default is inferred."""
     dims = 3  # [batch, sequence, features], as torch's layouts of activations are written
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise ProgramError(f"plan: {name} is a {type(module).__name__}, and {type(style).__name__} is for Linear and Embedding")
-        yield ("parameters", f"{name}.weight"), tuple((axis,) if i == sharded else () for i in range(2))
+        yield "parameters", f"{name}.weight", tuple((axis,) if i == sharded else () for i in range(2))
         if getattr(module, "bias", None) is not None:
-            yield ("parameters", f"{name}.bias"), ((axis,) if isinstance(style, ColwiseParallel) else (),)
+            yield "parameters", f"{name}.bias", ((axis,) if isinstance(style, ColwiseParallel) else (),)
         natural = Shard(-1) if isinstance(style, ColwiseParallel) else Replicate()
         (layout,) = style.output_layouts
         if layout != natural and (placed := _placed(layout, dims, axis)):
-            yield ("outputs", name), placed
+            yield "outputs", name, placed
     elif isinstance(style, SequenceParallel):
         if placed := _placed(style.sequence_sharding[0], dims, axis):
-            yield ("outputs", name), placed
+            yield "outputs", name, placed
     elif not isinstance(style, PrepareModuleInput):  # whose reshards are inferred
         raise ProgramError(
             f"plan: {name}: {type(style).__name__} is not supported; use ColwiseParallel, RowwiseParallel, SequenceParallel, "

@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from hostweave.torch.ops import LIBRARY, ops
+from hostweave.torch.plan import tensors_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # which `_structure` compares
@@ -175,7 +176,7 @@ def _tensors(leaves: list[Any]) -> list[torch.Tensor]:
 
 
 def _own(layer: nn.Module) -> list[torch.Tensor]:
-    return [tensor for _, tensor in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))]
+    return [tensor for _, tensor in tensors_of(layer)]
 
 
 def _rebuilt(made: list[torch.Tensor], returned: list[Any], spec: Any) -> Any:
@@ -183,7 +184,7 @@ def _rebuilt(made: list[torch.Tensor], returned: list[Any], spec: Any) -> Any:
 
 
 def _described(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return *laid_out(tensor), tensor.device
 
 
 def _call_of(leaves: list[Any], spec: Any) -> object | None:
@@ -202,9 +203,10 @@ def _call_of(leaves: list[Any], spec: Any) -> object | None:
 def _structure(layer: nn.Module) -> object:
     """The classes and tensors of a layer, and which tensors are the same."""
     modules = [(path, type(part)) for path, part in layer.named_modules(remove_duplicate=False)]
-    named = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
     places: dict[int, int] = {}
-    tensors = [(name, *_described(one), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(named)]
+    tensors = [
+        (name, *_described(one), one.requires_grad, places.setdefault(id(one), n)) for n, (name, one) in enumerate(tensors_of(layer))
+    ]
     return modules, tensors
 
 

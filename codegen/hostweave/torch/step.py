@@ -11,17 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 
 import hostweave as hw
-from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.names import unique_name
-from hostweave.options import Options
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.aten import cast
-from hostweave.torch.compiled import Part, tensor_of
+from hostweave.torch.compiled import tensor_of
 from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
-from hostweave.torch.trace import traced
-from hostweave.torch.training import Differentiated
+from hostweave.torch.training import Compile, Differentiated
 from hostweave.types.tensor import TensorType
 
 _UNUSED = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -58,23 +55,11 @@ class TrainingStep(Differentiated):
     are read from the optimizer at each call. Otherwise it is a CompiledModule.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        exported: ExportedProgram,
-        joint: Joint,
-        name: str,
-        target: str,
-        options: Options,
-        optimizer: torch.optim.Optimizer,
-    ):
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile, optimizer: torch.optim.Optimizer):
         self._joint, self._optimizer, graph = joint, optimizer, joint.step_graph()
         self._updated = _updated(module, joint, graph, optimizer)
         graph.update = self._update(graph)
-        program = compile_program(traced(graph, f"{name}_step", options), target=target, options=options)
-        super().__init__(module, exported, joint.outer, program)
-        self._part = Part(program, graph, module, joint.numbers_of(graph))
-        _ = self._wants  # as they are now
+        super().__init__(module, exported, joint, graph, compile(graph, "_step"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments, before the update. Raises ArgumentError for others than it was compiled for."""
@@ -87,9 +72,7 @@ class TrainingStep(Differentiated):
                     f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
                 )
         part = self._part
-        made = iter(part({**part.taken(given), **self._written(), **self._rates()}, group))
-        nodes = part.graph.outputs[: len(self._joint.results)]
-        results = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in nodes]
+        results = part({**part.taken(given), **self._written(), **self._rates()}, group)[: len(self._joint.results)]
         for one in self._updated:  # which torch does not see written
             increment_version(one.parameter)
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask

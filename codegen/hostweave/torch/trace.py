@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,17 +15,16 @@ from torch.utils import _pytree as pytree
 import hostweave as hw
 from hostweave.base.errors import ProgramError, stated_location
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.frontend.function import Function
+from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.torch.aten import TABLE, Result, resharded
-from hostweave.torch.graph import Graph, location, modules_of, name_of, shape_of, size_of
-from hostweave.torch.layers import Layer, repeated_layers
-from hostweave.torch.patterns import ATTENTION, op_of, repeated, rotated, word_of_mask
+from hostweave.torch.aten import computed, resharded
+from hostweave.torch.graph import ATTENTION, Graph, location, modules_of, name_of, op_of, repeated, rotated, shape_of, size_of, word_of_mask
+from hostweave.torch.layers import Layer, alike, repeated_layers
 from hostweave.types.tensor import TensorType
 
 Values = dict[Node, Any]
@@ -34,6 +34,7 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
     """The fusion of a graph. Raises ProgramError, with the user's line, for what an op does not take."""
     layers = repeated_layers(graph)
     types = _types_between(graph, name, layers, options) if layers else {}
+    layers = alike([layer for layer in layers if _takes_the_same(graph, layer, types)])
     functions = {id(layer.like): _function(graph, layer.like, types) for layer in layers}
     starts = {layer.nodes[0]: (layer, functions[id(layer.like)]) for layer in layers}
     return _fusion(graph, name, starts)
@@ -64,6 +65,9 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
                 values[node].named(f"between_{number}")
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
+        for (number, _), value in zip(outputs, made, strict=True):
+            if graph.labels and graph.labels[number] and value._op is not None:
+                value.named(unique_name(graph.labels[number], value._trace.named))  # an argument may have that name
         if update:
             made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
         return tuple(made)
@@ -104,31 +108,21 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
     if node.target is operator.getitem:
         values[node] = values[node.args[0]][node.args[1]]
         return
-    args, kwargs = list(node.args), dict(node.kwargs)
+    op, args, kwargs = op_of(node), list(node.args), dict(node.kwargs)
     mask = graph.constants.get(args[3]) if len(args) > 3 and isinstance(args[3], Node) else None
     if isinstance(mask, torch.Tensor) and (word := word_of_mask(node, args[3], mask)):
         args[3:] = [None, *args[4:5], *(() if word == "none" else ([0.0] if len(args) < 5 else []) + [True])]
-    if op_of(node) == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
+    if op == ATTENTION and (pair := [repeated(argument) for argument in args[1:3]]) and all(pair):
         args[1:3], kwargs["enable_gqa"] = pair, True
     if found := rotated(node, graph.fixed):
-        x, cos, sin = (_value(graph, values, part, node) for part in found)
-        with stated_location(location(node)):
-            values[node] = TABLE["hostweave.rotary.default"](_result(node, values), x, cos, sin)
-        return
+        op, args, kwargs = "hostweave.rotary.default", [*found], {}
+    anything = next(value for value in values.values() if isinstance(value, hw.Tensor))
     with stated_location(location(node)):
         args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("layout", "device", "pin_memory", "memory_format", "dtype")}
-        made = TABLE[op_of(node)](_result(node, values), *args, **kwargs)
-        made = _stated(graph, node, made)
+        made = _stated(graph, node, computed(op, node, args, kwargs, shape_of, anything))
     if isinstance(made, hw.Tensor) and made._op is not None and made._variable is None and (word := _word(node)):
         made._variable = word
     values[node] = made
-
-
-def _result(node: Node, values: Values) -> Result:
-    leaves = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
-    anything = next(value for value in values.values() if isinstance(value, hw.Tensor))
-    return Result(tuple(value.dtype for value in leaves), tuple(map(shape_of, leaves)), anything)
 
 
 def _stated(graph: Graph, node: Node, made: Any) -> Any:
@@ -174,6 +168,12 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
     return {node: replace(types[f"between_{number}"], partial=None) for number, node in enumerate(marked) if f"between_{number}" in types}
 
 
+def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
+    """Whether the arguments of the program that a layer takes are sharded as what the others take in their place."""
+    taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
+    return all(types.get(result, own) == own for own, result in taken if result is not None)
+
+
 def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType]) -> Function:
     """The function of the layers like this one. What they pass on has the sharding that it has behind the first."""
     assert layer is not None
@@ -183,11 +183,10 @@ def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType
     stated = graph.input_types
     for node in layer.arguments:
         own = name_of(graph.parameters.get(graph.names.get(node, ""), "").removeprefix(f"{layer.path}."))
-        names.append(unique_name(own or graph.names.get(node, "x"), taken))
+        names.append(unique_name(own or re.sub(r"(_\d+)+$", "", graph.names.get(node, "x")), taken))
         taken[names[-1]] = None
         inputs[names[-1]] = stated[graph.names[node]] if node in graph.names else types.get(node, graph.type_of(node))
-    chained = [(name, result) for name, result in zip(names, layer.chain, strict=True) if result in types]
-    inputs |= {name: types[result] for name, result in chained if result is not None}
+    inputs |= {name: types[result] for name, (_, result) in zip(names, layer.taken, strict=True) if result is not None and result in types}
 
     def function(**arguments: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = dict(zip(layer.arguments, (arguments[name] for name in names), strict=True))

@@ -1,6 +1,8 @@
 """A compiled module that trains: its outputs have a grad_fn, which calls the compiled backward program."""
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -14,18 +16,27 @@ import hostweave as hw
 from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
-from hostweave.options import Options
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule, Part, tensor_of
+from hostweave.torch.graph import Graph
 from hostweave.torch.joint import SEEDS, Joint
-from hostweave.torch.trace import traced
+from hostweave.torch.ops import keep, kept
+
+Compile = Callable[[Graph, str], Program]  # gives the program of a graph, under the name of the module with this end
 
 
 class Differentiated(CompiledModule):
-    """A module whose gradients are compiled, with what the joint graph says of its arguments."""
+    """A module whose gradients are compiled, with what the joint graph says of its arguments.
 
-    _joint: Joint
+    The program computes a graph of the joint one's.
+    """
+
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, graph: Graph, program: Program):
+        super().__init__(module, exported, joint.outer, program)
+        self._joint, self._part = joint, Part(program, graph, module, joint.numbers_of(graph))
+        # Which tensors that the joint graph takes are parameters with gradients, as they are now.
+        self._wants: list[bool] = [origin.kind == "parameter" and origin.value.requires_grad for origin in joint.origins]
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
@@ -56,11 +67,6 @@ class Differentiated(CompiledModule):
             )
         return tensor
 
-    @cached_property
-    def _wants(self) -> list[bool]:
-        """Which tensors that the joint graph takes are parameters with gradients."""
-        return [origin.kind == "parameter" and origin.value.requires_grad for origin in self._joint.origins]
-
     @property
     def _device(self) -> torch.device:
         return next((tensor.device for *_, tensor in self._places), torch.device("cpu"))
@@ -80,16 +86,13 @@ class TrainingModule(Differentiated):
     parameters. Otherwise it is a CompiledModule.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, name: str, target: str, options: Options):
-        forward_graph = joint.forward_graph()
-        program = compile_program(traced(forward_graph, name, options), target=target, options=options)
-        super().__init__(module, exported, joint.outer, program)
-        self._joint, self._part = joint, Part(program, forward_graph, module, joint.numbers_of(forward_graph))
-        _ = self._wants  # as they are now
-        backward_graph = joint.backward_graph(forward_graph, [output.type for output in program._host.outputs])
-        self.backward = compile_program(traced(backward_graph, f"{name}_backward", options), target=target, options=options)
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
+        graph = joint.forward_graph()
+        super().__init__(module, exported, joint, graph, compile(graph, ""))
+        backward_graph = joint.backward_graph(graph, [output.type for output in self.program._host.outputs])
+        self.backward = compile(backward_graph, "_backward")
         self._backward = Part(self.backward, backward_graph, module, joint.numbers_of(backward_graph))
-        self._options, self._lock = options, threading.Lock()
+        self._lock = threading.Lock()
         self._gather: Program | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +103,7 @@ class TrainingModule(Differentiated):
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results, and what is saved for the backward pass."""
-        part = self._part
-        made = iter(part(part.taken(given), group))
-        values = [part.graph.constants[node] if node in part.graph.constants else next(made) for node in part.graph.outputs]
+        values = self._part(self._part.taken(given), group)
         return values[: len(self._joint.results)], values[len(self._joint.results) :]
 
     def _gradients(self, group: Group | None, given: Any, saved: Any, tangents: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -114,14 +115,8 @@ class TrainingModule(Differentiated):
         arrays |= {
             part.graph.names[node]: named[node.name] for node in part.graph.arguments if node.name in named and node in part.graph.names
         }
-        made = iter(part(arrays, group))
-        found: list[torch.Tensor | None] = []
-        for node in part.graph.returned:
-            if not isinstance(node, Node):
-                found.append(None)
-                continue
-            gradient = part.graph.constants[node].clone() if node in part.graph.constants else next(made)
-            found.append(gradient)
+        made = zip(part.graph.returned, part(arrays, group), strict=True)
+        found = [one.clone() if node in part.graph.constants else one for node, one in made]
         return self._whole(found, group) if group else found
 
     def _whole(self, found: list[torch.Tensor | None], group: Group) -> list[torch.Tensor | None]:
@@ -166,7 +161,8 @@ class TrainingModule(Differentiated):
         gather.__name__ = f"{self.program.name}_gather"
         given: dict[str, Any] = {**types}
         fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-        return compile_program(fusion, target=self.program.target.name, options=self._options)
+        options = replace(self.program._compiled.options, sizes={}, ways={})  # which are of the module
+        return compile_program(fusion, target=self.program.target.name, options=options)
 
 
 class _Step(torch.autograd.Function):
@@ -176,8 +172,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, model: TrainingModule, group: Group | None, *given: Any) -> Any:
         results, saved = model._compute(group, given)
         ctx.model, ctx.group, ctx.kept = model, group, len(saved)
-        ctx.is_tensor = [isinstance(one, torch.Tensor) for one in given]
-        ctx.save_for_backward(*saved, *(one for one in given if isinstance(one, torch.Tensor)))
+        keep(ctx, (*saved, *given))
         ctx.mark_non_differentiable(*(one for one, has in zip(results, model._joint.differentiable, strict=True) if not has))
         return tuple(results)
 
@@ -188,7 +183,7 @@ class _Step(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ArgumentError(f"{name}: a derivative of the backward program is not compiled; call backward without create_graph=True")
         try:
-            tensors = ctx.saved_tensors
+            values = kept(ctx)
         except RuntimeError as error:
             if "second time" in str(error):
                 raise ArgumentError(
@@ -199,7 +194,5 @@ class _Step(torch.autograd.Function):
                 f"{name}: a parameter or an argument was written to after the call, and backward needs it as it was; call backward before, "
                 "or the module again"
             ) from error
-        saved, rest = tensors[: ctx.kept], iter(tensors[ctx.kept :])
-        given = tuple(next(rest) if one else None for one in ctx.is_tensor)
         wanted = [tangent for tangent, has in zip(tangents, model._joint.differentiable, strict=True) if has]
-        return None, None, *model._gradients(ctx.group, given, saved, wanted)
+        return None, None, *model._gradients(ctx.group, values[ctx.kept :], values[: ctx.kept], wanted)

@@ -1,11 +1,9 @@
 """Attention and its backward pass: one call where there are kernels for it, else composed."""
 
-from __future__ import annotations
-
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import (
@@ -36,7 +34,6 @@ LEAST = -1e30  # of a row's largest score that is not -inf
 
 
 @_called("attention")
-@checked
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -68,21 +65,20 @@ def scaled_dot_product_attention(
     Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
     token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
     """
-    location = Location.of_caller()
-    group = _check_attention(query, key, value, enable_gqa, location)
+    group = _check_attention(query, key, value, enable_gqa)
     if attn_mask is not None and is_causal:
-        raise ProgramError("attention: attn_mask and is_causal are both given; put both into the mask", location)
+        raise ProgramError.here("attention: attn_mask and is_causal are both given; put both into the mask")
     if attn_mask is not None:
-        _check_mask(attn_mask, (*query.type.shape[:-1], key.type.shape[-2]), location)
-    _check_probability("attention: dropout_p", dropout_p, location)
+        _check_mask(attn_mask, (*query.type.shape[:-1], key.type.shape[-2]))
+    _check_probability("attention: dropout_p", dropout_p)
     if dropout_p and seed is None:
-        raise ProgramError(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims", location)
-    ends = _check_lengths(query, lengths, location)
-    factor, causal = _scale_of(query, scale, location), (BOTTOM_RIGHT if ends else TOP_LEFT) if is_causal else None
+        raise ProgramError.here(f"attention: dropout_p={dropout_p!r} without a seed; pass seed=, an int or a u32 tensor without dims")
+    ends, _ = _check_masks(query, key, lengths)
+    factor, causal = _scale_of(query, scale), (BOTTOM_RIGHT if ends else TOP_LEFT) if is_causal else None
     if not dropout_p and not why_composed(query.type, value.type) and (attn_mask is None or attn_mask.dtype in (bool_, query.dtype)):
         bias = () if attn_mask is None else (_as_bias(attn_mask, query, key),)
         return record("attention", query, key, value, *ends, *bias, scale=factor, causal=causal, bias=bool(bias))
-    scores = _biased(_scores(query, key, group, factor), attn_mask, key, group)
+    scores = _scores(query, key, group, factor, attn_mask)
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
@@ -130,16 +126,15 @@ def attention(
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
     """
-    location = Location.of_caller()
-    group = _check_attention(query, key, value, enable_gqa, location)
-    _check_causal(causal, window, location)
-    masks, words = _check_masks(query, key, lengths, bias, offsets, location)
-    factor = _scale_of(query, scale, location)
+    group = _check_attention(query, key, value, enable_gqa)
+    _check_causal(causal, window)
+    masks, words = _check_masks(query, key, lengths, bias, offsets)
+    factor = _scale_of(query, scale)
     if not why_composed(query.type, value.type):
         how: dict[str, Any] = {"scale": factor, "causal": causal, "window": window, **words}
         result = _worded("attention", record("attention", query, key, value, *masks, **how))
         return result, _worded("lse", record("attention_lse", query, key, *masks, **how))
-    scores = _biased(_scores(query, key, group, factor), bias, key, group)
+    scores = _scores(query, key, group, factor, bias)
     weights, lse = _softmax_of(scores, _seen(scores, causal, window, lengths, offsets), bool(masks))
     result = _worded("attention", _weighted(weights, query, value, group))
     return result, _worded("lse", hw.reshape(hw.astype(lse, f32), *map(str, query.type.shape[:-1])))
@@ -173,9 +168,8 @@ def attention_backward(
     Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`;
     with `bias=b` it is `dq, dk, dv, db`.
     """
-    location = Location.of_caller()
-    group = _check_attention(query, key, value, enable_gqa, location)
-    _check_causal(causal, window, location)
+    group = _check_attention(query, key, value, enable_gqa)
+    _check_causal(causal, window)
     rows = query.type.shape[:-1]
     for name, x, dtype, shape in (
         ("output", output, query.dtype, (*rows, value.type.shape[-1])),
@@ -184,15 +178,15 @@ def attention_backward(
     ):
         if (x.dtype, x.type.shape) != (dtype, shape):
             wanted = f"{dtype}[{', '.join(map(str, shape))}]"
-            raise ProgramError(f"attention_backward: {name} is {x.type}, not {wanted}; pass what attention gave, or its gradient", location)
-    masks, words = _check_masks(query, key, lengths, bias, offsets, location)
-    factor = _scale_of(query, scale, location)
+            raise ProgramError.here(f"attention_backward: {name} is {x.type}, not {wanted}; pass what attention gave, or its gradient")
+    masks, words = _check_masks(query, key, lengths, bias, offsets)
+    factor = _scale_of(query, scale)
     if not why_composed(query.type, value.type):
         operands = query, key, value, output, output_gradient, lse, *masks
         kinds = GRADIENTS if bias is not None else GRADIENTS[:3]
         found = [record(kind, *operands, scale=factor, causal=causal, window=window, **words) for kind in kinds]
     else:
-        scores = _biased(_scores(query, key, group, factor), bias, key, group)
+        scores = _scores(query, key, group, factor, bias)
         seen = _seen(scores, causal, window, lengths, offsets)
         lse = _cast(lse, scores.dtype)
         if bias is not None:  # which may hide all columns of a row
@@ -221,11 +215,11 @@ def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Ten
     return hw.reshape(hw.sum(x, tuple(once)), *map(str, dims)) if once else x
 
 
-def _check_causal(causal: str | None, window: int | None, location: Location) -> None:
+def _check_causal(causal: str | None, window: int | None) -> None:
     if causal not in (None, TOP_LEFT, BOTTOM_RIGHT):
-        raise ProgramError(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them', location)
+        raise ProgramError.here(f'attention: causal={causal!r} is none of None, "{TOP_LEFT}" and "{BOTTOM_RIGHT}"; write one of them')
     if window is not None and (causal is None or not isinstance(window, int) or window < 1):
-        raise ProgramError(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more", location)
+        raise ProgramError.here(f"attention: window={window!r} is no number of columns before a diagonal; pass causal=, and 1 or more")
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -240,32 +234,39 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
     return hw.reshape(x, *map(str, (*shape[:-3], key.type.shape[-3], group, *shape[-2:])))
 
 
-def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, location: Location) -> int:
+def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
     """How many heads of the query are a group. Raises ProgramError for shapes that do not go together."""
     q, k, v = query.type.shape, key.type.shape, value.type.shape
     shapes = f"query {query.type}, key {key.type}, value {value.type}"
     if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
-        raise ProgramError(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them", location)
+        raise ProgramError.here(f"attention: {shapes} are not [..., H, S, E], [..., H, T, E] and [..., H, T, F]; reshape them")
     group = q[-3].divided_by(k[-3])
     if not enable_gqa and q[-3] != k[-3]:
-        raise ProgramError(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads", location)
+        raise ProgramError.here(f"attention: {shapes} differ in their heads; use enable_gqa=True for groups of heads")
     if group is None or not group.is_int:
-        raise ProgramError(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints", location)
+        raise ProgramError.here(f"attention: {shapes}: the heads of the key do not divide those of the query; use multiples as ints")
     return int(group)
 
 
-def _scale_of(query: Tensor, scale: float | None, location: Location) -> float:
+def _scale_of(query: Tensor, scale: float | None) -> float:
     size = query.type.shape[-1]
     if scale is None and not size.is_int:
-        raise ProgramError(f"attention: {size}, the last dim of the query, is not known at compile time; pass scale=", location)
+        raise ProgramError.here(f"attention: {size}, the last dim of the query, is not known at compile time; pass scale=")
     return float(scale) if scale is not None else 1 / sqrt(int(size))
 
 
-def _scores(query: Tensor, key: Tensor, group: int, scale: float) -> Tensor:
-    """[..., H, S, T], or [..., G, group, S, T] where heads are in groups; f32 for narrower dtypes."""
+def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
+    """[..., H, S, T], or [..., G, group, S, T] where heads are in groups; f32 for narrower dtypes.
+
+    A mask is added, or -inf where it is false.
+    """
     query = _by_heads(query, key, group)  # with a dim of the group's heads, along which the key is repeated
-    key = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
-    return _wide(_worded("scores", hw.matmul(query, _turned(key)))) * scale
+    of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
+    scores = _wide(_worded("scores", hw.matmul(query, _turned(of_groups)))) * scale
+    if mask is None:
+        return scores
+    mask = _by_group(mask, key.type.shape[-3], Size(group)) if group > 1 else mask
+    return hw.where(mask, scores, float("-inf")) if mask.dtype == bool_ else scores + _cast(mask, scores.dtype)
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
@@ -301,14 +302,6 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
     return int(size) - 1 if size.is_int else hw.max(indices, dim, keepdims=True)
 
 
-def _biased(scores: Tensor, mask: Tensor | None, key: Tensor, group: int) -> Tensor:
-    """With what is added to the scores, or -inf where a mask is false."""
-    if mask is None:
-        return scores
-    mask = _by_group(mask, key.type.shape[-3], Size(group)) if group > 1 else mask
-    return hw.where(mask, scores, float("-inf")) if mask.dtype == bool_ else scores + _cast(mask, scores.dtype)
-
-
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """A mask as what is added to the scores: its last dim is that of the keys."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
@@ -338,41 +331,29 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 
 
-def _check_lengths(query: Tensor, lengths: Tensor | None, location: Location) -> tuple[Tensor, ...]:
-    """The operand that they are."""
-    if lengths is None:
-        return ()
-    if why := why_no_lengths(query.type, lengths.type):
-        raise ProgramError(f"attention: {why}", location)
-    return (lengths,)
-
-
 def _check_masks(
-    query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None, offsets: Tensor | None, location: Location
+    query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The operands that mask the scores, and the attributes that say which they are."""
-    masks = _check_lengths(query, lengths, location)
-    if bias is not None:
-        if why := why_no_bias(query.type, key.type, bias.type):
-            raise ProgramError(f"attention: {why}", location)
-        masks = (*masks, bias)
-    if offsets is not None:
-        if masks:
-            raise ProgramError(
-                "attention: offsets are given with lengths or a bias; packed sequences have neither, leave them out", location
-            )
-        if why := why_no_offsets(query.type, key.type, offsets.type):
-            raise ProgramError(f"attention: {why}", location)
-        masks = (offsets,)
-    return masks, {"bias": bias is not None, "packed": offsets is not None}
+    given = [mask for mask in (lengths, bias, offsets) if mask is not None]
+    apart = "offsets are given with lengths or a bias; packed sequences have neither, leave them out"
+    whys = (
+        why_no_lengths(query.type, lengths.type) if lengths is not None else "",
+        why_no_bias(query.type, key.type, bias.type) if bias is not None else "",
+        apart if offsets is not None and len(given) > 1 else "",
+        why_no_offsets(query.type, key.type, offsets.type) if offsets is not None else "",
+    )
+    if why := next(filter(None, whys), ""):
+        raise ProgramError.here(f"attention: {why}")
+    return tuple(given), {"bias": bias is not None, "packed": offsets is not None}
 
 
-def _check_mask(mask: Tensor, scores: tuple[Size, ...], location: Location) -> None:
+def _check_mask(mask: Tensor, scores: tuple[Size, ...]) -> None:
     if not _broadcasts(mask.type.shape, scores):
         wanted = ", ".join(map(str, scores))
-        raise ProgramError(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it", location)
+        raise ProgramError.here(f"attention: a mask of {mask.type} does not broadcast to the scores, [{wanted}]; reshape it")
     if mask.dtype.kind not in ("bool", "float"):
-        raise ProgramError(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0", location)
+        raise ProgramError.here(f"attention: a mask of {mask.type} is neither bool nor float; compare it, as in mask != 0")
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:

@@ -1,12 +1,10 @@
 """Functions that are traced into several ops. Intermediates are f32 for narrower dtypes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
@@ -19,9 +17,11 @@ MAX_RANDOM_DIMS = 4  # words of a counter
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """Names the function's result in the IRs and in generated code, where the user does not name it."""
+    """A checked function, whose result is called so in the IRs and in generated code, where the user does not name it."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
+        function = checked(function)
+
         @wraps(function)
         def called(*args: _P.args, **options: _P.kwargs) -> Tensor:
             result = function(*args, **options)
@@ -39,7 +39,6 @@ def _worded(word: str, x: Tensor) -> Tensor:
 
 
 @_called("linear")
-@checked
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]: [..., N].
 
@@ -47,13 +46,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Example: `x: bf16[M, K]`, `weight: bf16[N@tp, K]` and `bias: bf16[N@tp]` give `bf16[M, N@tp]`.
     """
-    location = Location.of_caller()
     if weight.ndim != 2 or x.ndim < 2:
-        raise ProgramError(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them", location)
+        raise ProgramError.here(f"linear: {x.type} and a weight of {weight.type} are not [..., K] and [N, K]; reshape them")
     if x.type.shape[-1] != weight.type.shape[1]:
-        raise ProgramError(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; the weight is [N, K]", location)
+        raise ProgramError.here(f"linear: inner dims differ: {x.type} and a weight of {weight.type}; the weight is [N, K]")
     if bias is not None and bias.type.shape != weight.type.shape[:1]:
-        raise ProgramError(f"linear: the bias is {bias.type}, and the weight {weight.type}; it has one element for each row", location)
+        raise ProgramError.here(f"linear: the bias is {bias.type}, and the weight {weight.type}; it has one element for each row")
     product = hw.matmul(x, weight.T)
     return product if bias is None else product + bias
 
@@ -62,7 +60,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @_called("var")
-@checked
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
     """The variance, of floats: the mean of squared differences from the mean, over `axis` as in `mean`; f32 inside for narrower dtypes.
 
@@ -73,10 +70,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1)`.
     """
-    location = Location.of_caller()
     if correction != 0:
-        raise ProgramError(f"var: correction={correction!r} is not supported; use 0 and scale the result", location)
-    axes, wide = dims_of(x, axis, "var", location), _wide(x)
+        raise ProgramError.here(f"var: correction={correction!r} is not supported; use 0 and scale the result")
+    axes, wide = dims_of(x, axis, "var"), _wide(x)
     distance = wide - hw.mean(wide, axes, keepdims=True)
     # By how much the mean was rounded, and the square, in one tensor: ranks reduce their terms of both at once.
     rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
@@ -84,7 +80,6 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int 
 
 
 @_called("softmax")
-@checked
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """exp(x - max(x)) divided by its sum, over one dim; shape and dtype of x, a float. Computed in f32 for narrower dtypes.
 
@@ -92,25 +87,23 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
     Example: `hw.softmax(scores, axis=-1)`.
     """
-    axis, wide = dim_of(x, axis, "softmax", Location.of_caller()), _wide(x)
+    axis, wide = dim_of(x, axis, "softmax"), _wide(x)
     powers = hw.exp(wide - hw.max(wide, axis, keepdims=True))
     return _cast(powers * hw.reciprocal(hw.sum(powers, axis, keepdims=True)), x.dtype)
 
 
 @_called("log_softmax")
-@checked
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
     """The logarithm of softmax(x) over one dim, computed as x - max(x) - log(sum(exp(x - max(x)))); shape and dtype of x, a float.
 
     Example: `hw.log_softmax(logits, axis=-1)`.
     """
-    axis, wide = dim_of(x, axis, "log_softmax", Location.of_caller()), _wide(x)
+    axis, wide = dim_of(x, axis, "log_softmax"), _wide(x)
     distance = wide - hw.max(wide, axis, keepdims=True)
     return _cast(distance - hw.log(hw.sum(hw.exp(distance), axis, keepdims=True)), x.dtype)
 
 
 @_called("layer_norm")
-@checked
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
     """(x - mean) / sqrt(variance + eps) over one dim, times weight, plus bias; shape and dtype of x. Computed in f32 for narrower dtypes.
 
@@ -126,7 +119,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 @_called("rms_norm")
-@checked
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x * x) + eps) over one dim, times weight; shape and dtype of x. Computed in f32 for narrower dtypes.
 
@@ -141,11 +133,10 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
 
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
     """The number of the dim. Raises ProgramError if weight or bias does not broadcast against x."""
-    location = Location.of_caller()
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and not _broadcasts(other.type.shape, x.type.shape):
-            raise ProgramError(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right", location)
-    return dim_of(x, axis, kind, location)
+            raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right")
+    return dim_of(x, axis, kind)
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
@@ -174,7 +165,6 @@ def _cast(x: Tensor, dtype: DType) -> Tensor:
 
 
 @_called("rotary")
-@checked
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotates pairs of elements of the last dim of x [..., S, E] by angles, given as `cos` and `sin`, which broadcast to [..., S, E/2].
 
@@ -183,14 +173,13 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
     Example: `hw.rotary_embedding(q, cos, sin)` of `bf16[B, H@tp, S, 128]` and tables `f32[S, 64]`.
     """
-    location = Location.of_caller()
     if x.ndim < 2 or (x.type.shape[-1].is_int and int(x.type.shape[-1]) % 2):
-        raise ProgramError(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it", location)
+        raise ProgramError.here(f"rotary_embedding: {x.type} is not [..., S, E] with an even E; reshape or pad it")
     half = x.type.shape[-1] // 2
     for name, table in (("cos", cos), ("sin", sin)):
         shape = table.type.shape
         if shape[-1:] != (half,) or not _broadcasts(shape, (*x.type.shape[:-1], half)):
-            raise ProgramError(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]", location)
+            raise ProgramError.here(f"rotary_embedding: {name} is {table.type}, and x {x.type}; it has an element a pair, [S, {half}]")
     of_pair = x.ndim if interleaved else x.ndim - 1  # the new dim, of the two elements of a pair
     split = (half, Size(2)) if interleaved else (Size(2), half)
     pairs = hw.reshape(x, *map(str, (*x.type.shape[:-1], *split)))
@@ -206,7 +195,6 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 @_called("uniform")
-@checked
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """Random f32 numbers, uniform in [0, 1), of the shape of x, which has up to four dims.
 
@@ -228,7 +216,7 @@ def _indices(x: Tensor) -> list[Tensor]:
 def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:
     if len(counter) > MAX_RANDOM_DIMS:
         why = f"{x.type} has {len(counter)} dims, and {MAX_RANDOM_DIMS} are supported"
-        raise ProgramError(f"uniform: {why}; reshape it", Location.of_caller())
+        raise ProgramError.here(f"uniform: {why}; reshape it")
     return record("philox", *counter, *(0 for _ in range(len(counter), MAX_RANDOM_DIMS)), seed, draw)
 
 
@@ -237,7 +225,6 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 
 
 @_called("dropout")
-@checked
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
     """x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0; shape and dtype of x. p is a probability, 0 <= p < 1.
 
@@ -245,13 +232,13 @@ def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> 
 
     Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
     """
-    _check_probability("dropout: p", p, Location.of_caller())
+    _check_probability("dropout: p", p)
     return _dropped(x, p, _indices(x), seed, draw)
 
 
-def _check_probability(name: str, p: float, location: Location) -> None:
+def _check_probability(name: str, p: float) -> None:
     if not 0 <= p < 1:
-        raise ProgramError(f"{name}={p!r} is not a probability from 0 to below 1", location)
+        raise ProgramError.here(f"{name}={p!r} is not a probability from 0 to below 1")
 
 
 if not TYPE_CHECKING:

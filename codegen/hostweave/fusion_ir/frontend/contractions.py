@@ -1,13 +1,11 @@
 """Products that sum over any dims, as NumPy writes them, of matmuls that contract several dims at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NoReturn
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
@@ -28,14 +26,13 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
 
     Example: `x: bf16[S, B@dp, E]` and `dy: bf16[S, B@dp, F]` give `bf16[E, F]` by `hw.einsum("sbe,sbf->ef", x, dy)`.
     """
-    location = Location.of_caller()
-    terms, result = _parsed(subscripts, operands, location)
+    terms, result = _parsed(subscripts, operands)
     sizes: dict[str, object] = {}
     for term, operand in zip(terms, operands, strict=True):
         for letter, size in zip(term, operand.type.shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 why = f"{letter} is {sizes[letter]} and {size} of {operand.type}"
-                raise ProgramError(f"einsum: {subscripts!r}: {why}; dims of one letter have one size", location)
+                raise ProgramError.here(f"einsum: {subscripts!r}: {why}; dims of one letter have one size")
     (total, labels), *others = ((operand, tuple(term)) for operand, term in zip(operands, terms, strict=True))
     while others:
         (right, of_right), *others = others
@@ -55,36 +52,33 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
 
     Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.
     """
-    location = Location.of_caller()
     if isinstance(axes, int):
         if isinstance(axes, bool) or not 0 <= axes <= min(a.ndim, b.ndim):
             why = f"axes={axes} of {a.type} and {b.type}"
-            raise ProgramError(f"tensordot: {why}: it is from 0 to the dims that both have; or name the dims of each", location)
+            raise ProgramError.here(f"tensordot: {why}: it is from 0 to the dims that both have; or name the dims of each")
         axes = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
     if not isinstance(axes, tuple | list) or len(axes) != 2:
-        raise ProgramError(f"tensordot: axes={axes!r} is neither a number nor a pair; write ((0, 1), (0, 1))", location)
+        raise ProgramError.here(f"tensordot: axes={axes!r} is neither a number nor a pair; write ((0, 1), (0, 1))")
     of_a, of_b = (
-        [dim_of(x, axis, "tensordot", location) for axis in (given if isinstance(given, tuple | list) else (given,))]
+        [dim_of(x, axis, "tensordot") for axis in (given if isinstance(given, tuple | list) else (given,))]
         for x, given in zip((a, b), axes, strict=True)
     )
     if len(of_a) != len(of_b) or len(set(of_a)) < len(of_a) or len(set(of_b)) < len(of_b):
-        raise ProgramError(
-            f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name as many, each once", location
-        )
+        raise ProgramError.here(f"tensordot: axes={axes!r} do not pair dims of {a.type} with those of {b.type}; name as many, each once")
     for i, j in zip(of_a, of_b, strict=True):
         if a.type.shape[i] != b.type.shape[j]:
             why = f"dim {i} of {a.type} and dim {j} of {b.type} differ"
-            raise ProgramError(f"tensordot: {why}; dims that are multiplied have one size", location)
+            raise ProgramError.here(f"tensordot: {why}; dims that are multiplied have one size")
     left: Labels = tuple(f"a{i}" for i in range(a.ndim))
     right: Labels = tuple(left[of_a[of_b.index(j)]] if j in of_b else f"b{j}" for j in range(b.ndim))
     return _product(a, left, b, right, tuple(label for label in (*left, *right) if (label in left) != (label in right)))
 
 
-def _parsed(subscripts: str, operands: Sequence[Tensor], location: Location) -> tuple[list[str], str]:
+def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """The letters of each operand, and of the result. Raises ProgramError."""
 
     def fail(why: str) -> NoReturn:
-        raise ProgramError(f"einsum: {subscripts!r}: {why}", location)
+        raise ProgramError.here(f"einsum: {subscripts!r}: {why}")
 
     if not isinstance(subscripts, str):
         fail("it is no text; write the letters of each operand and of the result, like 'ij,jk->ik'")

@@ -1,7 +1,5 @@
 """Which result takes the memory of an input that is donated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 

@@ -3,12 +3,10 @@
 Of what one element of each operand makes, and of reductions, the entries of the op table make them; those here say more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
@@ -61,7 +59,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     Example: `hw.gelu(x, approximate="tanh")`.
     """
     if approximate not in ("none", "tanh"):
-        raise ProgramError(f"gelu: approximate={approximate!r} is neither 'none' nor 'tanh'", Location.of_caller())
+        raise ProgramError.here(f"gelu: approximate={approximate!r} is neither 'none' nor 'tanh'")
     return record("gelu_tanh" if approximate == "tanh" else "gelu", x)
 
 
@@ -74,7 +72,7 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
     Example: `hw.clip(x, 0, 1)`, `hw.clip(x, max=6)`.
     """
     if min is None and max is None:
-        raise ProgramError("clip: neither min nor max is given; pass one", Location.of_caller())
+        raise ProgramError.here("clip: neither min nor max is given; pass one")
     raised = x if min is None else record("maximum", x, min)
     return raised if max is None else record("minimum", raised, max)
 
@@ -97,7 +95,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
     Example: `hw.astype(x, hw.f32)`.
     """
     if not isinstance(dtype, DType):
-        raise ProgramError(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like", Location.of_caller())
+        raise ProgramError.here(f"astype: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like")
     return record("astype", x, target=TensorType(dtype, x.type.dims))
 
 
@@ -109,7 +107,7 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
 
     Example: `hw.iota(x, "M")[:, None] >= hw.iota(x, "N")[None, :]` is a causal mask for `x: [M, N]`.
     """
-    size = x.type.shape[dim_of(x, axis, "iota", Location.of_caller())]
+    size = x.type.shape[dim_of(x, axis, "iota")]
     return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
 
 
@@ -124,9 +122,8 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
     Example: `x: bf16[M, V]` gives `i64[M]` by `hw.argmax(x, axis=-1)`.
     """
-    location = Location.of_caller()
     if axis is not None:
-        return record("argmax", x, axis=(dim_of(x, axis, "argmax", location),), keepdims=keepdims)
+        return record("argmax", x, axis=(dim_of(x, axis, "argmax"),), keepdims=keepdims)
     flat = record("argmax", reshape(x, -1), axis=(0,))
     return reshape(flat, *(1 for _ in range(x.ndim))) if keepdims else flat
 
@@ -144,7 +141,7 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
     rank = x.ndim + len(axes)
     wrong = [a for a in axes if not -rank <= a < rank]
     if wrong:
-        raise ProgramError(f"expand_dims: axis {wrong[0]} is out of range: the result has {rank} dims", Location.of_caller())
+        raise ProgramError.here(f"expand_dims: axis {wrong[0]} is out of range: the result has {rank} dims")
     return record("expand_dims", x, axis=tuple(sorted(a % rank for a in axes)))
 
 
@@ -158,11 +155,11 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
-    location, sizes = Location.of_caller(), _listed(dims)
-    known = [_size_of(dim, "reshape", location) for dim in sizes if dim != -1]
+    sizes = _listed(dims)
+    known = [_size_of(dim, "reshape") for dim in sizes if dim != -1]
     rest = product(x.type.shape).divided_by(product(tuple(known))) if len(known) == len(sizes) - 1 else Size()
     if rest is None or len(known) < len(sizes) - 1:
-        raise ProgramError(f"reshape: -1 cannot be told for {x.type} to {list(sizes)}; write every dim", location)
+        raise ProgramError.here(f"reshape: -1 cannot be told for {x.type} to {list(sizes)}; write every dim")
     shape = tuple(rest if dim == -1 else Size.of(dim) for dim in sizes)
     return record("reshape", x, target=TensorType(x.dtype, tuple(map(Dim, shape))))
 
@@ -175,8 +172,7 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
     Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.permute_dims(x, (1, 0, 2))`.
     """
-    location = Location.of_caller()
-    return record("permute_dims", x, axes=tuple(dim_of(x, a, "permute_dims", location) for a in axes or range(x.ndim)[::-1]))
+    return record("permute_dims", x, axes=tuple(dim_of(x, a, "permute_dims") for a in axes or range(x.ndim)[::-1]))
 
 
 @checked
@@ -187,8 +183,7 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
     Example: `b: f32[N]` becomes `f32[M, N]` by `hw.broadcast_to(b, "M", "N")`.
     """
-    location = Location.of_caller()
-    shape = tuple(Dim(_size_of(dim, "broadcast_to", location)) for dim in _listed(dims))
+    shape = tuple(Dim(_size_of(dim, "broadcast_to")) for dim in _listed(dims))
     return record("broadcast_to", x, target=TensorType(x.dtype, shape))
 
 
@@ -201,12 +196,11 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
     Example: `hw.concat([a, b], axis=0)` of `f32[M, K]` and `f32[N, K]` is `f32[(M + N), K]`.
     """
-    location = Location.of_caller()
     if isinstance(tensors, Tensor) or not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ProgramError(f"concat: {tensors!r} is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)", location)
+        raise ProgramError.here(f"concat: {tensors!r} is not a list of tensors of this fusion; write hw.concat([a, b], axis=0)")
     if axis is None:
         tensors, axis = [reshape(tensor, -1) for tensor in tensors], 0
-    return record("concat", *tensors, axis=dim_of(tensors[0], axis, "concat", location))
+    return record("concat", *tensors, axis=dim_of(tensors[0], axis, "concat"))
 
 
 @checked
@@ -218,9 +212,8 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
     """
-    location = Location.of_caller()
     places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
-    return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute", location), sources=places)
+    return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=places)
 
 
 @checked
@@ -232,13 +225,12 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
     Example: `hw.pad(x, (1, 2))` of `f32[M, N]` is `f32[M, (N + 3)]`.
     """
-    location = Location.of_caller()
     if mode != "constant":
-        raise ProgramError(f"pad: mode={mode!r} is not 'constant'; take other modes together by slices and hw.concat", location)
+        raise ProgramError.here(f"pad: mode={mode!r} is not 'constant'; take other modes together by slices and hw.concat")
     if len(pad) % 2 or len(pad) > 2 * x.ndim or not all(isinstance(count, int) for count in pad):
-        raise ProgramError(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first", location)
+        raise ProgramError.here(f"pad: {tuple(pad)} is not (before, after) of up to {x.ndim} dims of {x.type}, the last one first")
     if not fits(value, x.dtype):
-        raise ProgramError(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor", location)
+        raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
     rest = (0,) * (x.ndim - len(pad) // 2)
     low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
     return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
@@ -249,10 +241,10 @@ def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 
-def _size_of(dim: SizeLike, kind: str, location: Location) -> Size:
-    size = stated(Size.of, dim, kind, location)
+def _size_of(dim: SizeLike, kind: str) -> Size:
+    size = stated(Size.of, dim, kind)
     if size.coefficient < 1:
-        raise ProgramError(f"{kind}: a dim has at least one element, not {dim}", location)
+        raise ProgramError.here(f"{kind}: a dim has at least one element, not {dim}")
     return size
 
 
@@ -269,13 +261,12 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
 
     Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """
-    location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
-        raise ProgramError(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])", location)
-    given = tuple(stated(Dim.of, dim, "reshard", location) for dim in _listed(dims))
+        raise ProgramError.here(f"reshard: mesh={mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])")
+    given = tuple(stated(Dim.of, dim, "reshard") for dim in _listed(dims))
     wanted = TensorType(x.dtype, given, mesh=mesh or x.type.mesh)
     if wanted.shape != x.type.shape:
-        raise ProgramError(f"reshard: {x.type} cannot become {wanted}; repeat its dims, only the mesh axes may differ", location)
+        raise ProgramError.here(f"reshard: {x.type} cannot become {wanted}; repeat its dims, only the mesh axes may differ")
     return record("reshard", x, target=wanted)
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType
@@ -24,26 +24,25 @@ def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
 
     A slice stays inside its dim: where the size is known only at a call, the program checks it then. Raises ProgramError.
     """
-    location = Location.of_caller()
-    keys = _spread(x.type, key if isinstance(key, tuple) else (key,), location)
+    keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
     for axis in range(len(cuts) - 1, -1, -1):
         cut = cuts[axis]
-        x = _selected(x, axis, cut, location) if isinstance(cut, int) else _sliced(x, axis, cut, location)
+        x = _selected(x, axis, cut) if isinstance(cut, int) else _sliced(x, axis, cut)
     new = tuple(i for i, k in enumerate(k for k in keys if not isinstance(k, int)) if k is None)
     return record("expand_dims", x, axis=new) if new else x
 
 
-def _spread(type: TensorType, keys: tuple[Any, ...], location: Location) -> list[slice | int | None]:
+def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]:
     """One key a dim, besides those that make new ones."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
-            raise ProgramError(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}", location)
+            raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
     given = sum(isinstance(key, int | slice) for key in keys)
     if given > len(type.dims):
-        raise ProgramError(f"indexing: {given} dims of {type}, which has {len(type.dims)}; leave some out", location)
+        raise ProgramError.here(f"indexing: {given} dims of {type}, which has {len(type.dims)}; leave some out")
     if sum(key is ... for key in keys) > 1:
-        raise ProgramError("indexing: '...' is given twice; write ':' for each dim instead", location)
+        raise ProgramError.here("indexing: '...' is given twice; write ':' for each dim instead")
     spread: list[slice | int | None] = []
     for key in keys if any(key is ... for key in keys) else (*keys, ...):
         spread.extend([slice(None)] * (len(type.dims) - given) if isinstance(key, EllipsisType) else [key])
@@ -60,20 +59,20 @@ def _instead_of(key: Any) -> str:
     return "use hw.concat([x[i], ...]) for parts that are known now"
 
 
-def _selected(x: Tensor, axis: int, index: int, location: Location) -> Tensor:
+def _selected(x: Tensor, axis: int, index: int) -> Tensor:
     size = x.type.shape[axis]
     if size.is_int:
         if not -int(size) <= index < int(size):
-            raise ProgramError(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(size) - 1}", location)
+            raise ProgramError.here(f"indexing: {index} is outside of dim {axis} of {x.type}; it goes from 0 to {int(size) - 1}")
         index %= int(size)
     return record("select", x, axis=axis, index=index)
 
 
-def _sliced(x: Tensor, axis: int, key: slice, location: Location) -> Tensor:
+def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     def fail(message: str) -> ProgramError:
         bounds = (key.start, key.stop) if key.step is None else (key.start, key.stop, key.step)
         text = ":".join("" if bound is None else str(bound) for bound in bounds)
-        return ProgramError(f"indexing: {text} of dim {axis} of {x.type} {message}", location)
+        return ProgramError.here(f"indexing: {text} of dim {axis} of {x.type} {message}")
 
     whole, step = x.type.shape[axis], 1 if key.step is None else key.step
     for bound in (key.start, key.stop, step):

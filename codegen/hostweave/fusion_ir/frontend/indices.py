@@ -1,11 +1,9 @@
 """Functions of indices: elements at indices, and the other way round, orders and sums along a dim; and of shapes, what is made of views."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import _called, _wide
@@ -34,7 +32,6 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
 
 
 @_called("taken")
-@checked
 def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
     """The elements of x at `indices` along a dim, in whose place the result has the dims of `indices`, any number of them.
 
@@ -44,10 +41,9 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
-    location = Location.of_caller()
     if axis is None and x.ndim != 1:
-        raise ProgramError(f"take: {x.type} has {x.ndim} dims; say along which one by axis=", location)
-    number = dim_of(x, 0 if axis is None else axis, "take", location)
+        raise ProgramError.here(f"take: {x.type} has {x.ndim} dims; say along which one by axis=")
+    number = dim_of(x, 0 if axis is None else axis, "take")
     rows = _numbers(x, number)
     index, rank = record("index", indices, rows), x.ndim - 1 + indices.ndim
     if not indices.ndim:
@@ -58,7 +54,6 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
 
 @_called("gathered")
-@checked
 def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
     """The elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
 
@@ -67,13 +62,12 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
     Example: `x: f32[M, N]` and `indices: i64[M, K]` give `f32[M, K]` by `hw.take_along_axis(x, indices, axis=1)`.
     """
-    number = dim_of(x, axis, "take_along_axis", Location.of_caller())
+    number = dim_of(x, axis, "take_along_axis")
     rows = _numbers(x, number)
     return record("take", x, record("index", indices, rows), rows, axis=number)
 
 
 @_called("gathered")
-@checked
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
     """`take_along_axis`, as torch has it: dims of x besides `axis` may be longer than those of `indices`, and what is past these is left.
 
@@ -81,22 +75,20 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
 
     Example: `x: f32[8, N]` and `indices: i64[4, K]` give `f32[4, K]` by `hw.gather(x, 1, indices)`.
     """
-    location = Location.of_caller()
-    number = dim_of(x, axis, "gather", location)
-    return take_along_axis(_cut_to(x, indices, number, "gather", location), indices, number)
+    number = dim_of(x, axis, "gather")
+    return take_along_axis(_cut_to(x, indices, number, "gather"), indices, number)
 
 
-def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str, location: Location) -> Tensor:
+def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
     """As much of each dim besides `axis` as there are indices."""
     if x.ndim != indices.ndim:
-        raise ProgramError(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims", location)
+        raise ProgramError.here(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
     pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
     cuts = [slice(int(few)) if i != axis and few != many and few.is_int else slice(None) for i, (many, few) in pairs]
     return x[tuple(cuts)] if cuts else x
 
 
 @_called("embedded")
-@checked
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """The rows of a table [V, E] that `indices`, ints of any shape, number: [..., E], as in torch.nn.functional.
 
@@ -106,12 +98,11 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     Example: `hw.embedding(ids, table)` of `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` is `bf16[B@dp, S, E]`.
     """
     if weight.ndim != 2:
-        raise ProgramError(f"embedding: a weight of {weight.type} is not [V, E]; reshape it", Location.of_caller())
+        raise ProgramError.here(f"embedding: a weight of {weight.type} is not [V, E]; reshape it")
     return take(weight, indices, 0)
 
 
 @_called("one_hot")
-@checked
 def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
     """A last dim of `num_classes` elements, of which that is 1 whose number is the index, and the others are 0.
 
@@ -119,7 +110,7 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
-    size = stated(Size.of, num_classes, "one_hot", Location.of_caller())
+    size = stated(Size.of, num_classes, "one_hot")
     rows = record("iota", target=TensorType(i64, (Dim(size),)), beside=indices)
     index = record("index", indices, rows)
     return hw.astype(hw.expand_dims(index, -1) == rows, dtype)
@@ -129,7 +120,6 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
 
 @_called("scattered")
-@checked
 def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """x, with the elements of `source` at `indices` along a dim: `y[i][indices[i][j][k]][k] = source[i][j][k]`, of several the last one.
 
@@ -138,13 +128,12 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 
     Example: `x: f32[M, N]`, `indices: i64[M, K]` and `source: f32[M, K]` give `f32[M, N]` by `hw.scatter(x, 1, indices, source)`.
     """
-    number = dim_of(x, axis, "scatter", Location.of_caller())
+    number = dim_of(x, axis, "scatter")
     rows = _numbers(x, number)
     return record("scatter", x, record("index", indices, rows), source, rows, axis=number)
 
 
 @_called("added")
-@checked
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """x, to which the elements of `source` are added at `indices` along a dim, each as often as it is there; shapes as in `scatter`.
 
@@ -153,7 +142,7 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
 
     Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]` and `dy: f32[T@dp, E]`.
     """
-    number = dim_of(x, axis, "scatter_add", Location.of_caller())
+    number = dim_of(x, axis, "scatter_add")
     rows = _numbers(x, number)
     return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
 
@@ -164,7 +153,6 @@ Starts = Sequence[Tensor | int]  # one for each dim
 
 
 @_called("sliced")
-@checked
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
     """As many elements of each dim as `sizes` say, from where `starts` say on: one for each dim, ints or tensors of one int.
 
@@ -174,16 +162,14 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 
     Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
     """
-    location = Location.of_caller()
-    lengths = tuple(stated(Size.of, size, "dynamic_slice", location) for size in sizes)
-    for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice", location):
+    lengths = tuple(stated(Size.of, size, "dynamic_slice") for size in sizes)
+    for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice"):
         steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
         x = record("take", x, _aligned(start + steps, x.ndim, axis), _numbers(x, axis), axis=axis)
     return x
 
 
 @_called("updated")
-@checked
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     """x, with the elements of `update` from where `starts` say on: one for each dim, ints or tensors of one int.
 
@@ -195,41 +181,32 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
     Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`; and
     `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions: i32[B]`.
     """
-    location = Location.of_caller()
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
         what = update.type if isinstance(update, Tensor) else repr(update)
-        raise ProgramError(f"dynamic_update_slice: {what} does not go into {x.type}; use hw.astype", location)
-    cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice", location) or [
-        (0, _start(x, 0, update.type.shape[0], 0, location))
-    ]
+        raise ProgramError.here(f"dynamic_update_slice: {what} does not go into {x.type}; use hw.astype")
+    cut = _cut_dims(x, starts, update.type.shape, "dynamic_update_slice") or [(0, _start(x, 0, update.type.shape[0], 0))]
     places = [operand for axis, start in cut for operand in (start, _numbers(x, axis))]
     return record("dynamic_update_slice", x, update, *places, axes=tuple(axis for axis, _ in cut))
 
 
-def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str, location: Location) -> list[tuple[int, Tensor]]:
+def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:
     """The dims of which a part is taken or written, each with where that begins."""
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
-        raise ProgramError(f"{word}: {why}; give one of each for every dim", location)
+        raise ProgramError.here(f"{word}: {why}; give one of each for every dim")
     cut = [axis for axis, length in enumerate(lengths) if length != x.type.shape[axis]]
     before = x.type.shape[: cut[0]] if cut and word == "dynamic_update_slice" else ()
-    return [(axis, _start(x, axis, lengths[axis], starts[axis], location, word, before)) for axis in cut]
+    return [(axis, _start(x, axis, lengths[axis], starts[axis], word, before)) for axis in cut]
 
 
 def _start(
-    x: Tensor,
-    axis: int,
-    length: Size,
-    start: Tensor | int,
-    location: Location,
-    word: str = "dynamic_update_slice",
-    before: tuple[Size, ...] = (),
+    x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
     """Where a slice of so many elements of a dim begins, an i64 of no dims, or of the first of those that are `before` it."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
-        raise ProgramError(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}", location)
+        raise ProgramError.here(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}")
     if isinstance(start, int) and not isinstance(start, bool):
         start = record("fill", target=TensorType(i64, ()), beside=x, value=float(start))
     is_one = isinstance(start, Tensor) and not _some(one != Size() for one in start.type.shape)
@@ -238,7 +215,7 @@ def _start(
         what = start.type if isinstance(start, Tensor) else repr(start)
         each = f", or one for each of [{', '.join(map(str, before))}]" if before else ""
         why = f"pass an int, or a tensor of ints that has one element{each}"
-        raise ProgramError(f"{word}: dim {axis} cannot start at {what}; {why}", location)
+        raise ProgramError.here(f"{word}: dim {axis} cannot start at {what}; {why}")
     rows = record("iota", target=TensorType(i64, (Dim(size - length + 1),)), beside=x)
     return record("start", start if has_each or not start.ndim else hw.reshape(start), rows)
 
@@ -254,7 +231,7 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 
     Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.cumsum(x, axis=1)`.
     """
-    return record("cumsum", x, axis=dim_of(x, axis, "cumsum", Location.of_caller()))
+    return record("cumsum", x, axis=dim_of(x, axis, "cumsum"))
 
 
 @checked
@@ -265,7 +242,7 @@ def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
-    return _order(x, dim_of(x, axis, "argsort", Location.of_caller()), descending)
+    return _order(x, dim_of(x, axis, "argsort"), descending)
 
 
 def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> Tensor:
@@ -273,13 +250,12 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 
 @_called("sorted")
-@checked
 def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
     """The elements along a dim in their order, which `argsort` gives.
 
     Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.sort(x, descending=True)`.
     """
-    number = dim_of(x, axis, "sort", Location.of_caller())
+    number = dim_of(x, axis, "sort")
     return _ordered(x, argsort(x, number, descending), number)
 
 
@@ -298,11 +274,10 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
     Example: `x: f32[M, N]` gives `f32[M, 8]` and `i64[M, 8]` by `hw.top_k(x, 8)`.
     """
-    location = Location.of_caller()
-    number = dim_of(x, axis, "top_k", location)
+    number = dim_of(x, axis, "top_k")
     size = x.type.shape[number]
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or (size.is_int and k > int(size)):
-        raise ProgramError(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}", location)
+        raise ProgramError.here(f"top_k: k={k!r} is not an int from 1 to {size}, the size of dim {number} of {x.type}")
     order = _order(x, number, largest, k if k <= _MOST_CHOSEN else None)
     if k > _MOST_CHOSEN:
         order = order[(*(slice(None) for _ in range(number)), slice(k))]
@@ -313,7 +288,6 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
 
 @_called("any")
-@checked
 def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
     """Whether any element is true, of bools, or is not 0, over `axis` as in `max`; a NaN is not 0.
 
@@ -323,7 +297,6 @@ def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool =
 
 
 @_called("all")
-@checked
 def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
     """Whether all elements are true, of bools, or are not 0, over `axis` as in `max`; a NaN is not 0.
 
@@ -340,7 +313,6 @@ def _truth(x: Tensor) -> Tensor:
 
 
 @_called("stacked")
-@checked
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """The tensors, which are of one type, joined along a new dim at position `axis` of the result.
 
@@ -348,12 +320,11 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
     Example: `hw.stack([a, b])` of two `f32[M, N]` is `f32[2, M, N]`.
     """
-    location = Location.of_caller()
     if isinstance(tensors, Tensor) or not tensors or not _each(isinstance(tensor, Tensor) for tensor in tensors):
-        raise ProgramError(f"stack: {tensors!r} is not a list of tensors of this fusion; write hw.stack([a, b])", location)
+        raise ProgramError.here(f"stack: {tensors!r} is not a list of tensors of this fusion; write hw.stack([a, b])")
     rank = tensors[0].ndim + 1
     if not -rank <= axis < rank:
-        raise ProgramError(f"stack: axis {axis} is out of range: the result has {rank} dims", location)
+        raise ProgramError.here(f"stack: axis {axis} is out of range: the result has {rank} dims")
     return hw.concat([hw.expand_dims(tensor, axis) for tensor in tensors], axis % rank)
 
 
@@ -365,21 +336,20 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
     Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
     """
-    location = Location.of_caller()
-    number = dim_of(x, axis, "split", location)
+    number = dim_of(x, axis, "split")
     size = x.type.shape[number]
     if not size.is_int:
-        raise ProgramError(f"split: {size}, dim {number} of {x.type}, is not known at compile time; take slices such as x[:4]", location)
+        raise ProgramError.here(f"split: {size}, dim {number} of {x.type}, is not known at compile time; take slices such as x[:4]")
     whole = int(size)
     if isinstance(sections, int):
         step = sections
         if step < 1:
-            raise ProgramError(f"split: {sections} elements are no part; give at least 1", location)
+            raise ProgramError.here(f"split: {sections} elements are no part; give at least 1")
         lengths = [min(step, whole - begin) for begin in range(0, whole, step)]
     else:
         lengths = list(sections)
     if sum(lengths) != whole or _some(length < 1 for length in lengths):
-        raise ProgramError(f"split: parts of {lengths} are not the {whole} elements of dim {number} of {x.type}; correct them", location)
+        raise ProgramError.here(f"split: parts of {lengths} are not the {whole} elements of dim {number} of {x.type}; correct them")
     begins = [sum(lengths[:i]) for i in range(len(lengths))]
     before = [slice(None)] * number
     return tuple(x[(*before, slice(begin, begin + length))] for begin, length in zip(begins, lengths, strict=True))
@@ -391,12 +361,11 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
     Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
-    location = Location.of_caller()
     given = axis if isinstance(axis, tuple) else (axis,)
-    gone = {dim_of(x, one, "squeeze", location) for one in given}
+    gone = {dim_of(x, one, "squeeze") for one in given}
     for number in sorted(gone):
         if x.type.shape[number] != Size():
-            raise ProgramError(f"squeeze: dim {number} of {x.type} has more than one element; take one by an index, or reduce it", location)
+            raise ProgramError.here(f"squeeze: dim {number} of {x.type} has more than one element; take one by an index, or reduce it")
     return hw.reshape(x, *(str(size) for i, size in enumerate(x.type.shape) if i not in gone)) if gone else x
 
 
@@ -404,7 +373,6 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
 
 @_called("cross_entropy")
-@checked
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
     """-log(softmax(logits)) at the target, as in torch.nn.functional: logits [..., V], of floats, and a target [...] of ints: f32, or f64.
 
@@ -414,12 +382,11 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
 
     Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
     """
-    location = Location.of_caller()
     if reduction not in ("mean", "sum", "none"):
-        raise ProgramError(f"cross_entropy: reduction={reduction!r} is not 'mean', 'sum' or 'none'", location)
+        raise ProgramError.here(f"cross_entropy: reduction={reduction!r} is not 'mean', 'sum' or 'none'")
     if logits.type.shape[:-1] != target.type.shape or not logits.ndim or logits.dtype.kind != "float":
         why = f"{logits.type} and a target of {target.type} are not floats [..., V] and ints [...]"
-        raise ProgramError(f"cross_entropy: {why}; reshape them", location)
+        raise ProgramError.here(f"cross_entropy: {why}; reshape them")
     wide = _wide(logits)
     shifted = wide - hw.max(wide, -1, keepdims=True)
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None

@@ -55,22 +55,22 @@ def record(
     return known[0]._trace.record(op, operands, known, target)
 
 
-def stated(make: Callable[[Given], Made], given: Given, kind: str, location: Location) -> Made:
+def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
     """What `make` makes of what the user states. Raises ProgramError where it raises ValueError."""
     try:
         return make(given)
     except ValueError as error:
-        raise ProgramError(f"{kind}: {error}", location) from None
+        raise ProgramError.here(f"{kind}: {error}") from None
 
 
-def dim_of(tensor: Tensor, axis: Axis, kind: str, location: Location) -> int:
+def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
     """The number of the dim that `axis` names. Raises ProgramError."""
-    return stated(tensor.type.dim, axis, kind, location)
+    return stated(tensor.type.dim, axis, kind)
 
 
-def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str, location: Location) -> tuple[int, ...]:
+def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str) -> tuple[int, ...]:
     """The dims that a reduction is over, by number, in order: all of them by default."""
     if not hasattr(x, "_trace"):
-        raise ProgramError(f"{kind}: {x!r} is no tensor of this fusion; make it an input", location)
+        raise ProgramError.here(f"{kind}: {x!r} is no tensor of this fusion; make it an input")
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return tuple(sorted(dim_of(x, a, kind, location) for a in given))
+    return tuple(sorted(dim_of(x, a, kind) for a in given))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.types.size import Size, product
 
 # What other libraries call what hostweave has.
@@ -72,7 +72,7 @@ class SizeName(str):
     def _refuse(self, sign: str, other: Any, reverse: bool = False) -> NoReturn:
         left, right = (other, self) if reverse else (self, other)
         why = f"{left} {sign} {right}: {self} is the name of a size that is known only at a call"
-        raise ProgramError(f"{why}; {self._written(sign, other, reverse)}", Location.of_caller())
+        raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
         """The size that was meant, as text."""

@@ -46,7 +46,7 @@ def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor]
 def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
     def refuse(x: Tensor) -> NoReturn:
         why = f"{what}: the values of {x.type} are not known while a fusion is traced"
-        raise ProgramError(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number", Location.of_caller())
+        raise ProgramError.here(f"{why}; compute with the tensor, cast by hw.astype, or pass a Python number")
 
     return refuse
 
@@ -97,11 +97,11 @@ class Tensor:
         Example: `h = hw.relu(x @ w).named("h")`.
         """
         if not (name.isidentifier() and name.isascii()):
-            raise ProgramError(f"named: {name!r} is not a name; use letters, digits and _", Location.of_caller())
+            raise ProgramError.here(f"named: {name!r} is not a name; use letters, digits and _")
         if self._op is None:
-            raise ProgramError(f"named: %{self._name} is an input; rename the parameter instead", Location.of_caller())
+            raise ProgramError.here(f"named: %{self._name} is an input; rename the parameter instead")
         if self._trace.named.get(name, self) is not self:
-            raise ProgramError(f"named: %{name} is taken by another value; choose another name", Location.of_caller())
+            raise ProgramError.here(f"named: %{name} is taken by another value; choose another name")
         self._trace.name(self, name)
         return self
 
@@ -116,38 +116,37 @@ class Tensor:
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, beside the products.
         """
-        location = Location.of_caller()
         if self._op is None:
-            raise ProgramError(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})", location)
+            raise ProgramError.here(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})")
         if self._op.callee:
-            raise ProgramError(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function", location)
+            raise ProgramError.here(f"stream: this is made by the function @{self._op.callee.name}; stream a tensor in the function")
         if self._value.stream is not None:
-            raise ProgramError("stream: this value is streamed already; state one dim, once", location)
-        number = dim_of(self, dim, "stream", location)
-        self._check_stream(self._op, number, chunks, location)
+            raise ProgramError.here("stream: this value is streamed already; state one dim, once")
+        number = dim_of(self, dim, "stream")
+        self._check_stream(self._op, number, chunks)
         for word, value, known in (("algorithm", algorithm, ALGORITHM_NAMES), ("chunking", chunking, CHUNKINGS)):
             if value is not None and value not in known:
-                raise ProgramError(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}", location)
+                raise ProgramError.here(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}")
         self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
         return self
 
-    def _check_stream(self, op: Op, dim: int, chunks: int | None, location: Location) -> None:
+    def _check_stream(self, op: Op, dim: int, chunks: int | None) -> None:
         size = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-            raise ProgramError(f"stream: chunks={chunks!r} must be an int of at least 1", location)
+            raise ProgramError.here(f"stream: chunks={chunks!r} must be an int of at least 1")
         if why := Stream(dim, chunks).too_many(size):
-            raise ProgramError(f"stream: {why}", location)
+            raise ProgramError.here(f"stream: {why}")
         if chunks is not None and size.is_int and int(size) % chunks:
-            raise ProgramError(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {size}", location)
+            raise ProgramError.here(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {size}")
         if how := needs_whole(replace(op, result=self._value), operand_types(op, self._trace.types), dim):
             why = f"dim {dim} of {self.type} is {how} by {'an' if op.kind[0] in 'aeiou' else 'a'} {op.kind}, so no loop can walk it"
-            raise ProgramError(f"stream: {why}; stream a tensor before it", location)
+            raise ProgramError.here(f"stream: {why}; stream a tensor before it")
 
     @property
     def T(self) -> Tensor:
         """The transpose of a matrix, a view: [M, N] becomes [N, M]. Raises ProgramError for another number of dims."""
         if self.ndim != 2:
-            raise ProgramError(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)", Location.of_caller())
+            raise ProgramError.here(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)")
         return record("permute_dims", self, axes=(1, 0))
 
     def __getitem__(self, key: Index | tuple[Index, ...]) -> Tensor:
@@ -163,11 +162,11 @@ class Tensor:
 
     def _first_extent(self, what: str, remedy: str) -> int:
         if not self.ndim or not self.type.shape[0].is_int:
-            raise ProgramError(f"{what}: {self.type} has no first dim of known size; {remedy}", Location.of_caller())
+            raise ProgramError.here(f"{what}: {self.type} has no first dim of known size; {remedy}")
         return int(self.type.shape[0])
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise ProgramError("a tensor is a value and does not change; make another one by hw.where or hw.concat", Location.of_caller())
+        raise ProgramError.here("a tensor is a value and does not change; make another one by hw.where or hw.concat")
 
     if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
 
@@ -183,14 +182,14 @@ class Tensor:
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
         why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
-        raise ProgramError(f"numpy.{ufunc.__name__}: {why}", Location.of_caller())
+        raise ProgramError.here(f"numpy.{ufunc.__name__}: {why}")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         why = "a tensor of a fusion holds no data; use functions of hostweave, and make arrays inputs"
-        raise ProgramError(f"numpy.asarray: {why}", Location.of_caller())
+        raise ProgramError.here(f"numpy.asarray: {why}")
 
     def __bool__(self) -> bool:
-        raise ProgramError("the values of a tensor are not known while a fusion is traced; use hw.where", Location.of_caller())
+        raise ProgramError.here("the values of a tensor are not known while a fusion is traced; use hw.where")
 
     __float__, __int__, __index__ = _no_number("float"), _no_number("int"), _no_number("an index")
 

@@ -1,4 +1,4 @@
-"""From a function to a fusion: it is called once with symbolic tensors, and what leads to its results is kept."""
+"""From a function to a fusion, or to a function of one: it is called once with symbolic tensors, and what leads to its results is kept."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
-from hostweave.fusion_ir.frontend.naming import names_of
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace, placed_on
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.verify import verify_fusion
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DTYPES, TensorType
@@ -140,3 +141,154 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
             operands = tuple(names[operand] if isinstance(operand, str) else operand for operand in tensor._op.operands)
             ops.append(replace(tensor._op, operands=operands, result=value))
     return Fusion(name, trace.mesh, tuple(inputs), tuple(ops), tuple(names[tensor._value.name] for tensor in outputs))
+
+
+# --- functions of a fusion --------------------------------------------------------------------------------------------
+
+
+@checked
+def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
+    """Makes the decorated function one that is traced and compiled once, and called any number of times, such as a layer of a model.
+
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`; mesh and sizes are those of the fusion that calls it.
+    An argument of another sharding is resharded at the call. `donate` names parameters that the function updates in place, as for
+    `hw.fusion`; an argument that is used after the call is copied first. Raises ProgramError.
+
+    Example:
+        ```python
+        @hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "E"])
+        def layer(x, w):
+            return x + hw.relu(x @ w)
+        ```
+    """
+    location = Location.of_caller()
+    return lambda function: Function(function, inputs, location, donate)
+
+
+class Function:
+    """A function of tensors that a fusion, or another such function, calls any number of times. Made by `hw.block`.
+
+    It is traced once for each fusion that calls it, and becomes one function of the generated program.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: dict[str, TensorType], location: Location, donate: Donated = ()):
+        self.name, self._donate = name_of(function), donate
+        self._function, self._inputs, self._location = function, inputs, location
+        if not self.name:
+            raise ProgramError(
+                f"function {getattr(function, '__name__', function)}: it has no name of ASCII letters, digits and _; write it with def",
+                location,
+            )
+        self._parameters = parameters(function, inputs, "function", location)
+        if not self._parameters:
+            raise ProgramError(f"function @{self.name} has no parameters; a function computes on tensors, give it one", location)
+
+    def __repr__(self) -> str:
+        return f"<hostweave function {self.name}>"
+
+    def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
+        """The results for these tensors: a tensor, or a tuple of tensors.
+
+        Sizes and dtypes are as declared; an argument of another sharding is resharded. Raises ProgramError.
+        """
+        tensors = self._bound(arguments, named)
+        made = self._traced(tensors[0]._trace)
+        result = record("call", *tensors, callee=made)
+        rest = (record("output", result, callee=made, index=i) for i in range(1, len(made.outputs)))
+        return (result, *rest) if len(made.outputs) > 1 else result
+
+    def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
+        """The arguments in the order of the parameters."""
+        if len(arguments) > len(self._parameters):
+            self._refuse(f"{len(arguments)} are given")
+        given = dict(zip(self._parameters, arguments, strict=False))
+        for name, argument in named.items():
+            if name not in self._parameters:
+                self._refuse(f"{name} is none of them")
+            if name in given:
+                self._refuse(f"{name} is given twice")
+            given[name] = argument
+        for name in self._parameters:
+            if name not in given:
+                self._refuse(f"{name} is missing")
+            if not isinstance(given[name], Tensor):
+                self._refuse(f"{name} is {given[name]!r}, which is no tensor of a fusion")
+        return [given[name] for name in self._parameters]
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ProgramError.here(f"call: @{self.name} takes {', '.join(self._parameters)}; {why}")
+
+    def _traced(self, trace: _Trace) -> Fusion:
+        if self not in trace.functions:
+            if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
+                raise ProgramError.here(f"call: two functions are named @{self.name}; give one of their functions another name")
+            trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
+            trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
+        found = trace.functions[self]
+        if found is None:
+            raise ProgramError.here(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop")
+        return found
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def names_of(tensors: Mapping[str, Tensor], needed: set[str]) -> dict[str, str]:
+    """The name of each value: the user's, that of a variable, or of its op and its operand; with a number from the second on."""
+    names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
+    made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
+    for number, tensor in made.items():
+        if tensor._variable:
+            names.claim(number, tensor._variable)
+    for number, tensor in made.items():
+        assert tensor._op is not None
+        names.derive(number, tensor._op, tensor._word)
+    return names.of
+
+
+class _Names:
+    """Names of values by their numbers, those that the user gave first."""
+
+    def __init__(self, given: dict[str, str]):
+        self.of, self.taken = given, set(given.values())
+        self.counts: dict[str, int] = {}
+        self.given = set(given)  # values that are inputs, or inputs whose elements were moved: as weights are
+        self.subjects: dict[str, str] = {}  # by value without a name of the user: the name that he gave to what it was made of
+        self.sources: dict[str, str] = {}  # by value whose elements were moved: the name of what they were moved from
+
+    def claim(self, number: str, wanted: str) -> None:
+        """Gives a value the name, with a number where another one has it; nothing if it has a name."""
+        while number not in self.of:
+            self.counts[wanted] = self.counts.get(wanted, 0) + 1
+            name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"
+            if name not in self.taken:
+                self.of[number] = name
+                self.taken.add(name)
+
+    def derive(self, number: str, op: Op, word: str | None) -> None:
+        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`; `word` is the function that is made of ops."""
+        moved = _movement(op)
+        if moved and op.tensors[0] in self.given:
+            self.given.add(number)
+        if number in self.of:
+            return
+        # The operand that tells the op from others of its kind comes first: the weight of a matmul.
+        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
+        names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
+        self.subjects[number] = next(filter(None, names), "")
+        if moved and (not word or OPS[op.kind].makes):
+            self.sources[number] = self.sources.get(op.tensors[0], self.of[op.tensors[0]])
+            self.claim(number, f"{self.sources[number]}_{moved}")
+        else:
+            made = word or (op.user_kernel.name if op.user_kernel else op.callee.name if op.callee else op.kind)
+            length = str(op.result.type.dims[0].size) if op.kind == "iota" else ""
+            self.claim(number, "_".join(filter(str.isidentifier, (made, self.subjects[number], length))))
+
+
+def _movement(op: Op) -> str:
+    """What an op does that leaves the elements as they are, in a word; "" for one that computes."""
+    if op.kind == "output":
+        return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
+    if op.kind == "select":
+        return str(op[INDEX]) if op[INDEX] >= 0 else "selected"
+    return op.result.type.dtype.name if op.kind == "astype" else OPS[op.kind].makes

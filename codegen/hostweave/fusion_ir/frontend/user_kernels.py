@@ -66,45 +66,40 @@ def kernel(
         y = hw.kernel(source="scale.cu", name="scale", grid="M@x", args=[x, 2.0, "M@x", "N", hw.f32["M@x", "N"]])
         ```
     """
-    location = Location.of_caller()
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors:
-        raise ProgramError(f"kernel: {name} takes no tensor of this fusion; pass one in args", location)
+        raise ProgramError.here(f"kernel: {name} takes no tensor of this fusion; pass one in args")
     mesh = tensors[0].type.mesh_in(tensors[0]._trace.mesh)
-    arguments = tuple(_argument(arg, mesh, location) for arg in args)
+    arguments = tuple(_argument(arg, mesh) for arg in args)
     dims = (grid,) if isinstance(grid, int | str) else tuple(grid)
-    lines, place = _text(source, location)
-    cpu_lines, cpu_place = ((), None) if cpu is None else _text(cpu, location)
-    made = UserKernel(name, name, arguments, tuple(_dim(d, location) for d in dims), per, block, lines, cpu_lines, place, cpu_place)
-    _check(made, location)
+    lines, place = _text(source)
+    cpu_lines, cpu_place = ((), None) if cpu is None else _text(cpu)
+    made = UserKernel(name, name, arguments, tuple(_dim(d) for d in dims), per, block, lines, cpu_lines, place, cpu_place)
+    _check(made)
     result = record("kernel", *tensors, target=made.outputs[0], user_kernel=tensors[0]._trace.source(made))
     rest = (record("output", result, target=type, index=i) for i, type in enumerate(made.outputs[1:], 1))
     return (result, *rest) if len(made.outputs) > 1 else result
 
 
-def _argument(arg: object, mesh: Mesh, location: Location) -> Argument:
+def _argument(arg: object, mesh: Mesh) -> Argument:
     if isinstance(arg, Tensor):
         return Argument("in", type=arg.type)
     if isinstance(arg, TensorType):
         if arg.mesh not in (None, mesh):
-            raise ProgramError(
-                f"kernel: {arg}: what it writes is where its tensors are, on {mesh}; leave .on out, and reshard that", location
-            )
+            raise ProgramError.here(f"kernel: {arg}: what it writes is where its tensors are, on {mesh}; leave .on out, and reshard that")
         return Argument("out", type=replace(arg, mesh=None))
     if isinstance(arg, str):
-        return Argument("size", dim=_dim(arg, location))
+        return Argument("size", dim=_dim(arg))
     if isinstance(arg, int | float) and not isinstance(arg, bool) and math.isfinite(arg):
         return Argument("number", number=arg)
-    raise ProgramError(
-        f"kernel: {arg!r} is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number", location
-    )
+    raise ProgramError.here(f"kernel: {arg!r} is no argument; pass a tensor, a spec such as hw.f32['M'], a dim such as 'M' or a number")
 
 
-def _dim(dim: int | str, location: Location) -> Dim:
-    return stated(Dim.of, dim, "kernel", location)
+def _dim(dim: int | str) -> Dim:
+    return stated(Dim.of, dim, "kernel")
 
 
-def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Location]:
+def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
     """The lines of a source and where the first one stands: in its file, or in the user's where the text is there as it is."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
@@ -112,56 +107,54 @@ def _text(source: str | Path, location: Location) -> tuple[tuple[str, ...], Loca
             return tuple(path.read_text().splitlines()), Location(path.name, 1)
         except OSError as error:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
-            raise ProgramError(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++", location) from None
+            raise ProgramError.here(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++") from None
     frame = sys._getframe(1)
     while frame.f_back is not None and is_of_package(frame):
         frame = frame.f_back
     path, found = Path(frame.f_code.co_filename), ""
     with suppress(OSError, UnicodeDecodeError):
         before, found, _ = path.read_text().partition(source) if source.strip() else ("", "", "")
-    return tuple(source.splitlines()), Location(path.name, before.count("\n") + 1) if found else location
+    return tuple(source.splitlines()), Location(path.name, before.count("\n") + 1) if found else Location.of_caller()
 
 
-def _check(source: UserKernel, location: Location) -> None:
+def _check(source: UserKernel) -> None:
     name = source.function
     if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ProgramError(f"kernel: name={name!r} is not the name of a C++ function", location)
+        raise ProgramError.here(f"kernel: name={name!r} is not the name of a C++ function")
     if not source.outputs:
-        raise ProgramError(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args", location)
+        raise ProgramError.here(f"kernel: {name} writes nothing; put the spec of an output, such as hw.f32['M'], in args")
     if not 1 <= source.block <= MAX_BLOCK or source.per < 1 or not source.grid:
-        raise ProgramError(
-            f"kernel: block={source.block} is 1 to {MAX_BLOCK} threads, per={source.per} at least 1, grid a dim or more", location
+        raise ProgramError.here(
+            f"kernel: block={source.block} is 1 to {MAX_BLOCK} threads, per={source.per} at least 1, grid a dim or more"
         )
     declared = source.signature
     if declared is None:
-        raise ProgramError(f"kernel: the source has no `__global__ void {name}(...)`; name= is the function to launch", location)
+        raise ProgramError.here(f"kernel: the source has no `__global__ void {name}(...)`; name= is the function to launch")
     if source.cpu and not re.search(rf"\bvoid\s+{name}\s*\(", "\n".join(source.cpu)):
-        raise ProgramError(f"kernel: the source for the CPU has no `void {name}(...)`; it takes the same parameters", location)
+        raise ProgramError.here(f"kernel: the source for the CPU has no `void {name}(...)`; it takes the same parameters")
     parameters = [p.strip() for p in declared[declared.index("(") + 1 : -1].split(",") if p.strip()]
     if len(parameters) != len(source.arguments):
-        raise ProgramError(f"kernel: {name} takes {len(parameters)} parameters, and {len(source.arguments)} args are given", location)
+        raise ProgramError.here(f"kernel: {name} takes {len(parameters)} parameters, and {len(source.arguments)} args are given")
     for parameter, argument in zip(parameters, source.arguments, strict=True):
-        _check_parameter(name, parameter, argument, location)
+        _check_parameter(name, parameter, argument)
     known = {dim for a in source.arguments if a.type for dim in a.type.dims}
     for dim in (*source.grid, *(a.dim for a in source.arguments if a.dim)):
         if not dim.size.is_int and dim not in known:
             wanted = ", ".join(dict.fromkeys(str(d) for d in known if not d.size.is_int)) or "none"
-            raise ProgramError(f"kernel: {dim} is no dim of the tensors of {name}; theirs are {wanted}", location)
+            raise ProgramError.here(f"kernel: {dim} is no dim of the tensors of {name}; theirs are {wanted}")
 
 
-def _check_parameter(name: str, parameter: str, argument: Argument, location: Location) -> None:
+def _check_parameter(name: str, parameter: str, argument: Argument) -> None:
     pointee, star, _ = parameter.partition("*")
     if argument.type is None:
         if star:
-            raise ProgramError(
-                f"kernel: `{parameter}` of {name} is a pointer, and its arg is {argument}; pass a tensor or a spec", location
-            )
+            raise ProgramError.here(f"kernel: `{parameter}` of {name} is a pointer, and its arg is {argument}; pass a tensor or a spec")
         return
     element = " ".join(word for word in pointee.split() if word not in ("const", "volatile"))
     is_const = "const" in pointee.split()
     wanted = f"{'const ' if argument.role == 'in' else ''}{argument.type.dtype.cpp}*"
     if not star or element not in POINTERS[argument.type.dtype.name]:
-        raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}; write {wanted}", location)
+        raise ProgramError.here(f"kernel: `{parameter}` of {name} takes {argument.type}; write {wanted}")
     if is_const != (argument.role == "in"):
         what = "is read" if argument.role == "in" else "is written"
-        raise ProgramError(f"kernel: `{parameter}` of {name} takes {argument.type}, which {what}; write {wanted}", location)
+        raise ProgramError.here(f"kernel: `{parameter}` of {name} takes {argument.type}, which {what}; write {wanted}")

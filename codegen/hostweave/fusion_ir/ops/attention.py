@@ -9,8 +9,6 @@ With `blocks` the keys are cut into so many, the last of which may be short or e
 one, which is sharded as the keys are. Lengths are those of the blocks then. A row that sees none of a block has zeros there, and -inf.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -196,34 +194,15 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
     """One of the results that a function of operands and masks gives."""
 
-    def numpy(
-        np: Any,
-        *operands: Any,
-        scale: float,
-        causal: str = "",
-        window: int = 0,
-        blocks: int = 0,
-        bias: bool = False,
-        packed: bool = False,
-        pieces: int = 0,
-        reversed: int = 0,
-    ) -> Any:
-        count = COUNTS[kind]
-        q, k, *others = operands[:count]
-        rest = list(operands[count:])
-        last = rest.pop() if bias or packed else None
+    def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
+        count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
+        (q, k, *others), rest = operands[:count], list(operands[count:])
+        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # one of them at most
         lengths = rest.pop() if rest else None
         if kind == "attention_lse":
             others = [k]  # of values nothing is asked
-        masks = Masks(
-            None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2],
-            window,
-            causal == BOTTOM_RIGHT,
-            lengths,
-            last if bias else None,
-            last if packed else None,
-            reversed,
-        )
+        diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
+        masks = Masks(diagonal, how.get("window", 0), causal == BOTTOM_RIGHT, lengths, bias, offsets, how.get("reversed", 0))
         if pieces:
             places = np.arange(q.shape[-2]).reshape(pieces, -1)[[*order_of_pieces(pieces // 2)]].ravel()
             masks = Masks(bias=np.where(places[:, None] >= places, 0, -np.inf))

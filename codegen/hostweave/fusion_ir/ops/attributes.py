@@ -1,7 +1,7 @@
 """The attributes that ops may have, each with its name in the text and its type: `op[AXIS]` is an int to a type checker, too."""
 
 from hostweave.fusion_ir.ir import Attribute, MeshAxes
-from hostweave.types.routes import Transfer
+from hostweave.types.blocks import Transfer
 from hostweave.types.size import Size
 
 AXIS = Attribute("axis", int)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hostweave.base.errors import Location
 from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Axis, Reduction, dims_of, record
 from hostweave.fusion_ir.index_map import ONE, IndexMap, Labels, aligned, numbered
@@ -90,7 +89,7 @@ def _reduction(
     )
 
     def function(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-        return record(kind, x, axis=dims_of(x, axis, kind, Location.of_caller()), keepdims=keepdims)
+        return record(kind, x, axis=dims_of(x, axis, kind), keepdims=keepdims)
 
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (

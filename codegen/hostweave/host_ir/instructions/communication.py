@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
-from hostweave.types.blocks import Cuts
-from hostweave.types.routes import Route
+from hostweave.types.blocks import Cuts, Route
 
 EXCHANGE_RANKS = 8  # at most, whose kernels send each other what they add up: hw::kExchangeRanks
 EXCHANGED = ("f16", "bf16", "f32")  # dtypes of that
@@ -118,7 +117,6 @@ class ReduceScatter(FromTo, Reduction):
     channel: str
     sent_along: int | None = None
     syntax = "reduce_scatter {op} %{src} along {sent_along} -> %{dst} on {channel}"
-    takes_block = True
     in_place = "block of src"
     blocks = "src"
 
@@ -180,7 +178,6 @@ class Scatter(FromTo):
     channel: str
     syntax = "scatter %{src} -> %{dst} from {root} on {channel}"
     blocks = "src"
-    takes_block = True
     grouped = True
     at_root = "src"
 
@@ -193,7 +190,6 @@ class AllToAll(FromTo):
     sent_along: int | None = None
     received_along: int | None = None
     syntax = "all_to_all %{src} along {sent_along} -> %{dst} along {received_along} on {channel}"
-    takes_block = True
     grouped = True
 
 

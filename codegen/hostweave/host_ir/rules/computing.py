@@ -102,11 +102,17 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
         return "it is of f64"
     if len(b.shape) != 2:
         return "it is a batch of products"
-    if len(dst.shape) > 2 and (a.strides is not None or dst.strides is not None):
+    if not (_rows_follow(a) and _rows_follow(dst)):
         return "its rows do not lie one after another"
     if strides_of(dst)[-1] != Size():
         return "the elements of a row do not lie side by side"
     return ""
+
+
+def _rows_follow(type: BufferType) -> bool:
+    """Whether all rows lie equally far apart, as those of one matrix."""
+    strides = strides_of(type)
+    return all(outer == size * inner for outer, size, inner in zip(strides[:-2], type.shape[1:-1], strides[1:-1], strict=True))
 
 
 def _attention(c: Checker, i: ir.Attention, scope: Scope) -> None:

@@ -6,23 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 import hostweave as hw
 from hostweave.torch.aten.products import patches
-from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded
+from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
-
-
-def _wide(x: hw.Tensor, result: Result) -> hw.Tensor:
-    """In the dtype in which torch computes norms and derivatives of 16-bit floats."""
-    return _cast(x, torch.promote_types(result.dtype, torch.float32))
-
-
-def _cast(x: hw.Tensor, dtype: torch.dtype) -> hw.Tensor:
-    made: hw.Tensor = cast(x, dtype)
-    return made
-
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
@@ -36,21 +23,21 @@ TABLE |= {
 
 @aten("hostweave.silu_backward.default")
 def _silu(result: Result, dy: hw.Tensor, x: hw.Tensor) -> hw.Tensor:
-    dy, x = _wide(dy, result), _wide(x, result)
+    dy, x = wide(dy, result), wide(x, result)
     s = hw.sigmoid(x)
-    return _cast(dy * s * (1 + x * (1 - s)), result.dtype)
+    return cast(dy * s * (1 + x * (1 - s)), result.dtype)
 
 
 @aten("gelu_backward.default")
 def _gelu(result: Result, dy: hw.Tensor, x: hw.Tensor, approximate: str = "none") -> hw.Tensor:
-    dy, x = _wide(dy, result), _wide(x, result)
+    dy, x = wide(dy, result), wide(x, result)
     if approximate == "tanh":
         k = math.sqrt(2 / math.pi)
         t = hw.tanh(k * (x + 0.044715 * x * x * x))
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * k * (1 + 3 * 0.044715 * x * x)
     else:
         slope = 0.5 * (1 + hw.erf(x * math.sqrt(0.5))) + x * hw.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
-    return _cast(dy * slope, result.dtype)
+    return cast(dy * slope, result.dtype)
 
 
 @aten("hostweave.dropout.default")
@@ -66,14 +53,14 @@ def _dropout(result: Result, x: hw.Tensor, seed: hw.Tensor, p: float) -> hw.Tens
 
 @aten("_softmax_backward_data.default")
 def _softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
-    dy, y = _wide(dy, result), _wide(y, result)
-    return _cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
+    dy, y = wide(dy, result), wide(y, result)
+    return cast(y * (dy - hw.sum(dy * y, dim, keepdims=True)), result.dtype)
 
 
 @aten("_log_softmax_backward_data.default")
 def _log_softmax(result: Result, dy: hw.Tensor, y: hw.Tensor, dim: int, _: Any = None) -> hw.Tensor:
-    dy, y = _wide(dy, result), _wide(y, result)
-    return _cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
+    dy, y = wide(dy, result), wide(y, result)
+    return cast(dy - hw.exp(y) * hw.sum(dy, dim, keepdims=True), result.dtype)
 
 
 def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,13 +69,13 @@ def _last_dims(x: hw.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 
 @aten("native_layer_norm.default")
 def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[hw.Tensor, ...]:
-    dims, wide = _last_dims(x, shape), _wide(x, result)
-    mean = hw.mean(wide, dims, keepdims=True)
-    rstd = hw.rsqrt(hw.var(wide, dims, 0, True) + eps)
-    y = (wide - mean) * rstd
-    y = y if weight is None else y * _wide(weight, result)
-    y = y if bias is None else y + _wide(bias, result)
-    return _cast(y, result.dtype), cast(mean, result.dtypes[1]), cast(rstd, result.dtypes[2])
+    dims, x = _last_dims(x, shape), wide(x, result)
+    mean = hw.mean(x, dims, keepdims=True)
+    rstd = hw.rsqrt(hw.var(x, dims, 0, True) + eps)
+    y = (x - mean) * rstd
+    y = y if weight is None else y * wide(weight, result)
+    y = y if bias is None else y + wide(bias, result)
+    return cast(y, result.dtype), cast(mean, result.dtypes[1]), cast(rstd, result.dtypes[2])
 
 
 @aten("native_layer_norm_backward.default")
@@ -97,9 +84,9 @@ def _layer_norm_backward(
 ) -> tuple[hw.Tensor | None, ...]:
     dims, others = _last_dims(x, shape), tuple(range(x.ndim - len(shape)))
     dtype = x.dtype
-    dy, x, mean, rstd = (_wide(one, result) for one in (dy, x, mean, rstd))
+    dy, x, mean, rstd = (wide(one, result) for one in (dy, x, mean, rstd))
     normed = (x - mean) * rstd
-    slope = dy if weight is None else dy * _wide(weight, result)
+    slope = dy if weight is None else dy * wide(weight, result)
     dx = (slope - hw.mean(slope, dims, keepdims=True) - normed * hw.mean(slope * normed, dims, keepdims=True)) * rstd
     return (
         hw.astype(dx, dtype) if mask[0] else None,
@@ -139,10 +126,10 @@ TABLE["scatter_add.default"] = lambda result, x, dim, index, source: hw.scatter_
 def _nll(result: Result, logp: hw.Tensor, target: hw.Tensor, weight: Any, reduction: int, ignore: int) -> tuple[hw.Tensor, hw.Tensor]:
     counted = _counted(logp, target, weight, ignore)
     at_target = hw.squeeze(hw.take_along_axis(logp, hw.expand_dims(hw.where(counted, target, 0), -1), -1), -1)
-    losses = hw.where(counted, -_wide(at_target, result), 0.0)
+    losses = hw.where(counted, -wide(at_target, result), 0.0)
     count = hw.sum(hw.astype(counted, losses.dtype))
     loss = losses if reduction == 0 else hw.sum(losses) / count if reduction == 1 else hw.sum(losses)
-    return _cast(loss, result.dtype), cast(count, result.dtypes[1])
+    return cast(loss, result.dtype), cast(count, result.dtypes[1])
 
 
 @aten("nll_loss_backward.default")
@@ -153,7 +140,7 @@ def _nll_backward(
     each = -dy / count if reduction == 1 else -dy
     of_row = hw.where(counted, each if reduction == 0 else hw.broadcast_to(each, *target.shape), 0.0)
     is_target = hw.expand_dims(target, -1) == hw.iota(logp, -1, target.dtype)
-    return _cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
+    return cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
 
 
 def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
@@ -214,13 +201,13 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
     for part in (x, cos, sin):
         pairs = hw.reshape(part, *part.shape[:-1], 2, int(x.shape[-1]) // 2)
         at = [slice(None)] * (part.ndim - 1)
-        halves.append([_wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
+        halves.append([wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
     (first, second), (c1, c2), (s1, s2) = halves
     if back:
         s1, s2 = -s2, -s1
     is_first = hw.expand_dims(hw.iota(hw.reshape(x, *x.shape[:-1], 2, -1), x.ndim - 1) == 0, -1)
     turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
-    return hw.reshape(_cast(turned, result.dtype), *x.shape)
+    return hw.reshape(cast(turned, result.dtype), *x.shape)
 
 
 @aten("slice_scatter.default")

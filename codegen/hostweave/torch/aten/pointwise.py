@@ -1,37 +1,21 @@
 """Ops of one element of each operand."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import hostweave as hw
 from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, full, refuse
 
+_SAME_NAME = "abs exp log sqrt rsqrt sin cos tanh erf sigmoid relu silu floor ceil trunc round sign reciprocal"
+
 
 def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
     TABLE[f"{name}.default"] = lambda result, x: cast(function(cast(x, result.dtype)), result.dtype)
 
 
-for _name in [
-    "abs",
-    "exp",
-    "log",
-    "sqrt",
-    "rsqrt",
-    "sin",
-    "cos",
-    "tanh",
-    "erf",
-    "sigmoid",
-    "relu",
-    "silu",
-    "floor",
-    "ceil",
-    "trunc",
-    "round",
-    "sign",
-    "reciprocal",
-]:
+for _name in _SAME_NAME.split():
     _unary(_name, getattr(hw, _name))
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
@@ -79,13 +63,11 @@ def _binary(name: str, function: Callable[[Any, Any], hw.Tensor], overloads: str
 for _name, _function in {
     "add": lambda a, b: (a | b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a + b,
     "mul": lambda a, b: (a & b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a * b,
-    "sub": lambda a, b: a - b,
-    "remainder": lambda a, b: a % b,
-    "bitwise_and": lambda a, b: a & b,
-    "bitwise_or": lambda a, b: a | b,
-    "bitwise_xor": lambda a, b: a ^ b,
-    "__and__": lambda a, b: a & b,
-    "__or__": lambda a, b: a | b,
+    "sub": operator.sub,
+    "remainder": operator.mod,
+    "bitwise_xor": operator.xor,
+    **dict.fromkeys(("bitwise_and", "__and__"), operator.and_),
+    **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
 }.items():
     _binary(_name, _function)
 _binary("maximum", hw.maximum, "default")
@@ -112,15 +94,8 @@ def _comparison(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:
     TABLE.update({f"{name}.{overload}": entry for overload in ("Tensor", "Scalar")})
 
 
-for _name, _function in {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}.items():
-    _comparison(_name, _function)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(_name, getattr(operator, _name))
 
 
 def _logical(name: str, function: Callable[[Any, Any], hw.Tensor]) -> None:

@@ -38,9 +38,7 @@ def _attention(
 ) -> hw.Tensor:
     if p:
         raise refuse(f"attention with dropout_p={p} is not supported; call module.eval()")
-    return hw.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=is_causal, scale=named.get("scale"), enable_gqa=bool(named.get("enable_gqa"))
-    )
+    return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)
 
 
 @aten("convolution.default", "conv2d.default")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, refuse
+from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, refuse, wide
 
 
 def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ def _batch_norm(
     result: Result, x: hw.Tensor, weight: Any, bias: Any, mean: hw.Tensor, var: hw.Tensor, momentum: float, eps: float
 ) -> tuple[hw.Tensor]:
     def of_channel(y: hw.Tensor) -> hw.Tensor:
-        return hw.reshape(cast(y, torch.promote_types(result.dtype, torch.float32)), -1, *(1 for _ in range(x.ndim - 2)))
+        return hw.reshape(wide(y, result), -1, *(1 for _ in range(x.ndim - 2)))
 
-    normed = (cast(x, torch.promote_types(result.dtype, torch.float32)) - of_channel(mean)) * hw.rsqrt(of_channel(var) + eps)
+    normed = (wide(x, result) - of_channel(mean)) * hw.rsqrt(of_channel(var) + eps)
     normed = normed if weight is None else normed * of_channel(weight)
     return (cast(normed if bias is None else normed + of_channel(bias), result.dtype),)

@@ -5,19 +5,22 @@ Where torch promotes dtypes, operands are cast to the dtype that torch computes 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 import hostweave as hw
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.plan import Axes
 from hostweave.types.tensor import DTYPES as BY_NAME
 from hostweave.types.tensor import Dim, DType, TensorType
 
+T = TypeVar("T")
 Number = int | float | bool
 Sizes = tuple[int | str, ...]
 
@@ -53,8 +56,21 @@ def aten(*names: str) -> Callable[[Entry], Entry]:
     return enter
 
 
+# Arguments of ops of which the result says all.
+_OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
+
+
+def computed(
+    op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], Sizes], trace: hw.Tensor
+) -> Any:
+    """What the entry of an op gives for these arguments, in place of a node whose results are of the shapes that `shape_of` says."""
+    made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
+    result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
+    return TABLE[op](result, *args, **{key: value for key, value in kwargs.items() if key not in _OF_RESULT})
+
+
 def refuse(why: str) -> ProgramError:
-    return ProgramError(why, Location.of_caller())
+    return ProgramError.here(why)
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -64,10 +80,15 @@ def dtype_of(dtype: torch.dtype) -> DType:
     return DTYPES[dtype]
 
 
-def cast(x: Any, dtype: torch.dtype) -> Any:
+def cast(x: T, dtype: torch.dtype) -> T:
     if not isinstance(x, hw.Tensor) or x.dtype == dtype_of(dtype):
         return x
-    return hw.astype(x, dtype_of(dtype))
+    return hw.astype(x, dtype_of(dtype))  # type: ignore[return-value]
+
+
+def wide(x: T, result: Result) -> T:
+    """In the dtype in which torch computes norms and derivatives of 16-bit floats."""
+    return cast(x, torch.promote_types(result.dtype, torch.float32))
 
 
 def torch_dtype(x: hw.Tensor) -> torch.dtype:
