@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ class FakeTorchStore:
 
     def get(self, key: str) -> bytes:
         return self._values[key]
+
+
+@contextlib.contextmanager
+def soon(function: Callable[..., object], *arguments: object) -> Iterator[None]:
+    """Calls it in a moment, by a thread that has ended when the block is left."""
+    timer = threading.Timer(0.1, function, arguments)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 # --- stores -----------------------------------------------------------------------------------------------------------
@@ -93,8 +105,8 @@ def test_get_waits_and_gives_up(store: Store) -> None:
     assert 0.2 <= time.monotonic() - started < 2
     with pytest.raises(TimeoutError):
         store.get("never", 0)
-    threading.Timer(0.1, store.set, ("late", b"value")).start()
-    assert store.get("late", 10) == b"value"
+    with soon(store.set, "late", b"value"):
+        assert store.get("late", 10) == b"value"
 
 
 def test_threads_wait_side_by_side(store: Store) -> None:
@@ -105,6 +117,19 @@ def test_threads_wait_side_by_side(store: Store) -> None:
         return b"".join(store.get(f"from {other}", 10) for other in range(4))
 
     assert in_threads(4, exchange) == [b"\0\1\2\3"] * 4
+
+
+def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
+    """Also none by which a thread was waiting meanwhile."""
+    store = TcpStore([("127.0.0.1", server.port)], "job", 5)
+    with soon(store.get, "late", 10):
+        while "late" not in server._waiting:
+            time.sleep(0.01)
+        store.close()
+        other = TcpStore([("127.0.0.1", server.port)], "job", 5)
+        other.set("late", b"value")
+        other.close()
+    assert store._idle == []
 
 
 def test_a_large_value_over_tcp(tcp_store: TcpStore) -> None:
@@ -144,10 +169,8 @@ def test_no_server_to_reach() -> None:
 def test_a_server_that_closes_says_goodbye(server: TcpServer) -> None:
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     store.set("key", b"value")
-    threading.Timer(0.1, server.close).start()
-    with pytest.raises(StoreClosed):
+    with soon(server.close), pytest.raises(StoreClosed):
         store.get("never", 30)
-    server.close()
     with socket.create_server(("127.0.0.1", server.port)):
         pass  # the port is free again
     store.close()
@@ -279,7 +302,8 @@ def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None
     """Who takes a port of the job hears nothing by which the job's own server would let him in."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1))).start()
+        client = threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1)))
+        client.start()
         connection, _ = listener.accept()
         with connection:
             heard = connection.recv(1000)
@@ -291,6 +315,7 @@ def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None
                 relay.sendall(heard[-16:] * 2)
                 relay.settimeout(5)
                 assert relay.recv(100) == b""
+    client.join()
 
 
 @pytest.mark.parametrize("sizes", [(2**32 - 1, 0), (0, 2**32 - 1), (5000, 0)])
@@ -398,9 +423,9 @@ def test_a_rank_that_does_not_come(seats: list[Meeting]) -> None:
 
 
 def test_a_failure_ends_the_waiting(seats: list[Meeting]) -> None:
-    threading.Timer(0.1, seats[2].fail, ("rank 2: no data",)).start()
     started = time.monotonic()
-    errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
+    with soon(seats[2].fail, "rank 2: no data"):
+        errors = in_threads(2, lambda rank: seats[rank].gather("", 30))
     assert time.monotonic() - started < 5
     assert [(type(error), str(error)) for error in errors] == [(Failed, "rank 2: no data")] * 2
     seats[0].fail("another")

@@ -203,6 +203,7 @@ class TcpStore:
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
         self._will: socket.socket | None = None
+        self._closed = False
         self._address, connection = self._find(addresses, time.monotonic() + timeout)
         self._idle.append(connection)
 
@@ -226,7 +227,7 @@ class TcpStore:
     def close(self) -> None:
         with self._lock:
             connections = [*self._idle, *([self._will] if self._will else [])]
-            self._idle, self._will = [], None
+            self._idle, self._will, self._closed = [], None, True
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(_REQUEST.pack(_GOODBYE, 0, 0, 0))
@@ -245,7 +246,10 @@ class TcpStore:
             connection.close()
             raise
         with self._lock:
-            self._idle.append(connection)
+            if not self._closed:
+                self._idle.append(connection)
+                return answer
+        connection.close()  # as `close`, of another thread, has closed the others
         return answer
 
     def _find(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
