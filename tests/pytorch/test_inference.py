@@ -126,6 +126,17 @@ def test_parameters_are_read_where_they_lie(plan: str) -> None:
         torch.testing.assert_close(compiled(x, 3.0)["y"], module(x, 3.0)["y"])
 
 
+@pytest.mark.parametrize("plan", ["tp, -", "-, tp"], ids=["rows", "columns"])
+def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
+    with torch.inference_mode():
+        module = nn.Linear(8, 4).eval().requires_grad_(False)
+        x = torch.randn(6, 8)
+        compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": plan}, (x,))
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), module(x))
+            module.weight.mul_(2)
+
+
 def test_dynamic_sizes_are_symbols() -> None:
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},)
@@ -184,6 +195,26 @@ def test_calls_are_captured(plan: str) -> None:
         for got, one in zip(found, want, strict=True):
             for result in got:
                 torch.testing.assert_close(result, one)
+
+
+@pytest.mark.gpu
+def test_what_was_written_is_copied_on_the_stream_of_the_launch() -> None:
+    """Where another one is behind: a weight that does not lie as the program takes it, written and read on a stream of its own."""
+    group = hw.init()
+    module = nn.Linear(64, 64, bias=False, device="cuda").eval()
+    module.weight = nn.Parameter(torch.randn(64, 64, device="cuda").t(), requires_grad=False)
+    x, weight = torch.randn(2, 64, 64, device="cuda")
+    want = nn.functional.linear(x, weight)
+    step, beside = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,)).capture(x), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    with torch.cuda.stream(beside):
+        module.weight.copy_(weight)
+    y = step(stream=beside)
+    beside.synchronize()
+    assert not torch.cuda.current_stream().query()
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    group.close()
 
 
 class Pooled(nn.Module):

@@ -172,3 +172,20 @@ def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax", None)
     with pytest.raises(ArgumentError, match=r"^mlp: as_jax_ffi: JAX is not installed; pip install 'hostweave\[jax\]'"):
         MLP.as_jax_ffi()
+
+
+def test_each_launch_of_a_captured_call_gives_an_array() -> None:
+    """Arrays of JAX do not change, so what a launch has written is another."""
+
+    @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["N"], y=hw.f32["N"])
+    def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:
+        return x + y
+
+    group = hw.init()
+    x, y = jax.numpy.ones(4), np.zeros(4, np.float32)
+    step = hw.compile(added).capture(x, y)
+    first = step()
+    y += 1
+    np.testing.assert_array_equal(step(), [2] * 4)
+    np.testing.assert_array_equal(first, [1] * 4)
+    group.close()

@@ -21,6 +21,8 @@ Array = Any  # of some library
 class Library(Protocol):
     """What Hostweave needs of an array library; what most of them have in common is here."""
 
+    gives_copies: bool = False  # what `give` gives does not change with the array
+
     def accept(self, array: Array) -> Array:
         """The array as this object works with it, without a copy where that can be. Raises TypeError with a reason."""
         return array
@@ -178,6 +180,8 @@ class _Buffers(NumpyLibrary):
 class _Jax(NumpyLibrary):
     """Its arrays cannot be written to, so they go through NumPy."""
 
+    gives_copies: bool = True
+
     def state(self, array: Array) -> tuple[Any, ...] | None:
         return None
 
@@ -192,6 +196,8 @@ class _Jax(NumpyLibrary):
 
 class _AnyDLPack(NumpyLibrary):
     """Arrays in host memory of a library that is not known by name."""
+
+    gives_copies: bool = True  # perhaps
 
     def __init__(self, array: Array):
         self._namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else np

@@ -306,12 +306,12 @@ class Group:
             id = self._share_id(f"process_group/all for {target}", id) if self._store else id
             return str(module.connect_all(member, id, self.timeout))
 
-    def run(self, program: str, member: Any, call: Callable[[], T]) -> T:
+    def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
         """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
         self._calls += 1
         try:
             with native_calls:
-                return call()
+                return call(*arguments)
         except CaptureError:  # of this call alone: nothing was enqueued
             raise
         except BaseException as error:

@@ -21,19 +21,21 @@ class _Calls:
     """The calls of the runtime that wait for devices or other ranks; `with calls:` is around each."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._count = 0
         self.ending = False
 
     def __enter__(self) -> None:
-        with self._changed:
+        with self._lock:
             expect_going_on()
             self._count += 1
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
+        with self._lock:
             self._count -= 1
-            self._changed.notify_all()
+            if self.ending:  # which is waited for
+                self._changed.notify_all()
 
     def end(self) -> None:
         with self._changed:

@@ -135,7 +135,7 @@ class LocalProgram:
         name, native, member = self._host.name, self._native, self._member
 
         def make() -> Any:
-            return self._group.run(name, member, lambda: native.capture(taken.table.native, taken.addresses, addresses))
+            return self._group.run(name, member, native.capture, taken.table.native, taken.addresses, addresses)
 
         graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
@@ -146,9 +146,13 @@ class LocalProgram:
             handle = self._arguments.handle(stream, taken.library)
             if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
                 self._agreed(lambda: taken, self._group.call_timeout)
-            self._group.run(name, member, lambda: native.launch(graph, handle, self._schedule()))
+            self._group.run(name, member, native.launch, graph, handle, self._schedule())
 
-        return Captured(launch, (bound, taken, arrays), lambda: self._given_back(bound, arrays, outputs) if out is None else out)
+        kept = bound, taken, arrays
+        if out is None and taken.library and taken.library.gives_copies:
+            return Captured(launch, kept, lambda: self._given_back(bound, arrays, outputs))
+        results = self._given_back(bound, arrays, outputs) if out is None else out
+        return Captured(launch, kept, lambda: results)
 
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
@@ -165,8 +169,8 @@ class LocalProgram:
         common = self._common_graphs
         if common and common.is_due and not self._module.is_captured(taken.stream):
             self._decide_graphs(common, taken, addresses)
-        arguments = taken.table.native, taken.addresses, addresses, taken.stream, self._schedule(), self._graphs
-        group.run(self._host.name, self._member, lambda: self._native.run(*arguments))
+        where = taken.table.native, taken.addresses, addresses, taken.stream
+        group.run(self._host.name, self._member, self._native.run, *where, self._schedule(), self._graphs)
         if common:
             common.count()
         return taken, outputs, addresses
@@ -329,12 +333,12 @@ class LocalProgram:
 
     def _schedule(self) -> Any:
         wanted = schedule()
-        if wanted.is_special and not self._group.in_process:
-            raise ArgumentError(
-                f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of one "
-                f"process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
-            )
         if self._native_schedule is None or self._native_schedule[0] is not wanted:
+            if wanted.is_special and not self._group.in_process:
+                raise ArgumentError(
+                    f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of "
+                    f"one process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
+                )
             self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
         return self._native_schedule[1]
 
@@ -382,7 +386,7 @@ class Captured:
     """
 
     def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Callable[[], Any]):
-        self._launch = launch
+        self.launch = launch  # on a stream, or None; without a look at the outputs
         self._inputs = inputs  # whose memory the graph reads
         self._outputs = outputs
 
@@ -399,8 +403,8 @@ class Captured:
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays: it reads those that it was captured with; write new values there")
-        self._launch(stream)
-        return self.outputs
+        self.launch(stream)
+        return self._outputs()
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +19,45 @@ from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
+from hostweave.targets.cuda import handle_of
 from hostweave.torch.graph import Graph
 
+_writes_to = attrgetter("_version")
 
-class Copied(NamedTuple):
-    """A block of a tensor that is no part of its memory as a program takes it."""
 
-    name: str
-    tensor: torch.Tensor
-    copy: torch.Tensor
-    version: list[int]  # of the tensor, when it was copied
+class Copies:
+    """Blocks of tensors that are no part of their memory as a program takes them, by name."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
+        self._tensors, self._block = tensors, block
+        self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
+        self._counted = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
+        self._versions = self._now()
+
+    def renew(self, stream: Any = None) -> None:
+        """Copies again what was written to since, and tensors of which torch does not count that. Called before each launch of a graph,
+        on its stream."""
+        if self._versions == (now := self._now()) and len(self._counted) == len(self._tensors):
+            return
+        known = {name: old == new for name, old, new in zip(self._counted, self._versions, now, strict=True)}
+        for name, tensor in self._tensors.items():
+            if not known.get(name):
+                with _on(stream, tensor.device):
+                    self.blocks[name].copy_(self._block(name, tensor))
+        self._versions = now
+
+    def _now(self) -> list[int]:
+        return list(map(_writes_to, self._counted.values()))
+
+
+def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, that stream of a launch is the current one, if one is given."""
+    if stream is None or device.type == "cpu":
+        return nullcontext()
+    try:
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle_of(stream), device))  # type: ignore[no-untyped-call]
+    except TypeError:  # it is no stream, as the launch says
+        return nullcontext()
 
 
 class Part:
@@ -39,14 +70,14 @@ class Part:
         self.program, self.graph, self._numbers = program, graph, numbers or {}
         donated = graph.update.donated if graph.update else ()
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
-        self._bound: dict[int | None, tuple[Program, list[Copied]]] = {}  # by rank of the group, None for all ranks in this process
+        self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
         """What the graph returns for this rank's blocks, or for global tensors where all ranks are in this process."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
-        self._renew(copies, rank)
-        given: dict[str, Any] = {**arrays, **({} if group else {one.name: one.copy for one in copies})}
+        copies.renew()
+        given: dict[str, Any] = {**arrays, **({} if group else copies.blocks)}
         return self.values(program(**given, group=group) if group else program.run(**given))
 
     def values(self, made: Any) -> list[Any]:
@@ -60,36 +91,28 @@ class Part:
 
         return list(map(value, self.graph.returned))
 
-    def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Callable[[], None]]:
-        """A call of this rank as a graph, and what is called before each launch of it."""
+    def capture(self, arrays: Mapping[str, torch.Tensor], group: Group) -> tuple[Captured, Copies]:
+        """A call of this rank as a graph, and the copies that it reads."""
         program, copies = self._bound.get(group.rank) or self._bind(group.rank)
-        self._renew(copies, group.rank)
+        copies.renew()
         given: dict[str, Any] = {**arrays}
-        return program.capture(**given, group=group), lambda: self._renew(copies, group.rank)
-
-    def _renew(self, copies: list[Copied], rank: int | None) -> None:
-        for one in copies:
-            if one.version != (now := [_version(one.tensor)]) or now == [-1]:
-                one.copy.copy_(self._block(one.name, one.tensor, rank))
-                one.version[:] = now
+        return program.capture(**given, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Of what the joint graph takes, the arguments of this program, by name."""
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
-    def _bind(self, rank: int | None) -> tuple[Program, list[Copied]]:
+    def _bind(self, rank: int | None) -> tuple[Program, Copies]:
         """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""
-        given: dict[str, torch.Tensor] = {}
-        copies = []
+        ready, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, held in {**self.tensors, **self.graph.bound}.items():
             block = self._block(name, held, rank)
             if self._lies_ready(name, held, block, rank):
-                given[name] = block
+                ready[name] = block
             else:
-                copies.append(Copied(name, held, block.contiguous().clone(), [_version(held)]))
-                if rank is not None:
-                    given[name] = copies[-1].copy
-        self._bound[rank] = self.program.bind(**given), copies
+                others[name] = held
+        copies = Copies(others, lambda name, held: self._block(name, held, rank))
+        self._bound[rank] = self.program.bind(**ready, **({} if rank is None else copies.blocks)), copies
         return self._bound[rank]
 
     def _block(self, name: str, held: torch.Tensor, rank: int | None) -> torch.Tensor:
@@ -105,11 +128,6 @@ class Part:
             return False
         ranks = range(self.graph.mesh.size) if rank is None else ()
         return all(self._block(name, block, other).is_contiguous() for other in ranks)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Counts what was written to a tensor; -1 where torch does not."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class CompiledModule:
@@ -146,12 +164,12 @@ class CompiledModule:
         if group is None:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
-        call, renew = self._part.capture(arrays, group)
+        call, copies = self._part.capture(arrays, group)
         returned = self._rebuilt(self._part.values(call.outputs))
 
         def launch(stream: Any) -> None:
-            renew()
-            call(stream=stream)
+            copies.renew(stream)
+            call.launch(stream)
 
         return Captured(launch, arrays, lambda: returned)
 
