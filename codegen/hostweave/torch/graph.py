@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
@@ -155,7 +156,8 @@ class Graph:
                     continue
                 data = value.contiguous().cpu().view(torch.uint8).numpy().tobytes()
                 equal = (value.dtype, tuple(value.shape), data)
-                name = self.names[argument] = named.setdefault(equal, unique_name(argument.name, taken))
+                label = self.origins[argument].name if argument in self.origins else name_of_constant(argument)
+                name = self.names[argument] = named.setdefault(equal, unique_name(name_of(label), taken))
                 taken[name] = ""
                 self.bound[name] = value.contiguous()
 
@@ -237,11 +239,18 @@ def modules_of(node: Node) -> list[str]:
 def location(node: Node) -> Location | None:
     """The user's line that made a node: the innermost that is not torch's own."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")] or frames
     if not own:
         return None
     path, line, text = own[-1]
-    return Location(path.rpartition("/")[2], int(line), text)
+    return Location(path.rpartition("/")[2], int(line), text.partition(GRADIENT_ACC_SPECIAL_STACK)[0])
+
+
+def name_of_constant(node: Node) -> str:
+    """The user's name of a value, where the line that made it says so; else torch's."""
+    of = location(node)
+    variable = re.match(r"(\w+) = (?!torch\.ops\.)", of.text) if of else None
+    return variable[1] if variable else node.name
 
 
 def name_of(target: str) -> str:

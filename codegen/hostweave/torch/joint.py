@@ -18,11 +18,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta, set_current_meta
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
-from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, op_of, repeated, rotated, word_of_mask
+from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, name_of_constant, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.layers import Layer
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
 from hostweave.torch.plan import Axes, Layouts, text_of
@@ -48,7 +49,16 @@ class Joint:
 
     @cached_property
     def _parts(self) -> tuple[GraphModule, GraphModule]:
+        parts = self._cut()
+        return self._cut() if _save_alike(self.whole, self._kept(parts[0])) else parts
+
+    def _cut(self) -> tuple[GraphModule, GraphModule]:
         return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
+
+    def _kept(self, forward: GraphModule) -> list[Node]:
+        """What a forward graph computes for the backward graph."""
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     @property
     def forward(self) -> GraphModule:
@@ -118,8 +128,7 @@ class Joint:
     @cached_property
     def saved(self) -> dict[Node, str]:
         """The nodes of the forward graph that the backward graph takes, and their names."""
-        (output,) = (node for node in self.forward.graph.nodes if node.op == "output")
-        return _in_rows(_named([node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]))
+        return _in_rows(_named(self._kept(self.forward)))
 
     def source_of(self, node: Node) -> int | None:
         """The number of the source that a placeholder of one of the graphs stands for; None for other placeholders."""
@@ -228,7 +237,7 @@ def _losses(results: list[Node]) -> list[Node]:
 def _origin_of(outer: Graph, node: Node) -> Origin:
     if node in outer.origins:
         return replace(outer.origins[node], name=outer.origins[node].name or node.name)
-    return Origin("constant", node.name, outer.constants[node])
+    return Origin("constant", name_of_constant(node), outer.constants[node])
 
 
 def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bool]) -> torch.Tensor:
@@ -334,6 +343,26 @@ def _simplify(made: GraphModule) -> None:
             node.meta["stack_trace"] = trace
     made.graph.eliminate_dead_code()
     made.recompile()
+
+
+def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
+    """Has layers that compute the same save what most of them do, as cuts of one size leave a choice. False where they do already."""
+    layers: dict[str, list[Node]] = {}
+    for node in whole.graph.nodes:
+        of_list = (path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path.rpartition(".")[2].isdigit())
+        if path := next(of_list, None):
+            layers.setdefault(path, []).append(node)
+    alike: dict[tuple[str, ...], list[list[Node]]] = {}
+    for nodes in reversed(layers.values()):
+        alike.setdefault(tuple(map(op_of, nodes)), []).append(nodes)
+    names, others = {node.name for node in saved}, list[Node]()
+    for group in alike.values():
+        places = [tuple(number for number, node in enumerate(nodes) if node.name in names) for nodes in group]
+        ((usual, _),) = Counter(places).most_common(1)
+        others += [nodes[number] for nodes, own in zip(group, places, strict=True) if own != usual for number in usual]
+    for node in others:
+        node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    return bool(others)
 
 
 def _named(saved: list[Node]) -> dict[Node, str]:

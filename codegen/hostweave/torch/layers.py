@@ -96,7 +96,26 @@ def _paths_of_layers(graph: Graph) -> dict[Node, _Path]:
         before = [argument for argument in node.all_input_nodes if argument in position]
         if not stack and before and (last := max(before, key=position.__getitem__)) in found:
             found[node] = found[last]
+    for node in _shared(graph.nodes, found):
+        del found[node]
     return found
+
+
+def _shared(nodes: list[Node], paths: Mapping[Node, _Path]) -> set[Node]:
+    """What several modules use alike, and was made in the first of them of nothing that is theirs, such as the bias for a mask."""
+    free, shared = set[Node](), set[Node]()
+    for node in nodes:
+        if node in paths and all(argument not in paths or argument in free for argument in node.all_input_nodes):
+            free.add(node)
+    for node in reversed([node for node in nodes if node in free]):
+        uses: dict[_Path, list[object]] = {}
+        for user in node.users:
+            if user in paths:
+                uses.setdefault(paths[user], []).append(user.target)
+        used_alike = len(uses) > 1 and all(targets == uses.get(paths[node]) for targets in uses.values())
+        if used_alike or not shared.isdisjoint(node.users):
+            shared.add(node)
+    return shared
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
