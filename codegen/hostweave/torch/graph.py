@@ -14,7 +14,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
-from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 from torch.utils import _pytree as pytree
 
 import hostweave as hw
@@ -236,6 +235,9 @@ def modules_of(node: Node) -> list[str]:
     return [path for path, _ in stack.values() if path]
 
 
+_NOTE = "Gradient addition node due to"  # which torch writes behind the line of a sum of gradients
+
+
 def location(node: Node) -> Location | None:
     """The user's line that made a node: the innermost that is not torch's own."""
     frames = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
@@ -243,7 +245,7 @@ def location(node: Node) -> Location | None:
     if not own:
         return None
     path, line, text = own[-1]
-    return Location(path.rpartition("/")[2], int(line), text.partition(GRADIENT_ACC_SPECIAL_STACK)[0])
+    return Location(path.rpartition("/")[2], int(line), text.partition(_NOTE)[0])
 
 
 def name_of_constant(node: Node) -> str:
