@@ -24,7 +24,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, name_of_constant, op_of, repeated, rotated, word_of_mask
-from hostweave.torch.layers import Layer
+from hostweave.torch.layers import Layer, Path, paths_of_layers
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
 from hostweave.torch.plan import Axes, Layouts, text_of
 from hostweave.types.tensor import TensorType
@@ -347,11 +347,10 @@ def _simplify(made: GraphModule) -> None:
 
 def _save_alike(whole: GraphModule, saved: Sequence[Node]) -> bool:
     """Has layers that compute the same save what most of them do, as cuts of one size leave a choice. False where they do already."""
-    layers: dict[str, list[Node]] = {}
-    for node in whole.graph.nodes:
-        of_list = (path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path.rpartition(".")[2].isdigit())
-        if path := next(of_list, None):
-            layers.setdefault(path, []).append(node)
+    layers: dict[Path, list[Node]] = {}
+    of_forward = [node for node in whole.graph.nodes if node.op == "call_function" and node.meta.get("nn_module_stack")]
+    for node, path in paths_of_layers(of_forward).items():
+        layers.setdefault(path, []).append(node)
     alike: dict[tuple[str, ...], list[list[Node]]] = {}
     for nodes in reversed(layers.values()):
         alike.setdefault(tuple(map(op_of, nodes)), []).append(nodes)

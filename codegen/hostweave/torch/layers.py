@@ -40,9 +40,9 @@ class Layer:
 
 def repeated_layers(graph: Graph) -> list[Layer]:
     """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
-    paths = _paths_of_layers(graph)
+    paths = paths_of_layers(graph.nodes, derived_apart=bool(graph.update))
     graph.nodes = _together(graph.nodes, paths)
-    grouped: dict[_Path, list[Node]] = {}
+    grouped: dict[Path, list[Node]] = {}
     for node in graph.nodes:
         if node in paths:
             grouped.setdefault(paths[node], []).append(node)
@@ -74,7 +74,7 @@ def alike(layers: list[Layer]) -> list[Layer]:
     return [layer for layer in layers if counts[id(layer.like)] > 1]
 
 
-class _Path(NamedTuple):
+class Path(NamedTuple):
     """Of a module of a list, and its class. In a graph of a whole step what is derived from a module stands apart from its own ops."""
 
     path: str
@@ -82,33 +82,33 @@ class _Path(NamedTuple):
     is_derived: bool
 
 
-def _paths_of_layers(graph: Graph) -> dict[Node, _Path]:
+def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node, Path]:
     """The module of a list in which each node is. What sums up gradients is where the last of them is made."""
-    found: dict[Node, _Path] = {}
-    position = {node: number for number, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
+    found: dict[Node, Path] = {}
+    position = {node: number for number, node in enumerate(nodes)}
+    for node in nodes:
         own = node.meta.get("nn_module_stack")
         stack = own or node.meta.get("fwd_nn_module_stack") or {}
         for path, kind in stack.values():
             if path.rpartition(".")[2].isdigit():
-                found[node] = _Path(path, kind if isinstance(kind, str) else kind.__name__, bool(graph.update) and not own)
+                found[node] = Path(path, kind if isinstance(kind, str) else kind.__name__, derived_apart and not own)
                 break
         before = [argument for argument in node.all_input_nodes if argument in position]
         if not stack and before and (last := max(before, key=position.__getitem__)) in found:
             found[node] = found[last]
-    for node in _shared(graph.nodes, found):
+    for node in _shared(nodes, found):
         del found[node]
     return found
 
 
-def _shared(nodes: list[Node], paths: Mapping[Node, _Path]) -> set[Node]:
+def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
     """What several modules use alike, and was made in the first of them of nothing that is theirs, such as the bias for a mask."""
     free, shared = set[Node](), set[Node]()
     for node in nodes:
         if node in paths and all(argument not in paths or argument in free for argument in node.all_input_nodes):
             free.add(node)
     for node in reversed([node for node in nodes if node in free]):
-        uses: dict[_Path, list[object]] = {}
+        uses: dict[Path, list[object]] = {}
         for user in node.users:
             if user in paths:
                 uses.setdefault(paths[user], []).append(user.target)
@@ -118,7 +118,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, _Path]) -> set[Node]:
     return shared
 
 
-def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
+def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:
     """The nodes with those of a group one after another, where none between them needs some and makes what others need."""
     groups = dict(groups)
     while True:
@@ -147,7 +147,7 @@ def _together(nodes: list[Node], groups: Mapping[Node, _Path]) -> list[Node]:
         groups = {node: key for node, key in groups.items() if key != torn}
 
 
-def _layer(graph: Graph, of: _Path, nodes: list[Node]) -> Layer:
+def _layer(graph: Graph, of: Path, nodes: list[Node]) -> Layer:
     inside, arguments, computed = set(nodes), dict[Node, None](), set(graph.nodes)
     for node in nodes:
         for argument in node.all_input_nodes:
