@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -102,10 +103,14 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """What several modules use alike, and was made in the first of them of nothing that is theirs, such as the bias for a mask."""
+    """What several modules use alike, and was made in the first of them of nothing that is theirs, such as the bias for a mask.
+
+    What is derived from a module, in the reverse order, is its own.
+    """
     free, shared = set[Node](), set[Node]()
     for node in nodes:
-        if node in paths and all(argument not in paths or argument in free for argument in node.all_input_nodes):
+        is_own = node in paths and node.meta.get("nn_module_stack")
+        if is_own and all(argument not in paths or argument in free for argument in node.all_input_nodes):
             free.add(node)
     for node in reversed([node for node in nodes if node in free]):
         uses: dict[Path, list[object]] = {}
@@ -115,7 +120,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
         used_alike = len(uses) > 1 and all(targets == uses.get(paths[node]) for targets in uses.values())
         if used_alike or not shared.isdisjoint(node.users):
             shared.add(node)
-    return shared
+    return shared | {node for node in nodes if node.target is operator.getitem and node.args[0] in shared}
 
 
 def _together(nodes: list[Node], groups: Mapping[Node, Path]) -> list[Node]:

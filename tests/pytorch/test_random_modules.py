@@ -1,0 +1,151 @@
+"""Random modules of layers, compiled with `training=True`: results and gradients against torch on one device.
+
+Layers of a module are alike and share masks and arguments; they differ between modules in norms, parts, residuals, what is tied, and plans.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+
+BATCH, TOKENS, WIDTH, INNER, HEADS = 4, 8, 16, 32, 4
+PARTS = ("attention", "attention", "mlp", "mlp", "gated", "argument", "mean", "normed")
+
+
+@dataclass
+class Recipe:
+    """What all layers of a module have in common."""
+
+    norms: list[type[nn.Module]]
+    parts: list[str]
+    activation: Callable[[Any], Any]
+    mask: str
+    bias: bool
+    norm_first: bool
+    norm_twice: bool
+    scaled: bool
+    returns_parts: bool
+    tied: bool
+    projected: bool
+
+    @classmethod
+    def of(cls, draw: random.Random) -> Recipe:
+        count = draw.randint(1, 3)
+        return cls(
+            norms=draw.choices([nn.LayerNorm, nn.RMSNorm], k=count),
+            parts=draw.choices(PARTS, k=count),
+            activation=draw.choice([F.gelu, F.relu, F.silu, torch.tanh]),
+            mask=draw.choice(["none", "causal", "bool", "float"]),
+            bias=draw.random() < 0.5,
+            norm_first=draw.random() < 0.7,
+            norm_twice=draw.random() < 0.2,
+            scaled=draw.random() < 0.5,
+            returns_parts=draw.random() < 0.2,
+            tied=draw.random() < 0.2,
+            projected=draw.random() < 0.6,
+        )
+
+
+class Layer(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        self.recipe = recipe
+        self.norms = nn.ModuleList(norm(WIDTH) for norm in recipe.norms)
+        self.up = nn.ModuleList(nn.Linear(WIDTH, INNER, bias=recipe.bias) for _ in recipe.parts)
+        self.down = nn.ModuleList(nn.Linear(INNER, WIDTH, bias=recipe.bias) for _ in recipe.parts)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Any, mask: Any, argument: Any) -> Any:
+        for number, (part, norm) in enumerate(zip(self.recipe.parts, self.norms, strict=True)):
+            h = self.part(part, number, norm(x) if self.recipe.norm_first else x, mask, argument)
+            h = norm(h) if self.recipe.norm_twice else h
+            x = (x + h) * 0.7 if self.recipe.scaled else x + h
+            x = x if self.recipe.norm_first else norm(x)
+        return (x, h) if self.recipe.returns_parts else x
+
+    def part(self, part: str, number: int, x: Any, mask: Any, argument: Any) -> Any:
+        if part == "attention":
+            q, k, v = (of(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for of in (self.q, self.k, self.v))
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.recipe.mask == "causal")
+            return self.o(y.transpose(1, 2).flatten(2))
+        if part == "mlp":
+            return self.down[number](self.recipe.activation(self.up[number](x)))
+        if part == "gated":
+            return self.down[number](F.silu(self.up[number](x)) * self.up[number - 1](x))
+        if part == "argument":
+            return x * argument.sigmoid() * self.scale
+        if part == "normed":
+            return x * F.layer_norm(argument, (WIDTH,)) * self.scale
+        return (x.exp().clamp(max=3) + argument.tanh()).mean(-1, keepdim=True) * x
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int, recipe: Recipe):
+        super().__init__()
+        self.recipe, self.projection = recipe, nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer(recipe) for _ in range(count))
+        for layer in self.layers[1:] if recipe.tied else ():
+            layer.o = self.layers[0].o
+
+    def forward(self, x: Any, keep: Any, argument: Any) -> Any:
+        masks = {"bool": keep, "float": torch.where(keep, 0.0, -1e4)}
+        mask = masks.get(self.recipe.mask)
+        mask = None if mask is None else mask[:, None, None, :].expand(-1, 1, TOKENS, -1)
+        x, parts = self.projection(x) if self.recipe.projected else x, []
+        for layer in self.layers:
+            x = layer(x, mask, argument)
+            if self.recipe.returns_parts:
+                x, part = x
+                parts.append(part)
+        return x + sum(parts) if parts else x
+
+
+def plan_of(draw: random.Random, recipe: Recipe, count: int) -> dict[str, Any]:
+    plan: dict[str, Any] = {}
+    if draw.random() < 0.7:
+        plan |= {"layers.*.up.*.weight": "tp, -", "layers.*.down.*.weight": "-, tp"}
+        plan |= {"layers.*.up.*.bias": "tp"} if recipe.bias else {}
+    if draw.random() < 0.5:
+        plan |= {f"layers.*.{name}": "tp, -" for name in ("q.weight", "k.weight", "v.weight")}
+        plan |= {f"layers.*.{name}.bias": "tp" for name in "qkv"} | {"layers.*.o.weight": "-, tp"}
+    if draw.random() < 0.3:
+        plan |= {"x": "-, tp, -"} | ({} if recipe.returns_parts else {f"layers.{layer}": "-, tp, -" for layer in range(count)})
+    elif draw.random() < 0.3:
+        plan |= {"argument": "tp, -, -"}
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_modules_are_trained_as_by_torch(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    recipe, count, ranks = Recipe.of(draw), draw.choice([2, 3, 4]), draw.choice([1, 2, 2, 4])
+    module, keep = Layers(count, recipe).train(), torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    keep[1, 5:] = False
+    x, argument = torch.randn(2, BATCH, TOKENS, WIDTH).unbind()
+    x, argument = x.clone().requires_grad_(), argument.clone().requires_grad_(draw.random() < 0.5)
+    plan = plan_of(draw, recipe, count) if ranks > 1 else {}
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, (x, keep, argument), training=True)
+    sources = [one for one in (x, argument, *module.parameters()) if one.requires_grad]
+    made = []
+    for call in (compiled, module):
+        y = call(x, keep, argument)
+        made.append([y.detach(), *torch.autograd.grad(y.square().mean(), sources, allow_unused=True)])
+    for got, want in zip(*made, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()) + 1e-6)
+    assert compiled.program.fusion_ir.count("call @layer") == count
