@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import cache
 from typing import Any
@@ -135,6 +136,24 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
         for _ in range(2):
             torch.testing.assert_close(compiled(x), module(x))
             module.weight.mul_(2)
+
+
+class Named(nn.Module):
+    def forward(self, x: Any) -> Any:
+        angles = torch.arange(8.0) / 8
+        new = angles.exp()
+        größe = angles.sin()
+        _ = angles.cos()
+        return (x + new) * größe - _
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_constants_have_names_of_their_lines(training: bool) -> None:
+    """Where these are names to hostweave; else torch's."""
+    module, x = Named().train(training), torch.randn(2, 8, requires_grad=training)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
+    torch.testing.assert_close(compiled(x), module(x))
+    assert re.findall(r"%(\w+): f32\[8\]", compiled.program.fusion_ir.partition("\n")[0]) == ["new", "sin", "cos"]
 
 
 def test_dynamic_sizes_are_symbols() -> None:

@@ -251,7 +251,7 @@ def location(node: Node) -> Location | None:
 def name_of_constant(node: Node) -> str:
     """The user's name of a value, where the line that made it says so; else torch's."""
     of = location(node)
-    variable = re.match(r"(\w+) = (?!torch\.ops\.)", of.text) if of else None
+    variable = re.match(r"([A-Za-z]\w*) = (?!torch\.ops\.)", of.text, re.ASCII) if of else None
     return variable[1] if variable else node.name
 
 
