@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -227,6 +228,23 @@ def test_layers_of_a_step_are_functions() -> None:
         optimizers[1].step()
     for (name, parameter), other in zip(module.named_parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=lambda why, at=name: f"{at}: {why}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_of_models_are_one_program(name: str) -> None:
+    """Of which layers are functions: forward, backward and update."""
+    module, inputs, plan = training_model(name, 2)
+    want = copy.deepcopy(module)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (module, want)]
+    compiled = hostweave.torch.compile(module, MESHES[2], plan, inputs, optimizer=optimizers[0])
+    for _ in range(3):
+        optimizers[1].zero_grad()
+        loss = want(**inputs).loss
+        loss.backward()
+        optimizers[1].step()
+        torch.testing.assert_close(compiled(**inputs).loss, loss.detach(), rtol=1e-4, atol=0)
+    calls = Counter(re.findall(r"call @(\w+)\(", compiled.program.fusion_ir))
+    assert list(calls.values()) == [module.config.num_hidden_layers] * 3, calls
 
 
 class Residual(nn.Module):

@@ -115,7 +115,7 @@ def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
     for node in reversed([node for node in nodes if node in free]):
         uses: dict[Path, list[object]] = {}
         for user in node.users:
-            if user in paths:
+            if user in paths and paths[user].is_derived == paths[node].is_derived:
                 uses.setdefault(paths[user], []).append(user.target)
         used_alike = len(uses) > 1 and all(targets == uses.get(paths[node]) for targets in uses.values())
         if used_alike or not shared.isdisjoint(node.users):
