@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hostweave.api import Program
 from hostweave.base.errors import ArgumentError
+from hostweave.runtime.arrays import library_of
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
@@ -42,7 +43,7 @@ class Copies:
         known = {name: old == new for name, old, new in zip(self._counted, self._versions, now, strict=True)}
         for name, tensor in self._tensors.items():
             if not known.get(name):
-                with _on(stream, tensor.device):
+                with _on(stream, tensor):
                     self.blocks[name].copy_(self._block(name, tensor))
         self._versions = now
 
@@ -50,12 +51,12 @@ class Copies:
         return list(map(_writes_to, self._counted.values()))
 
 
-def _on(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
+def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Inside, that stream of a launch is the current one, if one is given."""
-    if stream is None or device.type == "cpu":
+    if stream is None or tensor.device.type == "cpu":
         return nullcontext()
     try:
-        return torch.cuda.stream(torch.cuda.ExternalStream(handle_of(stream), device))  # type: ignore[no-untyped-call]
+        return library_of(tensor).on_stream(handle_of(stream), tensor.device.index)
     except TypeError:  # it is no stream, as the launch says
         return nullcontext()
 
