@@ -8,14 +8,24 @@
 namespace hw {
 namespace {
 
-std::string dtype_name(cudaDataType_t dtype) {
-  static const std::map<cudaDataType_t, const char*> names = {
-      {CUDA_R_64F, "f64"},        {CUDA_R_32F, "f32"},        {CUDA_R_16F, "f16"}, {CUDA_R_16BF, "bf16"}, {CUDA_R_64I, "i64"},
-      {CUDA_R_8F_E4M3, "f8e4m3"}, {CUDA_R_8F_E5M2, "f8e5m2"}, {CUDA_R_32I, "i32"}, {CUDA_R_16I, "i16"},   {CUDA_R_8I, "i8"},
-      {CUDA_R_64U, "u64"},        {CUDA_R_32U, "u32"},        {CUDA_R_16U, "u16"}, {CUDA_R_8U, "u8"},
+struct Dtype {
+  const char* name;
+  size_t bytes;
+};
+
+const std::map<cudaDataType_t, Dtype>& dtypes() {
+  static const std::map<cudaDataType_t, Dtype> known = {
+      {CUDA_R_64F, {"f64", 8}},        {CUDA_R_32F, {"f32", 4}},        {CUDA_R_16F, {"f16", 2}}, {CUDA_R_16BF, {"bf16", 2}},
+      {CUDA_R_8F_E4M3, {"f8e4m3", 1}}, {CUDA_R_8F_E5M2, {"f8e5m2", 1}}, {CUDA_R_64I, {"i64", 8}}, {CUDA_R_32I, {"i32", 4}},
+      {CUDA_R_16I, {"i16", 2}},        {CUDA_R_8I, {"i8", 1}},          {CUDA_R_64U, {"u64", 8}}, {CUDA_R_32U, {"u32", 4}},
+      {CUDA_R_16U, {"u16", 2}},        {CUDA_R_8U, {"u8", 1}},
   };
-  const auto found = names.find(dtype);
-  return found == names.end() ? "dtype " + std::to_string(dtype) : found->second;
+  return known;
+}
+
+std::string dtype_name(cudaDataType_t dtype) {
+  const auto found = dtypes().find(dtype);
+  return found == dtypes().end() ? "dtype " + std::to_string(dtype) : found->second.name;
 }
 
 // "bf16[M/8, K]" and {any, 512} give "bf16[*, 512]".
@@ -55,6 +65,17 @@ void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_
     throw ArgumentError(text_of(name) + ": expected on device " + std::to_string(expected_device) + ", got device " +
                         std::to_string(device));
   }
+}
+
+cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller) {
+  if (output.dtype != donated.dtype || output.shape != donated.shape || output.device != donated.device) {
+    const std::string type = type_name(dtype_name(donated.dtype), donated.shape);
+    output.expect(name, type.c_str(), donated.dtype, donated.shape, donated.device);
+  }
+  if (donated.data == output.data) return cudaSuccess;
+  size_t bytes = dtypes().at(output.dtype).bytes;
+  for (int i = 0; i < output.shape.ndim; ++i) bytes *= static_cast<size_t>(output.shape[i]);
+  return bytes == 0 ? cudaSuccess : cudaMemcpyAsync(output.data, donated.data, bytes, cudaMemcpyDeviceToDevice, caller);
 }
 
 void expect_divisible(const char* name, int64_t size, int64_t divisor) {

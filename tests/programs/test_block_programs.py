@@ -278,7 +278,8 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
     lines = [line.strip() for line in program.source.splitlines()]
     loop = lines.index("for (int64_t call = 1; call < 3; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert re.fullmatch(r"layer\(x_2_\[call - 1\], in.layers\[call\], x_2_\[call\], out.layers\[call\], .*\);", lines[loop + 1])
-    assert "HW_CHECK(hw::take_over(in.layers[call].kept, out.layers[call].kept_updated, sizeof(float), caller));" in lines
+    hand_over = 'HW_CHECK(hw::take_over({"kept_", call, "_updated"}, in.layers[call].kept, out.layers[call].kept_updated, caller));'
+    assert [lines.count("take_over(in, out, caller);"), lines.count(hand_over)] == [1, 1]
     assert "LayerOutputs layers[4];" in program.sources["program.h"]
     for rows in (7, 6, 1):
         arrays = random_arrays(stateful, {"M": rows, "E": 5}, seed=rows)
@@ -287,6 +288,29 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
     wrong = {**random_arrays(stateful, {"M": 6, "E": 5}, seed=1), "kept_2": np.zeros((6, 4), np.float32)}
     with pytest.raises(ArgumentError, match="kept_2"):
         program.run(**wrong)
+
+
+@pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
+def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
+    """In order, in reverse, and where no loop has them."""
+
+    @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
+    def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return hw.clip(x + kept, -1, 1), kept * x
+
+    inputs = {f"kept_{i}": hw.f32["M"] for i in range(4)}
+
+    @hw.fusion(mesh=hw.Mesh(x=2), donate={f"kept_{i}": 1 + of for i, of in enumerate(of_states)}, x=hw.f32["M"], **inputs)
+    def stateful(x: hw.Tensor, **given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        states = []
+        for i in range(4):
+            x, state = layer(x, given[f"kept_{i}"])
+            states.append(state)
+        return x, *states
+
+    arrays = random_arrays(stateful, {"M": 6}, seed=1)
+    with parallel(check_dependencies=True):
+        expect(stateful, arrays, compiled(stateful).run(**{name: array.copy() for name, array in arrays.items()}, ranks=True))
 
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hostweave.emit.context import ProgramContext
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.instructions import Buffer, Emitter
-from hostweave.emit.layers import Words
+from hostweave.emit.layers import Words, in_loop
 from hostweave.emit.meshes import part_view, parts_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.size_requirements import not_empty, not_negative
@@ -92,22 +92,28 @@ class CheckedInTurn:
     members: tuple[Argument, ...]
 
 
-def checks_of(arguments: tuple[Argument, ...], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
+def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
     """How inputs or outputs are checked: in a loop where calls take them in turn, after those of the first call that tell sizes."""
-    in_turn = {name: layers for layers in context.layers for name in layers.names[0]}
-    rest = {name for layers in context.layers for names in layers.names[1:] for name in names}
     by_name = {x.name: x for x in arguments}
+    behind = dict[str, CheckedInTurn]()  # by what the first call takes last
+    in_turn, alone = set[str](), set[str]()
+    for layers in context.layers:
+        members = []
+        for column, pattern in zip(zip(*layers.names, strict=True), layers.taken.patterns, strict=True):
+            given = [by_name[name] for name in column if name in by_name]
+            memory = in_loop([x.memory for x in given], context.index)
+            if len(given) == len(column) and memory is not None:
+                place = (f"{layers.side}.{layers.field}[{context.index}].{given[0].member}",)
+                members.append(replace(given[0], place=place, label=pattern.cpp(context.index), memory=memory))
+                in_turn.update(column)
+                alone.update(x.name for x in given[:1] if x.sizes)
+        if members:
+            behind[members[-1].name] = CheckedInTurn(context.index, len(layers.names), tuple(members))
     for x in arguments:
-        layers = in_turn.get(x.name)
-        of_first = [by_name[name] for name in layers.names[0]] if layers else [x]
-        if x.name not in rest and (layers is None or x.sizes):
-            yield replace(x, again=x.again and layers is None)
-        if layers and x is of_first[-1]:
-            members = tuple(
-                replace(y, place=(f"{layers.side}.{layers.field}[{context.index}].{y.member}",), label=pattern.cpp(context.index))
-                for y, pattern in zip(of_first, layers.taken.patterns, strict=True)
-            )
-            yield CheckedInTurn(context.index, len(layers.names), members)
+        if x.name not in in_turn or x.name in alone:
+            yield replace(x, again=x.again and x.name not in in_turn)
+        if x.name in behind:
+            yield behind[x.name]
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, product, takewhile
+from itertools import chain, pairwise, product, takewhile
 
 from hostweave.emit.layout import braced, lay_out
 from hostweave.emit.names import Names
@@ -124,9 +124,9 @@ def _layers(function: ir.Function, side: str, taken: InTurn, number: int, names:
     base = "".join(word[:1].upper() + word[1:] for word in word.split("_"))
     parameters = (*function.inputs, *function.outputs)
     fields = [each.field for each in taken.patterns] if taken.positions else ["tensor"]
-    if side == "in":
-        of_function = {member: parameters[at].name for at, member in taken.positions}
-        fields = [of_function.get(member, name) for member, name in enumerate(fields)]
+    for at, member in taken.positions:  # results bear names of the user's, which may begin with where they are from
+        if side == "in" or fields[member].endswith(f"_{parameters[at].name}"):
+            fields[member] = parameters[at].name
     own = Names()
     return Layers(
         side,
@@ -226,6 +226,14 @@ def _steps(one: Words, other: Words) -> tuple[int, ...]:
     return steps if any(steps) and all(abs(step) < 2 for step in steps) else ()
 
 
+def in_loop(rows: Sequence[Words], index: str) -> Words | None:
+    """What stands for all of them, one a turn of a loop from 0 on; nothing where no loop has them."""
+    if not any(rows):
+        return ()
+    steps = {_steps(one, other) for one, other in pairwise(rows)}
+    return _in_loop(rows[0], steps.pop(), index, 0) if len(steps) == 1 and () not in steps else None
+
+
 def _apart(word: str | Element) -> object:
     return (word.array,) if isinstance(word, Element) else word
 
@@ -234,17 +242,23 @@ def _lines(run: Sequence[Words], index: str) -> str:
     """The loop counts as the greatest of the numbers does that count up."""
     if len(run) < LOOP:
         return "".join(str(word) for unit in run for word in unit)
-    steps = iter(_steps(*run[:2]))
-    words = [(word, next(steps) if isinstance(word, Element) else 0) for word in run[0]]
-    begin = max((word.index for word, step in words if isinstance(word, Element) and step > 0), default=0)
+    steps = _steps(*run[:2])
+    elements = (word for word in run[0] if isinstance(word, Element))
+    begin = max((element.index for element, step in zip(elements, steps, strict=True) if step > 0), default=0)
+    body = "".join(_in_loop(run[0], steps, index, begin))
+    return lay_out("loop", index=index, begin=begin, count=begin + len(run), body=body)
+
+
+def _in_loop(words: Words, steps: Sequence[int], index: str, begin: int) -> tuple[str, ...]:
+    """The words of the first turn of a loop that begins there, with numbers that count on as its index does."""
 
     def number(element: Element, step: int) -> str:
         if step < 0:
             return f"{element.index + begin} - {index}"
         return plus(index, element.index - begin) if step else str(element.index)
 
-    body = "".join(word if isinstance(word, str) else f"{word.array}[{number(word, step)}]" for word, step in words)
-    return lay_out("loop", index=index, begin=begin, count=begin + len(run), body=body)
+    of_elements = iter(steps)
+    return tuple(word if isinstance(word, str) else f"{word.array}[{number(word, next(of_elements))}]" for word in words)
 
 
 def plus(index: str, offset: int) -> str:

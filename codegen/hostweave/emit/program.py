@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from hostweave.base.errors import Location, ProgramError
 from hostweave.emit.arena import arena_plan
@@ -12,7 +11,7 @@ from hostweave.emit.context import WORKSPACE, ChannelMember, ProgramContext, Tem
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.emit.instructions import CALLER, Emitter
 from hostweave.emit.kernels import C_FUNCTIONS
-from hostweave.emit.layers import Layers, Words, rolled
+from hostweave.emit.layers import Layers
 from hostweave.emit.layout import lay_out
 from hostweave.emit.meshes import RANK, Local, coordinate, membership, part_name, part_view, parts_of
 from hostweave.emit.names import Names, is_reserved
@@ -91,7 +90,8 @@ class Program:
         self.inputs = inputs_of(flat, emitter)
         self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
-        self.checks_of_outputs = tuple(checks_of(self.outputs, context))
+        self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
+        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # those with the memory of inputs
         self.sizes = tuple(sizes.values())
         self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
         self.coordinates = _coordinates(integers, self.body)
@@ -137,17 +137,6 @@ class Program:
     def members(self, layers: Layers) -> Iterable[Argument]:
         """What the first call takes."""
         return (x for x in (*self.inputs, *self.outputs) if x.name in layers.names[0])
-
-    @property
-    def taken_over(self) -> str:
-        """What has outputs begin as the inputs that were donated for them."""
-
-        def line(y: Argument) -> Words:
-            condition, size = f"if ({y.on}) " if y.on else "", f"sizeof({y.buffer.type.dtype.cpp})"
-            return f"{condition}HW_CHECK(hw::take_over(", *y.memory, ", ", *y.place, f", {size}, caller));\n"
-
-        donated = groupby((y for y in self.outputs if y.memory), lambda y: y.place[0])  # those of a call together
-        return rolled([tuple(word for y in of_call for word in line(y)) for _, of_call in donated], self.context.index)
 
     @property
     def kernel_names(self) -> list[str]:

@@ -61,13 +61,9 @@ struct Tensor {
               int expected_device) const;
 };
 
-// Has an output begin with the elements of the input that was donated for it: mostly they are one array.
-inline cudaError_t take_over(const Tensor& donated, const Tensor& output, size_t itemsize, cudaStream_t caller) {
-  size_t bytes = itemsize;
-  for (int i = 0; i < output.shape.ndim; ++i) bytes *= static_cast<size_t>(output.shape[i]);
-  if (donated.data == output.data || bytes == 0) return cudaSuccess;
-  return cudaMemcpyAsync(output.data, donated.data, bytes, cudaMemcpyDeviceToDevice, caller);
-}
+// Has an output begin with the elements of the input that was donated for it: mostly they are one array. Throws ArgumentError
+// unless it has the input's dtype, shape and device.
+cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller);
 
 // Throws ArgumentError unless `divisor` divides the size.
 void expect_divisible(const char* name, int64_t size, int64_t divisor);
