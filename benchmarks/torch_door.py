@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -178,8 +179,9 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """How long a forward pass takes on the host while the GPU is busy: captured, and not, where so few stand in its queue. torch's own
-    capture is of torch.compile.
+    """How long a forward pass takes on the host while the GPU is busy: captured, where launches follow one another, and the first one
+    behind a wait, for which all that it reads is out of the caches of the CPU; and not captured, where so few stand in its queue. torch's
+    own capture is of torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -192,13 +194,19 @@ def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]
         captured, theirs_captured = ours.capture(local), _captured_by_torch(partial(theirs, local))
         _expect_same(rank, "results", y, theirs_captured())
         graphs = {"hostweave, captured": captured, "torch.compile, captured by torch": theirs_captured}
-        times = dict[str, list[float]]()
-        for _ in range(REPETITIONS):
-            for name, call in graphs.items():
-                times.setdefault(name, []).append(_microseconds(call, CALLS))
-            times.setdefault("hostweave", []).append(_microseconds(partial(ours, local), 1))
-        for name, one in times.items():
-            _say(rank, f"host time of a forward, {name}: {statistics.median(one):.1f} us, {min(one):.1f} to {max(one):.1f}")
+        one_kernel = {"one addition, captured by torch": _captured_by_torch(partial(torch.add, local, 1))}
+        firsts, others, alone = dict[str, list[float]](), dict[str, list[float]](), list[float]()
+        for _ in range(4 * REPETITIONS):
+            for name, call in (graphs | one_kernel).items():
+                first, *following = _microseconds(call, CALLS)
+                firsts.setdefault(name, []).append(first)
+                others.setdefault(name, []).extend(following)
+            alone += _microseconds(partial(ours, local), 1)
+        for name, one in others.items():
+            first = statistics.median(firsts[name])
+            low, _, _, high = statistics.quantiles(one, n=5)
+            _say(rank, f"host time, {name}: {statistics.median(one):.1f} us, {low:.1f} to {high:.1f}; the first behind a wait {first:.1f}")
+        _say(rank, f"host time, hostweave: {statistics.median(alone):.1f} us behind a wait")
         yield graphs
     group.close()
 
@@ -218,14 +226,15 @@ def _captured_by_torch(call: Callable[[], torch.Tensor]) -> Callable[[], torch.T
     return launch
 
 
-def _microseconds(call: Callable[[], Any], calls: int) -> float:
-    """Of one of them, behind a kernel that keeps the GPU from them until all are enqueued."""
+def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
+    """Of each of them, behind a kernel that keeps the GPU from them until all are enqueued."""
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    started = time.perf_counter()
+    torch.cuda._sleep(40_000_000)
+    times = [time.perf_counter()]
     for _ in range(calls):
         call()
-    return (time.perf_counter() - started) / calls * 1e6
+        times.append(time.perf_counter())
+    return [(end - begin) * 1e6 for begin, end in pairwise(times)]
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:

@@ -5,6 +5,7 @@ Layers of a module are alike and share masks and arguments; they differ between 
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 import torch.nn.functional as F  # noqa: E402
+from exchanges import gathers  # noqa: E402
 from torch import nn  # noqa: E402
 
 import hostweave as hw  # noqa: E402
@@ -128,6 +130,15 @@ def plan_of(draw: random.Random, recipe: Recipe, count: int) -> dict[str, Any]:
     return plan
 
 
+class Loss(nn.Module):
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any, keep: Any, argument: Any) -> Any:
+        return self.module(x, keep, argument).square().mean()
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_modules_are_trained_as_by_torch(seed: int) -> None:
     draw = random.Random(seed)
@@ -149,3 +160,15 @@ def test_modules_are_trained_as_by_torch(seed: int) -> None:
         if want is not None:
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()) + 1e-6)
     assert compiled.program.fusion_ir.count("call @layer") == count
+
+    whole = Loss(copy.deepcopy(module))
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1) for one in (whole, module)]  # that small gradients move little
+    given = x.detach(), keep, argument.detach()
+    step = hostweave.torch.compile(whole, hw.Mesh(tp=ranks), plan, given, optimizer=optimizers[0])
+    loss = module(*given).square().mean()
+    torch.testing.assert_close(step(*given), loss.detach(), rtol=1e-4, atol=1e-6)
+    loss.backward()
+    optimizers[1].step()
+    for got, want in zip(whole.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert gathers(step.program) <= gathers(compiled.program, compiled.backward)

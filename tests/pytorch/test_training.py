@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
+from exchanges import gathers  # noqa: E402
 from small_models import MESHES, MODELS, expect_gradients, training_model  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -245,6 +246,8 @@ def test_steps_of_models_are_one_program(name: str) -> None:
         torch.testing.assert_close(compiled(**inputs).loss, loss.detach(), rtol=1e-4, atol=0)
     calls = Counter(re.findall(r"call @(\w+)\(", compiled.program.fusion_ir))
     assert list(calls.values()) == [module.config.num_hidden_layers] * 3, calls
+    trained = hostweave.torch.compile(want, MESHES[2], plan, inputs, training=True)
+    assert gathers(compiled.program) <= gathers(trained.program, trained.backward)
 
 
 class Residual(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,10 +40,12 @@ def traced(graph: Graph, name: str, options: Options) -> Fusion:
     return _fusion(graph, name, starts)
 
 
-def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function | Layer]], marked: Iterable[Node] = ()) -> Fusion:
-    """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own."""
-    marked = list(marked)
-    update = None if marked else graph.update
+def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function | Layer]], names: dict[Node, str] | None = None) -> Fusion:
+    """`starts` says for the first node of a layer which function computes it, or of which layer the results stand for its own.
+
+    With `names` the update is left out, and each node there is given the name of its value, "" for an input: several may have one value.
+    """
+    update, names = (graph.update, {}) if names is None else (None, names)
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = {node: inputs[of] for node, of in graph.names.items()}
@@ -60,9 +62,10 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
                 skipped.update(layer.nodes)
             elif node not in skipped:
                 _run(graph, values, node)
-        for number, node in enumerate(marked):
-            if values[node]._op is not None and values[node]._name is None:
-                values[node].named(f"between_{number}")
+        for number, node in enumerate(names):
+            if values[node]._op is not None:
+                names[node] = values[node]._name or f"between_{number}"
+                values[node].named(names[node])
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
         for (number, _), value in zip(outputs, made, strict=True):
@@ -160,12 +163,12 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
         alike.setdefault(id(layer.like), []).append(layer)
     starts = {layer.nodes[0]: (layer, same[1]) for same in alike.values() for layer in same[2:]}
     written = [layer for same in alike.values() for layer in same[:2]]
-    marked = list(dict.fromkeys(node for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names))
-    flat = _fusion(graph, name, starts, marked)
+    names = {node: "" for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names}
+    flat = _fusion(graph, name, starts, names)
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         flat = apply(flat, options)
     types = {value.name: value.type for value in flat.values().values()}
-    return {node: replace(types[f"between_{number}"], partial=None) for number, node in enumerate(marked) if f"between_{number}" in types}
+    return {node: replace(types[name], partial=None) for node, name in names.items() if name in types}
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
