@@ -151,11 +151,40 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 }
 #endif
 
+#ifdef __CUDACC__
+// Whether all threads of this warp are here, with the same part of lanes of one index.
+inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
+  if (__activemask() != ~0u) return false;
+  int same_part, same_index;
+  __match_all_sync(~0u, own.part, &same_part);
+  __match_all_sync(~0u, reinterpret_cast<unsigned long long>(index), &same_index);
+  return same_part && same_index;
+}
+template <class Group>
+__device__ bool is_one_warp(Group, const int64_t*) {
+  return false;
+}
+#endif
+
 // Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread,
 // so that what goes there comes in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
   const int64_t begin = first(rows.first, rows.length);
+#ifdef __CUDACC__
+  if (is_one_warp(group, index.first)) {  // whose threads look at an index each, and then all take those that are theirs
+    for (int64_t tile = 0; tile < index.length; tile += 32) {
+      const int64_t i = tile + threadIdx.x % 32;
+      const int64_t place = i < index.length ? index[i] - begin : -1;
+      const bool is_theirs = place >= 0 && place < rows.length && place % group.threads() == group.thread();
+      for (unsigned sent = __ballot_sync(~0u, is_theirs); sent; sent &= sent - 1) {
+        const int from = __ffs(sent) - 1;
+        write(tile + from, __shfl_sync(~0u, place, from));
+      }
+    }
+    return;
+  }
+#endif
   for (int64_t i = 0; i < index.length; ++i) {
     const int64_t place = index[i] - begin;
     if (place >= 0 && place < rows.length && place % group.threads() == group.thread()) write(i, place);

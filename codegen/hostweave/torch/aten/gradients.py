@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import hostweave as hw
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.products import patches
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
+from hostweave.types.tensor import Dim, TensorType
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
@@ -106,7 +108,9 @@ def _embedding(result: Result, dy: hw.Tensor, indices: hw.Tensor, rows: int, pad
         dy = hw.where(hw.expand_dims(indices == padding, -1), 0, dy)
     width = dy.shape[-1]
     flat = hw.reshape(indices, -1) if indices.ndim != 1 else indices
-    return hw.scatter_add(full(result, 0), 0, hw.expand_dims(flat, -1), hw.reshape(dy, -1, width) if dy.ndim != 2 else dy)
+    dy = hw.reshape(dy, -1, width) if dy.ndim != 2 else dy
+    numbers = record("iota", target=TensorType(hw.i64, (Dim.of(result.shape[0]),)), beside=dy)
+    return record("scatter_sum", record("index", hw.expand_dims(flat, -1), numbers), dy, numbers, axis=0)
 
 
 @aten("index_put.default", "_unsafe_index_put.default")
