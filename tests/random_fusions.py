@@ -196,12 +196,24 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
             lambda: hw.scatter(t, axis, hw.argsort(t, axis), other),
             lambda: hw.scatter_add(t, axis, hw.argmax(t, axis, keepdims=True), other),
             lambda: hw.scatter_add(t, axis, hw.argsort(other, axis), t),
+            lambda: hw.take_along_axis(t, hw.argmax(t, axis, keepdims=True), axis) - hw.sum(t, axis, keepdims=True),
+            lambda: g.random.choice([hw.scatter, hw.scatter_add])(t, axis, _one_place(t, axis), _first_of(t, axis) * 3),
             lambda: hw.cumsum(t, axis),
             lambda: hw.sort(t, axis),
             lambda: hw.reduce_xor(t, axis, is_kept),
             lambda: hw.astype(hw.any(t > 1, axis, is_kept), hw.i64),
         ]
     )()
+
+
+def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
+    """Where a largest element is along a dim, as an index of one element for all others."""
+    last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
+    return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
+
+
+def _first_of(t: hw.Tensor, axis: int) -> hw.Tensor:
+    return t[(*(slice(None) for _ in range(axis)), slice(0, 1))]
 
 
 def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:

@@ -42,6 +42,7 @@ def iteration(kernel: Kernel) -> Iteration:
     types = {parameter.name: parameter.type for parameter in kernel.inputs}
     same: dict[Dim, Dim] = {}
     lanes: dict[str, int] = {}
+    walked: set[Dim] = set()
 
     def first(dim: Dim) -> Dim:
         while dim in same:
@@ -55,6 +56,7 @@ def iteration(kernel: Kernel) -> Iteration:
                 raise NotOneKernel(f"%{twice} is read along two of its dims where data say")
             lanes |= unwalked
             for dims in joined:
+                walked.update(dims)
                 for other in dims[1:]:
                     if first(dims[0]) != first(other):
                         same[first(other)] = first(dims[0])
@@ -62,9 +64,11 @@ def iteration(kernel: Kernel) -> Iteration:
     if len(kernel.ops) > 1 and (whole := next((op.result.name for op in kernel.ops if OPS[op.kind].lane), None)):
         raise NotOneKernel(f"%{whole} takes all along a dim together")
     update = _update_of(kernel)
-    apart = {op.result.name for op in kernel.ops if op.kind == "iota" or OPS[op.kind].lane} | {p.name for p in kernel.inputs}
+    written = {result.name for result in kernel.results}
+    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # what is written is walked
+    apart = numbers | {op.result.name for op in kernel.ops if OPS[op.kind].lane} | {p.name for p in kernel.inputs}
     for name, dim in lanes.items():
-        if (name, dim) in same or (name, dim) in same.values() or name not in apart:
+        if (name, dim) in walked or name not in apart:
             raise NotOneKernel(f"%{name} is read where data say")
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}

@@ -179,7 +179,8 @@ class Section:
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
-            return self.kernel.loops.offset(op.result.name), i64
+            offset = self.kernel.loops.offset(op.result.name)
+            return offset if offset.replace("_", "a").isalnum() else f"({offset})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
         if op.result.name in self.kernel.totals or self.kernel.count(op):

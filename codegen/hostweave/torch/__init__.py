@@ -88,7 +88,7 @@ def compile(
         names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         leaves = pytree.tree_leaves(args)
         dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed)
+    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, module.training)
     graph.traced = how
     first = next(iter(module.parameters()), None)
     target, options = target or ("cuda" if first is not None and first.is_cuda else "cpu"), options or Options()

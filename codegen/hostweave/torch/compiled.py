@@ -142,6 +142,8 @@ class CompiledModule:
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, program: Program):
         self.program, self._module, self._graph, self._specs = program, module, graph, exported.call_spec
         self._places = [(*owner_of(module, of), tensor_of(module, of)) for of in graph.parameters.values()]
+        self._memory = [memory_of(tensor) for *_, tensor in self._places]
+        self._parts = [(part, name, held) for part in module.modules() for name, held in part._modules.items()]
         self._training = module.training
         self._part = Part(program, graph, module)
 
@@ -206,10 +208,14 @@ class CompiledModule:
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:
-        for owner, key, tensor in self._places:
-            if getattr(owner, key) is not tensor:
+        for part, name, held in self._parts:
+            if part._modules.get(name) is not held:
+                raise ArgumentError(f"{self._name}: {name} is another module than at compile; compile it again")
+        for (owner, key, tensor), memory in zip(self._places, self._memory, strict=True):
+            if getattr(owner, key, None) is not tensor or memory_of(tensor) != memory:
                 raise ArgumentError(
-                    f"{self._name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
+                    f"{self._name}: {key} is another tensor than at compile, or in other memory, as after .to() or a write to .data; "
+                    "compile again, or copy_ into the tensor that was there"
                 )
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
@@ -236,6 +242,12 @@ class CompiledModule:
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         return arrays
+
+
+def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
+    """Where a tensor, or this rank's part of a DTensor, lies, and its dtype; writes to it change neither."""
+    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return own.data_ptr(), own.dtype
 
 
 def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:

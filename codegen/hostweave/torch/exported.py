@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from hostweave.base.errors import ProgramError
+from hostweave.torch.composed import COMPOSED
+from hostweave.torch.graph import location
 from hostweave.torch.ops import ops
 from hostweave.torch.repeats import Repeats
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
 _KEPT = """
-linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss conv2d dropout
+linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_softmax matmul embedding cross_entropy_loss dropout
 split chunk stack cumsum one_hot
 """
+# Ops of core ATen that are decomposed nevertheless, as torch does it.
+_NOT_KEPT = "elu leaky_relu native_group_norm _native_batch_norm_legit"
 
 
 def exported(
@@ -35,7 +41,7 @@ def exported(
     """
     repeats = Repeats(module)
     try:
-        with _on_global_tensors(module), torch.set_grad_enabled(training), warnings.catch_warnings():
+        with _on_global_tensors(module), _of_known_derivatives(module) if training else nullcontext(), torch.set_grad_enabled(training), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             with repeats.standing_in():
@@ -62,9 +68,10 @@ def exported(
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Those of torch.export, but for `_KEPT`."""
+    """Those of torch.export, but for `_KEPT`, torch's of `_NOT_KEPT`, and those of this package."""
     table = default_decompositions()
-    return {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
+    kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
+    return {**kept, **{op: rule for op, rule in decomposition_table.items() if str(op).split(".")[1:2] in [[name] for name in _NOT_KEPT.split()]}, **COMPOSED}
 
 
 @contextmanager
@@ -82,12 +89,18 @@ def _on_global_tensors(module: nn.Module) -> Iterator[None]:
                         stack.callback(held.__setitem__, name, tensor)
                         held[name] = stand_ins[id(tensor)]
             for hooks in (part._forward_pre_hooks, part._forward_hooks):
-                stack.callback(hooks.update, dict(hooks))
                 for number, hook in list(hooks.items()):
                     if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                        stack.callback(_put_back, hooks, dict(hooks))
                         del hooks[number]
-                stack.callback(hooks.clear)  # before the update: all in their order
         yield
+
+
+def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """The hooks that were there before, in their order, and then those that the module has got since."""
+    now = {**before, **hooks}
+    hooks.clear()
+    hooks.update(now)
 
 
 def _stand_in(tensor: Any, mode: FakeTensorMode) -> Any:
@@ -96,10 +109,34 @@ def _stand_in(tensor: Any, mode: FakeTensorMode) -> Any:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
+@contextmanager
+def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
+    """While it lasts, what changes gradients and is no part of a graph raises ProgramError: hooks, and derivatives of the user's own."""
+    for path, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
+
+    def refused(what: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise ProgramError.here(f"{what} is not compiled, and gradients would be others; write what it does with tensors and detach()")
+
+        return call
+
+    own = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return (own if cls.__module__.startswith("torch.") else refused(f"{cls.__name__}, a torch.autograd.Function,"))(cls, *args, **kwargs)
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)), patch.object(torch.Tensor, "register_hook", refused("a hook")):
+        yield
+
+
 def _mark_detached(graph: Graph) -> None:
-    """Has an op, which decompositions keep, where values lose their gradients."""
+    """Has an op, which decompositions keep, where values lose their gradients. Raises ProgramError where they are written to then."""
     for node in list(graph.nodes):
         name = str(node.target)
+        if name in ("aten.detach.default", "aten.detach_.default"):
+            _expect_unwritten(node)
         if name in ("aten.detach.default", "aten.detach_.default"):
             node.target = ops.detach.default
         elif name == "wrap_with_set_grad_enabled" and node.args[0] is False:
@@ -108,6 +145,18 @@ def _mark_detached(graph: Graph) -> None:
                     marked = graph.call_function(ops.detach.default, (made,))
                 marked.meta = dict(made.meta)
                 made.replace_all_uses_with(marked, delete_user_cb=lambda user, own=marked: user is not own)
+
+
+def _expect_unwritten(node: Node) -> None:
+    """Raises ProgramError where a node, or a view of it, is written to: what it shares its memory with is changed, too."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        of_node = [argument for argument, given in zip(schema.arguments, user.args, strict=False) if given is node] if schema else []
+        if any(argument.is_write for argument in of_node):
+            why = f"{user.target} writes to a tensor that was detached"
+            raise ProgramError(f"{why}, which is not supported in training; write to a clone() of it", location(user))
+        if any(argument.alias_info is not None for argument in of_node):
+            _expect_unwritten(user)
 
 
 def _without_empty_parts(program: ExportedProgram) -> ExportedProgram:

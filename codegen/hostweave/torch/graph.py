@@ -134,7 +134,7 @@ class Graph:
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
-            if node.op == "call_function" and is_fixed and "rand" not in str(node.target):
+            if node.op == "call_function" and is_fixed and not _is_random(node):
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
                 known[node] = node.target(*args, **kwargs)
         self.constants.update({node: value for node, value in known.items() if node not in buffers})
@@ -183,12 +183,19 @@ class Graph:
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
 
 
-def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh) -> Graph:
+def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training: bool = False) -> Graph:
     """The graph of an exported program. Raises ProgramError for what it does not take."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     if changed := [spec for spec in exported.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]:
-        raise ProgramError(f"{changed[0].target}: the module changes its buffers in forward, which is not supported; call module.eval()")
+        of, target = changed[0].kind, changed[0].target
+        if of is OutputKind.BUFFER_MUTATION and is_training:
+            why, remedy = "the module changes this buffer in forward", "call module.eval()"
+        elif of is OutputKind.USER_INPUT_MUTATION:
+            why, remedy = "the module writes to this input", "write to a copy of it, and return that"
+        else:
+            why, remedy = "the module writes to it in forward", "make it an input, and return what it becomes"
+        raise ProgramError(f"{target}: {why}, which is not supported; {remedy}")
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind not in _KINDS:
             raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
@@ -208,6 +215,10 @@ _KINDS = {
 
 def is_known(node: Node) -> bool:
     return node.target is operator.getitem or op_of(node) in TABLE or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _is_symbolic(node: Node) -> bool:

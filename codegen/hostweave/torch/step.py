@@ -59,6 +59,7 @@ class TrainingStep(Differentiated):
         self._joint, self._optimizer, graph = joint, optimizer, joint.step_graph()
         self._updated = _updated(module, joint, graph, optimizer)
         graph.update = self._update(graph)
+        self._options = self._options_now()
         super().__init__(module, exported, joint, graph, compile(graph, "_step"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,12 +72,27 @@ class TrainingStep(Differentiated):
                 raise ArgumentError(
                     f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
                 )
+        self._expect_options()
         part = self._part
         results = part({**part.taken(given), **self._written(), **self._rates()}, group)[: len(self._joint.results)]
         for one in self._updated:  # which torch does not see written
             increment_version(one.parameter)
+            self._optimizer.state[one.parameter]["step"] += 1
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
         return self._returned({**passed, **dict(zip(self._joint.results, results, strict=True))})
+
+    def _options_now(self) -> list[dict[str, Any]]:
+        """What the program is compiled for, of each parameter group."""
+        return [{key: group.get(key) for key in ("betas", "eps", *_UNUSED)} for group in self._optimizer.param_groups]
+
+    def _expect_options(self) -> None:
+        for number, (now, then) in enumerate(zip(self._options_now(), self._options, strict=False)):
+            for key in (key for key in then if now[key] != then[key]):
+                why = f"{key} of parameter group {number} is {now[key]}, and was {then[key]} at compile"
+                raise ArgumentError(f"{self._name}: {why}; compile it again, and with OneCycleLR pass cycle_momentum=False")
+        held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+        if gone := next((one.path for one in self._updated if id(one.parameter) not in held), None):
+            raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}, and had it at compile; compile it again")
 
     def _written(self) -> dict[str, torch.Tensor]:
         """The parameters and moments, as this rank has them."""
@@ -86,7 +102,6 @@ class TrainingStep(Differentiated):
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state.update({key: torch.zeros_like(one.parameter) for key in _MOMENTS})
-            state["step"] += 1
             for name, tensor in ((one.name, one.parameter), *((f"{one.name}_{key}", state[key]) for key in _MOMENTS)):
                 own: Any = tensor.detach()
                 found[name] = own.to_local() if isinstance(own, DTensor) else own
@@ -98,7 +113,7 @@ class TrainingStep(Differentiated):
         for number in {one.group for one in self._updated}:
             options = self._optimizer.param_groups[number]
             one = next(one for one in self._updated if one.group == number)
-            step, lr, (first, second) = float(self._optimizer.state[one.parameter]["step"]), float(options["lr"]), options["betas"]
+            step, lr, (first, second) = float(self._optimizer.state[one.parameter]["step"]) + 1, float(options["lr"]), options["betas"]
             numbers = lr / (1 - first**step), (1 - second**step) ** -0.5, 1 - lr * options["weight_decay"]
             given = torch.tensor(numbers, dtype=torch.float32).to(self._device)
             rates.update({f"{key}_{number}": given[place] for place, key in enumerate(_RATES)})
@@ -185,5 +200,7 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
         tensor = tensor_of(module, origin.name) if origin.kind == "parameter" else None
         if tensor is None or tensor not in group_of:
             raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
+        if node in graph.constants:
+            raise ProgramError(f"optimizer: the gradient of {origin.name} is the same whatever the module takes; freeze it, or leave optimizer= out")
         found.append(_Updated(names[origin.name], origin.name, tensor, group_of[tensor]))
     return found

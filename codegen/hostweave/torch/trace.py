@@ -22,7 +22,7 @@ from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
-from hostweave.torch.aten import computed, resharded
+from hostweave.torch.aten import Result, computed, full, resharded
 from hostweave.torch.graph import ATTENTION, Graph, location, modules_of, name_of, op_of, repeated, rotated, shape_of, size_of, word_of_mask
 from hostweave.torch.layers import Layer, alike, repeated_layers
 from hostweave.types.tensor import TensorType
@@ -62,15 +62,15 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
                 skipped.update(layer.nodes)
             elif node not in skipped:
                 _run(graph, values, node)
-        for number, node in enumerate(names):
-            if values[node]._op is not None:
-                names[node] = values[node]._name or f"between_{number}"
-                values[node].named(names[node])
         outputs = [(number, node) for number, node in enumerate(graph.outputs) if node not in graph.constants]
         made = [_placed(graph, values[node], node, number) for number, node in outputs]
         for (number, _), value in zip(outputs, made, strict=True):
             if graph.labels and graph.labels[number] and value._op is not None:
                 value.named(unique_name(graph.labels[number], value._trace.named))  # an argument may have that name
+        for number, node in enumerate(names):
+            if values[node]._op is not None:
+                names[node] = values[node]._name or f"between_{number}"
+                values[node].named(names[node])
         if update:
             made[-update.gradients :] = update.compute(inputs, made[-update.gradients :])
         return tuple(made)
@@ -97,12 +97,18 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
         return values[node]
     value = graph.constants.get(node, node.meta.get("val"))
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
+        of = next(value for value in values.values() if isinstance(value, hw.Tensor))
+        return full(Result((value.dtype,), (shape_of(value),), of), value.item()) if _takes_tensors(user) else value.item()
     if isinstance(value, torch.SymInt):
         return size_of(value)
     if isinstance(value, torch.Tensor):
         raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is no input", location(user))
     return value
+
+
+def _takes_tensors(node: Node) -> bool:
+    """Whether an op takes a tensor of one element by its shape, as those do not that compute by element."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
 def _run(graph: Graph, values: Values, node: Any) -> None:

@@ -76,6 +76,7 @@ class Differentiated(CompiledModule):
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
+        passed |= {node: tensor_of(self._module, origin.name) for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
         return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.products import patches
+from hostweave.torch.aten.shapes import beside, first, from_begin, padded
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
 from hostweave.types.tensor import Dim, TensorType
@@ -21,13 +22,6 @@ TABLE |= {
     "sigmoid_backward.default": lambda result, dy, y: dy * y * (1 - y),
     "threshold_backward.default": lambda result, dy, x, threshold: hw.where(x > threshold, dy, 0),
 }
-
-
-@aten("hostweave.silu_backward.default")
-def _silu(result: Result, dy: hw.Tensor, x: hw.Tensor) -> hw.Tensor:
-    dy, x = wide(dy, result), wide(x, result)
-    s = hw.sigmoid(x)
-    return cast(dy * s * (1 + x * (1 - s)), result.dtype)
 
 
 @aten("gelu_backward.default")
@@ -119,11 +113,28 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     if len(given) != 1 or given[0][1].dtype == hw.bool_ or given[0][1].ndim != 1 or values.ndim != x.ndim:
         raise refuse("aten.index_put by a mask, or by several indices, is not supported; use torch.scatter or where")
     dim, index = given[0]
+    index = from_begin(index, x.shape[dim])
     index = hw.expand_dims(index, tuple(i for i in range(x.ndim) if i != dim)) if x.ndim > 1 else index
     return (hw.scatter_add if accumulate else hw.scatter)(x, dim, index, cast(values, result.dtype))
 
 
-TABLE["scatter_add.default"] = lambda result, x, dim, index, source: hw.scatter_add(x, dim, index, source)
+TABLE |= {
+    "scatter_add.default": lambda result, x, dim, index, source: _scattered(hw.scatter_add, x, dim, index, source),
+    "scatter.src": lambda result, x, dim, index, source: _scattered(hw.scatter, x, dim, index, source),
+    "scatter.value": lambda result, x, dim, index, value: _scattered(
+        hw.scatter, x, dim, index, full(Result((result.dtype,), (index.shape,), x), value)
+    ),
+}
+
+
+def _scattered(function: Callable[..., hw.Tensor], x: hw.Tensor, dim: int, index: hw.Tensor, source: hw.Tensor) -> hw.Tensor:
+    """x, to which elements go beside which there is an index."""
+    made = function(beside(x, index, dim), dim, index, first(source, index.shape))
+    for other, size in enumerate(x.shape):
+        if str(made.shape[other]) != str(size):
+            around = first(x, [*x.shape[: other + 1], *made.shape[other + 1 :]])
+            made = _between(around, made, other, 0, int(made.shape[other]))
+    return made
 
 
 @aten("nll_loss_forward.default")
@@ -142,14 +153,14 @@ def _nll_backward(
 ) -> hw.Tensor:
     counted = _counted(logp, target, weight, ignore)
     each = -dy / count if reduction == 1 else -dy
-    of_row = hw.where(counted, each if reduction == 0 else hw.broadcast_to(each, *target.shape), 0.0)
+    of_row = hw.where(counted, each, 0.0)
     is_target = hw.expand_dims(target, -1) == hw.iota(logp, -1, target.dtype)
     return cast(hw.where(is_target, hw.expand_dims(of_row, -1), 0.0), result.dtype)
 
 
 def _counted(logp: hw.Tensor, target: hw.Tensor, weight: Any, ignore: int) -> hw.Tensor:
     if weight is not None or logp.ndim != 2:
-        raise refuse("cross_entropy with weights or more than 2 dims is not supported; flatten the logits")
+        raise refuse("nll_loss with weights or more than 2 dims is not supported; use cross_entropy, or flatten what it takes")
     return target != ignore
 
 
@@ -207,10 +218,11 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
         at = [slice(None)] * (part.ndim - 1)
         halves.append([wide(pairs[(*at, slice(i, i + 1))], result) for i in (0, 1)])
     (first, second), (c1, c2), (s1, s2) = halves
-    if back:
-        s1, s2 = -s2, -s1
     is_first = hw.expand_dims(hw.iota(hw.reshape(x, *x.shape[:-1], 2, -1), x.ndim - 1) == 0, -1)
-    turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
+    if back:
+        turned = hw.where(is_first, first * c1 + second * s2, second * c2 - first * s1)
+    else:
+        turned = hw.where(is_first, first * c1 - second * s1, second * c2 + first * s2)
     return hw.reshape(cast(turned, result.dtype), *x.shape)
 
 
@@ -218,12 +230,21 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """As the derivative of a slice has it: elements around the source are those of x."""
+    """As the derivative of a slice has it: elements around and between those of the source are those of x."""
     dim, size = dim % x.ndim, x.shape[dim]
-    if step != 1 or not isinstance(size, int):
-        raise refuse(f"a write to a slice with step {step} of a dim of {size} is not supported; use steps of 1")
-    begin = min(max(0, start or 0), size)
-    return _between(x, source, dim, begin, int(source.shape[dim]))
+    if not isinstance(size, int):
+        raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")
+    begin, count = min(max(0, (start or 0) + size * ((start or 0) < 0)), size), int(source.shape[dim])
+    if step == 1:
+        return _between(x, source, dim, begin, count)
+    every = hw.broadcast_to(hw.expand_dims(source, dim + 1), *source.shape[:dim], count, step, *source.shape[dim + 1 :])
+    own = hw.reshape(every, *source.shape[:dim], count * step, *source.shape[dim + 1 :])
+    before = begin // step * step
+    after = size - before - count * step
+    own = padded(result, own, [*(0 for _ in range(2 * (x.ndim - 1 - dim))), before, after]) if before or after else own
+    place = hw.iota(x, dim) - begin
+    seen = (place % step == 0) & (place >= 0) & (place < count * step)
+    return hw.where(hw.expand_dims(seen, tuple(range(1, x.ndim - dim))) if dim < x.ndim - 1 else seen, own, x)
 
 
 @aten("select_scatter.default")

@@ -22,8 +22,8 @@ def _reduction(function: Callable[..., hw.Tensor]) -> Entry:
     return entry
 
 
-for _name, _function in {"sum": hw.sum, "mean": hw.mean}.items():
-    TABLE.update({f"{_name}.{overload}": _reduction(_function) for overload in ("default", "dim", "dim_IntList")})
+for _name, _function in {"sum": hw.sum, "mean": hw.mean, "prod": hw.prod}.items():
+    TABLE.update({f"{_name}.{overload}": _reduction(_function) for overload in ("default", "dim", "dim_IntList", "dim_int")})
 TABLE.update({"amax.default": _reduction(hw.max), "amin.default": _reduction(hw.min)})
 TABLE.update({"max.default": _reduction(hw.max), "min.default": _reduction(hw.min)})
 
@@ -52,9 +52,20 @@ def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | Non
     return variance * (count / (count - less) if count > less else math.nan)
 
 
+def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
+    """The place of the largest element of an order turned around; of ints by their complement, which does not overflow."""
+    return hw.argmax(-x if x.dtype.kind == "float" else ~x, dim, keepdim)
+
+
 TABLE |= {
+    "var_mean.correction": lambda result, x, dim=None, correction=1, keepdim=False: (
+        _var(result, x, dim, correction, keepdim),
+        hw.mean(x, _dims(x, dim), keepdim),
+    ),
     "argmax.default": lambda result, x, dim=None, keepdim=False: hw.argmax(x, dim, keepdim),
     "max.dim": lambda result, x, dim, keepdim=False: (hw.max(x, dim, keepdim), hw.argmax(x, dim, keepdim)),
+    "argmin.default": _argmin,
+    "min.dim": lambda result, x, dim, keepdim=False: (hw.min(x, dim, keepdim), _argmin(result, x, dim, keepdim)),
     "cumsum.default": lambda result, x, dim, dtype=None: hw.cumsum(cast(x, result.dtype), dim),
     **dict.fromkeys(
         ("softmax.int", "_softmax.default", "_safe_softmax.default"),

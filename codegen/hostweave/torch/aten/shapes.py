@@ -6,7 +6,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse
+from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, full, refuse
 from hostweave.types.tensor import Dim, TensorType
 
 TABLE |= {
@@ -52,9 +52,6 @@ TABLE |= {
     "unsqueeze.default": lambda result, x, dim: hw.expand_dims(x, dim),
     "cat.default": lambda result, tensors, dim=0: hw.concat([cast(tensor, result.dtype) for tensor in tensors], dim),
     "stack.default": lambda result, tensors, dim=0: hw.stack([cast(tensor, result.dtype) for tensor in tensors], dim),
-    "constant_pad_nd.default": lambda result, x, pad, value=0: hw.pad(
-        x, list(pad), value=value if result.dtype.is_floating_point else int(value)
-    ),
     "tril.default": lambda result, x, diagonal=0: _seen(x, hw.iota(x, -2)[:, None] + diagonal >= hw.iota(x, -1)[None, :]),
     "triu.default": lambda result, x, diagonal=0: _seen(x, hw.iota(x, -2)[:, None] + diagonal <= hw.iota(x, -1)[None, :]),
 }
@@ -63,6 +60,25 @@ TABLE |= {
 def _seen(x: hw.Tensor, seen: hw.Tensor) -> hw.Tensor:
     """x where that is true, else zeros."""
     return x & seen if x.dtype == hw.bool_ else hw.where(seen, x, 0)
+
+
+@aten("constant_pad_nd.default")
+def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) -> hw.Tensor:
+    """With widths below 0 elements are taken away."""
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        if before < 0 or after < 0:
+            of = slice(max(0, -before), None if after >= 0 else after)
+            x = x[(*(slice(None) for _ in range(x.ndim - 1 - dim)), of)]
+    widths = [max(0, width) for width in pad]
+    return hw.pad(x, widths, value=value if result.dtype.is_floating_point else int(value)) if any(widths) else x
+
+
+@aten("flip.default")
+def _flip(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
+    for dim in dims:
+        places = hw.iota(x, dim)
+        x = hw.take(x, x.shape[dim] - 1 - places, dim)
+    return x
 
 
 @aten("transpose.int")
@@ -123,7 +139,8 @@ def _repeat(result: Result, x: hw.Tensor, repeats: Sequence[int]) -> hw.Tensor:
 TABLE |= {
     "embedding.default": lambda result, weight, indices, *_: hw.embedding(indices, weight),
     "index_select.default": lambda result, x, dim, index: hw.take(x, index, dim),
-    "gather.default": lambda result, x, dim, index, **_: hw.gather(x, dim, index),
+    "gather.default": lambda result, x, dim, index, **_: hw.gather(beside(x, index, dim), dim, index),
+    "one_hot.default": lambda result, x, classes: hw.one_hot(x, classes, hw.i64),
     "topk.default": lambda result, x, k, dim=-1, largest=True, *_: hw.top_k(x, k, dim, largest),
     "sort.default": lambda result, x, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
     "argsort.default": lambda result, x, dim=-1, descending=False: hw.argsort(x, dim, descending),
@@ -132,7 +149,7 @@ TABLE |= {
 
 @aten("index.Tensor")
 def _index(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]) -> hw.Tensor:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    given = [(dim, from_begin(index, x.shape[dim])) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype != hw.bool_:
         return hw.take(x, given[0][1], given[0][0])
     dims, sizes = [dim for dim, _ in given], x.shape[: len(given)]
@@ -144,12 +161,26 @@ def _index(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]) ->
     return hw.take(hw.reshape(x, math.prod(map(int, sizes)), *x.shape[len(given) :]), number, 0)
 
 
+def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:
+    """The elements of x beside which there is an index: in other dims than `dim` torch takes the first ones."""
+    return first(x, [size if i != dim % x.ndim else x.shape[i] for i, size in enumerate(index.shape)])
+
+
+def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
+    """The first elements, as many along each dim."""
+    parts = [slice(None) if str(own) == str(size) else slice(size) for own, size in zip(x.shape, shape, strict=True)]
+    return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
+
+
+def from_begin(index: hw.Tensor, size: int | str) -> hw.Tensor:
+    """Indices as torch's brackets take them, which count from the end below 0."""
+    return index if index.dtype == hw.bool_ else hw.where(index < 0, index + size, index)
+
+
 @aten("cross_entropy_loss.default")
 def _cross_entropy(
     result: Result, logits: hw.Tensor, target: hw.Tensor, weight: Any = None, reduction: int = 1, ignore: int = -100, smoothing: float = 0.0
 ) -> hw.Tensor:
-    if weight is not None or smoothing or logits.ndim != 2:
-        raise refuse("cross_entropy with weights, label smoothing or more than 2 dims is not supported; flatten the logits")
     return hw.cross_entropy(logits, target, ignore, ("none", "mean", "sum")[reduction])
 
 
