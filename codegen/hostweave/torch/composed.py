@@ -64,7 +64,8 @@ def convolution(
         patches = apart.permute(0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)).flatten(1, count).flatten(2)
     else:
         patches = torch.stack(list(map(seen, places)), 2).flatten(3).flatten(1, 2).transpose(1, 2)
-    return F.linear(patches, weight.flatten(1), bias).transpose(1, 2).unflatten(2, sizes)
+    out: torch.Tensor = F.linear(patches, weight.flatten(1), bias).transpose(1, 2)
+    return out.reshape(*out.shape[:2], *sizes)
 
 
 def cross_entropy(
@@ -101,4 +102,8 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
     return source.to(x.dtype).expand(x.shape)
 
 
-COMPOSED: dict[Any, Callable[..., Any]] = {aten.convolution.default: convolution, aten.cross_entropy_loss.default: cross_entropy, aten.copy.default: copy}
+COMPOSED: dict[Any, Callable[..., Any]] = {
+    aten.convolution.default: convolution,
+    aten.cross_entropy_loss.default: cross_entropy,
+    aten.copy.default: copy,
+}

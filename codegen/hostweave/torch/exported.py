@@ -41,7 +41,12 @@ def exported(
     """
     repeats = Repeats(module)
     try:
-        with _on_global_tensors(module), _of_known_derivatives(module) if training else nullcontext(), torch.set_grad_enabled(training), warnings.catch_warnings():
+        with (
+            _on_global_tensors(module),
+            _of_known_derivatives(module) if training else nullcontext(),
+            torch.set_grad_enabled(training),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
             with repeats.standing_in():
@@ -71,7 +76,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """Those of torch.export, but for `_KEPT`, torch's of `_NOT_KEPT`, and those of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
-    return {**kept, **{op: rule for op, rule in decomposition_table.items() if str(op).split(".")[1:2] in [[name] for name in _NOT_KEPT.split()]}, **COMPOSED}
+    return {
+        **kept,
+        **{op: rule for op, rule in decomposition_table.items() if str(op).split(".")[1:2] in [[name] for name in _NOT_KEPT.split()]},
+        **COMPOSED,
+    }
 
 
 @contextmanager
@@ -125,7 +134,9 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
     own = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return (own if cls.__module__.startswith("torch.") else refused(f"{cls.__name__}, a torch.autograd.Function,"))(cls, *args, **kwargs)
+        return (own if cls.__module__.startswith("torch.") else refused(f"{cls.__name__}, a torch.autograd.Function,"))(
+            cls, *args, **kwargs
+        )
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)), patch.object(torch.Tensor, "register_hook", refused("a hook")):
         yield

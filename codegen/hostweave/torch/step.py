@@ -201,6 +201,8 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
         if tensor is None or tensor not in group_of:
             raise ProgramError(f"optimizer: {origin.name} requires grad, and the optimizer does not have it; add it, or freeze it")
         if node in graph.constants:
-            raise ProgramError(f"optimizer: the gradient of {origin.name} is the same whatever the module takes; freeze it, or leave optimizer= out")
+            raise ProgramError(
+                f"optimizer: the gradient of {origin.name} is the same whatever the module takes; freeze it, or leave optimizer= out"
+            )
         found.append(_Updated(names[origin.name], origin.name, tensor, group_of[tensor]))
     return found

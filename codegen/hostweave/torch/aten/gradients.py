@@ -113,7 +113,7 @@ def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]
     if len(given) != 1 or given[0][1].dtype == hw.bool_ or given[0][1].ndim != 1 or values.ndim != x.ndim:
         raise refuse("aten.index_put by a mask, or by several indices, is not supported; use torch.scatter or where")
     dim, index = given[0]
-    index = from_begin(index, x.shape[dim])
+    index = from_begin(x, dim, index)
     index = hw.expand_dims(index, tuple(i for i in range(x.ndim) if i != dim)) if x.ndim > 1 else index
     return (hw.scatter_add if accumulate else hw.scatter)(x, dim, index, cast(values, result.dtype))
 

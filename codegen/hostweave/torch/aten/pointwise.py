@@ -109,6 +109,8 @@ for _name in ("logical_and", "logical_or", "logical_xor"):
 @aten("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
 def _where(result: Result, condition: hw.Tensor, a: Any, b: Any) -> hw.Tensor:
     a, b = cast(a, result.dtype), cast(b, result.dtype)
+    if not isinstance(condition, hw.Tensor):  # a constant of one element
+        return full(result, a if condition else b)
     if not isinstance(a, hw.Tensor) and not isinstance(b, hw.Tensor):
         b = full(Result((result.dtype,), ((1,) * condition.ndim,), condition), b)
     return hw.where(condition, a, b)

@@ -73,11 +73,16 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
     return hw.pad(x, widths, value=value if result.dtype.is_floating_point else int(value)) if any(widths) else x
 
 
+def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
+    """As a number, or a tensor of one where it is known at the call."""
+    size = x.shape[dim]
+    return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
+
+
 @aten("flip.default")
 def _flip(result: Result, x: hw.Tensor, dims: Sequence[int]) -> hw.Tensor:
     for dim in dims:
-        places = hw.iota(x, dim)
-        x = hw.take(x, x.shape[dim] - 1 - places, dim)
+        x = hw.take(x, _size(x, dim, hw.i32) - 1 - hw.iota(x, dim), dim)
     return x
 
 
@@ -149,7 +154,7 @@ TABLE |= {
 
 @aten("index.Tensor")
 def _index(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]) -> hw.Tensor:
-    given = [(dim, from_begin(index, x.shape[dim])) for dim, index in enumerate(indices) if index is not None]
+    given = [(dim, from_begin(x, dim, index)) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype != hw.bool_:
         return hw.take(x, given[0][1], given[0][0])
     dims, sizes = [dim for dim, _ in given], x.shape[: len(given)]
@@ -172,9 +177,9 @@ def first(x: hw.Tensor, shape: Sequence[int | str]) -> hw.Tensor:
     return x if parts == [slice(None)] * x.ndim else x[tuple(parts)]
 
 
-def from_begin(index: hw.Tensor, size: int | str) -> hw.Tensor:
+def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
     """Indices as torch's brackets take them, which count from the end below 0."""
-    return index if index.dtype == hw.bool_ else hw.where(index < 0, index + size, index)
+    return index if index.dtype == hw.bool_ else hw.where(index < 0, index + _size(x, dim, index.dtype), index)
 
 
 @aten("cross_entropy_loss.default")

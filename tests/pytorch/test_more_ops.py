@@ -1,0 +1,225 @@
+"""Ops beyond those of transformers' models, against torch: results, and gradients of parameters, on 1 and 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+ROWS, DIM, CLASSES = 4, 16, 5
+PLAN = {"linear.weight": "tp, -", "linear.bias": "tp"}
+INDEX = torch.tensor([[1, 2], [3, 0]])
+TARGET = torch.tensor([1, 2, -100, 4])
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 1.5, 0.7])
+
+
+class Then(nn.Module):
+    """A function of what a linear layer makes."""
+
+    def __init__(self, function: Callable[[Any], Any], out: int = DIM):
+        super().__init__()
+        self.function, self.linear = function, nn.Linear(DIM, out)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+def written(y: torch.Tensor, part: Any, value: Any) -> torch.Tensor:
+    y = y.clone()
+    y[part] = value
+    return y
+
+
+OF_LINEAR: dict[str, Callable[[Any], Any]] = {
+    "elu": F.elu,
+    "leaky_relu": F.leaky_relu,
+    "group_norm": lambda y: F.group_norm(y, 4),
+    "batch_norm of a batch": lambda y: F.batch_norm(y, None, None, training=True),
+    "pairs": lambda y: torch.stack((y[..., ::2] * 2, y[..., 1::2]), -1).flatten(-2),
+    "steps of 3": lambda y: y[:, 1::3],
+    "steps of 4 from 2": lambda y: y[:, 2:11:4],
+    "flip": lambda y: y.flip(0, 1) * torch.arange(DIM),
+    "a write of a number": lambda y: written(y, (slice(None), slice(0, None, 2)), 1.0),
+    "a write of a part": lambda y: written(y, (slice(1, 3), slice(2, 9)), y[:2, :7]),
+    "min": lambda y: y.min(0).values,
+    "max": lambda y: y.max(1).values,
+    "topk": lambda y: y.topk(3, 1).values,
+    "var_mean": lambda y: sum(torch.var_mean(y, -1)),
+    "one_hot": lambda y: y * F.one_hot(torch.arange(ROWS) % 3, DIM),
+    "scatter beside fewer rows": lambda y: y.scatter(1, INDEX, y[:2, :2] * 3),
+    "scatter of a number": lambda y: y.scatter(1, INDEX, 2.0),
+    "scatter_add beside one row": lambda y: y.scatter_add(1, INDEX[:1], y[:1, :2]),
+    "gather beside one row": lambda y: y.gather(1, INDEX[:1]),
+    "from the end": lambda y: y[torch.arange(ROWS) - 2],
+    "one place": lambda y: y[torch.tensor([1])] + y[:, torch.tensor([3])],
+    "one column": lambda y: y[:, torch.tensor([3])],
+    "narrower pad": lambda y: F.pad(y, (1, -2, 0, 1)),
+}
+OF_IMAGES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "stem": (nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 8, 3, 1, 1)), (2, 3, 9, 9)),
+    "sequences": (nn.Conv1d(3, 4, 3, padding=1), (2, 3, 8)),
+    "dilated": (nn.Conv2d(3, 4, 3, padding="same", dilation=2), (2, 3, 8, 8)),
+    "patches": (nn.Conv2d(3, 4, 2, 2), (2, 3, 8, 8)),
+    "of a channel": (nn.Conv1d(8, 16, 4, padding=3, groups=8), (2, 8, 6)),
+    "groups": (nn.Conv2d(8, 16, 3, padding=1, groups=2), (2, 8, 6, 6)),
+    "volumes": (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+}
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "weights": lambda y: F.cross_entropy(y, TARGET, WEIGHT),
+    "weights, each": lambda y: F.cross_entropy(y, TARGET, WEIGHT, reduction="none"),
+    "smooth": lambda y: F.cross_entropy(y, TARGET, label_smoothing=0.1),
+    "smooth sum of weights": lambda y: F.cross_entropy(y, TARGET, WEIGHT, reduction="sum", label_smoothing=0.1),
+    "probabilities": lambda y: F.cross_entropy(y, F.one_hot(TARGET.clamp(0), CLASSES).float(), label_smoothing=0.1),
+    "of more dims": lambda y: F.cross_entropy(y.view(2, 2, CLASSES).transpose(1, 2), TARGET.view(2, 2), label_smoothing=0.1),
+    "of one row": lambda y: F.cross_entropy(y[0], TARGET[0]),
+}
+
+
+def expect_same(module: nn.Module, x: torch.Tensor, ranks: int, plan: dict[str, str]) -> None:
+    with torch.no_grad():
+        forward = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, (x,))
+        torch.testing.assert_close(forward(x), module(x), rtol=1e-4, atol=1e-4)
+    want, own = copy.deepcopy(module), copy.deepcopy(module)
+    for call in (want, hostweave.torch.compile(own, hw.Mesh(tp=ranks), plan, (x,), training=True)):
+        (call(x) ** 2).sum().backward()
+    for mine, theirs in zip(own.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("function", OF_LINEAR.values(), ids=OF_LINEAR)
+def test_ops(function: Callable[[Any], Any], ranks: int) -> None:
+    torch.manual_seed(0)
+    expect_same(Then(function), torch.randn(ROWS, DIM), ranks, PLAN)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("function", LOSSES.values(), ids=LOSSES)
+def test_losses(function: Callable[[Any], Any], ranks: int) -> None:
+    torch.manual_seed(0)
+    expect_same(Then(function, CLASSES), torch.randn(ROWS, DIM), ranks, {})
+
+
+@pytest.mark.parametrize(("module", "shape"), OF_IMAGES.values(), ids=OF_IMAGES)
+def test_convolutions(module: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    expect_same(module, torch.randn(shape), 2, {})
+
+
+# --- what is refused, as the result would be another ------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda dy: dy * 2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: Straight.apply(y), r"test_more_ops.py:\d+: Straight, a torch.autograd.Function, is not compiled"),
+        (hooked, r"test_more_ops.py:\d+: a hook is not compiled"),
+        (lambda y: y.detach().mul_(2) + y, r"mul_.Tensor writes to a tensor that was detached"),
+        (lambda y: y * y.new_empty(ROWS, 1).bernoulli_(0.5), r"not supported: aten.bernoulli"),
+    ],
+    ids=["function", "hook", "detached", "random"],
+)
+def test_what_has_other_gradients(function: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(ProgramError, match=message):
+        hostweave.torch.compile(Then(function), hw.Mesh(tp=1), {}, (torch.ones(ROWS, DIM),), training=True)
+
+
+def _moved(module: nn.Module) -> None:
+    module.linear.weight.data = torch.zeros(DIM, DIM)
+
+
+def _replaced(module: nn.Module) -> None:
+    module.linear = nn.Linear(DIM, DIM)
+
+
+@pytest.mark.parametrize("change", [_moved, nn.Module.half, _replaced, lambda module: delattr(module.linear, "bias")])
+@pytest.mark.parametrize("training", [False, True])
+def test_parameters_elsewhere(change: Callable[[nn.Module], Any], training: bool) -> None:
+    module, x = Then(F.relu), torch.ones(ROWS, DIM)
+    call = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
+    with torch.set_grad_enabled(training):
+        call(x)
+        change(module)
+        with pytest.raises(ArgumentError, match="at compile"):
+            call(x)
+
+
+def test_a_step_that_fails_is_not_counted_and_options_stay() -> None:
+    module, x = Then(lambda y: y.square().mean()), torch.ones(ROWS, DIM)
+    optimizer = torch.optim.AdamW(module.parameters())
+    step = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), optimizer=optimizer)
+    step(x)
+    with pytest.raises(ArgumentError, match="dim 0 is 3"):
+        step(x[:3])
+    assert optimizer.state[module.linear.weight]["step"] == 1
+    optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+    with pytest.raises(ArgumentError, match="betas of parameter group 0"):
+        step(x)
+
+
+def test_a_parameter_is_returned() -> None:
+    module, x = Then(F.relu), torch.ones(ROWS, DIM)
+    module.forward = lambda x: (module.linear.weight, module.linear(x))  # type: ignore[method-assign]
+    assert hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=True)(x)[0] is module.linear.weight
+
+
+def test_hooks_of_the_first_call_stay() -> None:
+    """As transformers' models have them, which record hidden states."""
+    module, x = Then(F.relu), torch.ones(ROWS, DIM)
+    plain = module.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not module.linear._forward_hooks:
+            module.linear.register_forward_hook(lambda *_: None)
+        return plain(x)
+
+    module.forward = forward  # type: ignore[method-assign]
+    hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=True)
+    assert len(module.linear._forward_hooks) == 1
+
+
+def test_layers_keep_the_shardings_of_data() -> None:
+    """Each rank computes its own rows, forward and backward, in functions of layers, too."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, DIM)
+            self.layers = nn.ModuleList(Then(F.gelu) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.table(x)
+            for layer in self.layers:
+                y = y + layer(y)
+            return y.square().mean()
+
+    tokens = torch.zeros(8, 4, dtype=torch.int64)
+    model = hostweave.torch.compile(Layers(), hw.Mesh(dp=2), {"x": "dp, -"}, (tokens,), training=True)
+    assert f"f32[8, 4, {DIM}]" not in str(model.program.host_ir)
+    assert all("all_gather" not in str(program.host_ir) for program in (model.program, model.backward))
