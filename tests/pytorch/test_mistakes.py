@@ -98,7 +98,7 @@ def masked(x: Any) -> Any:
 
 
 def convolved(x: Any) -> Any:
-    return torch.nn.functional.conv2d(x.reshape(1, 1, 4, 8), torch.ones(1, 1, 3, 3) * x.sum(), padding=1)
+    return torch.nn.functional.conv_transpose2d(x.reshape(1, 1, 4, 8), torch.ones(1, 1, 3, 3) * x.sum())
 
 
 def complex_numbers(x: Any) -> Any:
@@ -109,7 +109,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "branch on data": (branch, "(?s)Written: torch.export: .*write what depends on data as tensor ops"),
     "unsupported": (unsupported, r"ops that are not supported: aten._fft_r2c.default, 1 times, first at test_mistakes.py:\d+.*"),
     "mask": (masked, "(?s)ops that are not supported|aten.index by a mask|torch.export"),
-    "convolution": (convolved, r"test_mistakes.py:\d+: a convolution of kernel \[3, 3\], stride \[1, 1\], padding \[1, 1\]"),
+    "convolution": (
+        convolved,
+        r"test_mistakes.py:\d+: a transposed convolution, of kernel \[3, 3\], is not supported; write it as nn.Linear",
+    ),
     "complex": (complex_numbers, "ops that are not supported: aten.view_as_complex.default"),
 }
 

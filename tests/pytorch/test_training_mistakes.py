@@ -61,9 +61,9 @@ def branch_on_data(self: Any, x: Any) -> Any:
     return self.up(x) if self.up.weight.sum() > 0 else self.up(x) * 2
 
 
-def wide_convolution(self: Any, x: Any) -> Any:
+def transposed_convolution(self: Any, x: Any) -> Any:
     image = self.up(x).reshape(1, 1, 8, 8)
-    return nn.functional.conv2d(image, self.down.weight[:2, :2].reshape(1, 1, 2, 2), stride=2)
+    return nn.functional.conv_transpose2d(image, self.down.weight[:2, :2].reshape(1, 1, 2, 2), stride=2)
 
 
 def custom_function(self: Any, x: Any) -> Any:
@@ -81,8 +81,8 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "no parameters": (without_parameters, "no result depends on what requires grad; .* or compile without training=True"),
     "branch": (branch_on_data, "(?s)Layer: torch.export: .*write what depends on data as tensor ops"),
     "convolution": (
-        wide_convolution,
-        r"test_training_mistakes.py:\d+: the gradient of the input of a convolution is not supported; detach",
+        transposed_convolution,
+        r"test_training_mistakes.py:\d+: a transposed convolution, of kernel \[2, 2\], is not supported; write it as nn.Linear",
     ),
     "by frequency": (custom_function, r"test_training_mistakes.py:\d+: an embedding with scale_grad_by_freq=True is not supported"),
 }

@@ -212,11 +212,13 @@ class CompiledModule:
             if part._modules.get(name) is not held:
                 raise ArgumentError(f"{self._name}: {name} is another module than at compile; compile it again")
         for (owner, key, tensor), memory in zip(self._places, self._memory, strict=True):
-            if getattr(owner, key, None) is not tensor or memory_of(tensor) != memory:
+            if getattr(owner, key, None) is not tensor:
                 raise ArgumentError(
-                    f"{self._name}: {key} is another tensor than at compile, or in other memory, as after .to() or a write to .data; "
-                    "compile again, or copy_ into the tensor that was there"
+                    f"{self._name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
                 )
+            if memory_of(tensor) != memory:
+                why = f"{key} lies in other memory than at compile, as after .to() or a write to .data"
+                raise ArgumentError(f"{self._name}: {why}; compile again, or copy_ into the tensor as it was")
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
             raise ArgumentError(f"{self._name}: was compiled for {was}() and is changed; compile it again")

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hostweave.base.errors import ProgramError
-
 aten = torch.ops.aten
 
 
@@ -24,17 +22,14 @@ def convolution(
     transposed: bool,
     output_padding: Sequence[int],
     groups: int,
-) -> torch.Tensor:
+) -> Any:
     """The product of the weight and of the patches that it sees: x [batch, channels, sizes...], weight [out, channels / groups, kernel...].
 
     A kernel as large as its stride sees each element once; of others, what they see is copied. A kernel that sees one channel is a sum.
     """
     kernel, outs = list(weight.shape[2:]), weight.shape[0]
     if transposed:
-        raise ProgramError.here(
-            f"a transposed convolution, of kernel {kernel}, is not supported; write it as nn.Linear and a reshape (nn.PixelShuffle), "
-            "which kernels as large as their stride equal"
-        )
+        return NotImplemented
     if 1 < groups < x.shape[1]:
         parts = zip(x.chunk(groups, 1), weight.chunk(groups), bias.chunk(groups) if bias is not None else [None] * groups, strict=True)
         made = [convolution(*part, stride, padding, dilation, transposed, output_padding, 1) for part in parts]

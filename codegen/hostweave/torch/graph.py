@@ -190,7 +190,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training
     if changed := [spec for spec in exported.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]:
         of, target = changed[0].kind, changed[0].target
         if of is OutputKind.BUFFER_MUTATION and is_training:
-            why, remedy = "the module changes this buffer in forward", "call module.eval()"
+            why, remedy = "the module changes its buffers in forward", "call module.eval()"
         elif of is OutputKind.USER_INPUT_MUTATION:
             why, remedy = "the module writes to this input", "write to a copy of it, and return that"
         else:

@@ -8,7 +8,6 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.products import patches
 from hostweave.torch.aten.shapes import beside, first, from_begin, padded
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
@@ -187,20 +186,6 @@ def _attention_backward(
     result: Result, dy: hw.Tensor, q: Any, k: Any, v: Any, y: Any, lse: Any, bias: Any, causal: bool, scale: float | None, gqa: bool
 ) -> tuple[hw.Tensor, ...]:
     return hw.attention_backward(q, k, v, y, dy, lse, "top_left" if causal else None, None, scale, gqa, bias=bias)
-
-
-@aten("convolution_backward.default")
-def _convolution_backward(
-    result: Result, dy: hw.Tensor, x: hw.Tensor, weight: hw.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
-) -> tuple[hw.Tensor | None, ...]:
-    *_, mask = rest
-    rows = patches(x, weight, stride, padding, dilation, *rest[:3])
-    given = hw.permute_dims(hw.reshape(dy, *dy.shape[:2], -1), (0, 2, 1))  # [batch, patches, channels]
-    dx = None
-    if mask[0]:
-        raise refuse("the gradient of the input of a convolution is not supported; detach() it")
-    dw = hw.reshape(hw.tensordot(given, rows, ((0, 1), (0, 1))), *weight.shape) if mask[1] else None
-    return dx, dw, hw.sum(given, (0, 1)) if mask[2] else None
 
 
 # --- others -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Products of matrices, attention, convolutions of patches."""
+"""Products of matrices, attention."""
 
-import math
 from typing import Any
 
 import hostweave as hw
@@ -41,28 +40,10 @@ def _attention(
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)
 
 
-@aten("convolution.default", "conv2d.default")
-def _convolution(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, *rest: Any) -> hw.Tensor:
-    """Of patches: a kernel as large as its stride is a matmul of the patches."""
-    y = hw.matmul(patches(x, weight, *rest), hw.reshape(weight, int(weight.shape[0]), -1).T)
-    y = y if bias is None else y + bias
-    return hw.reshape(hw.permute_dims(y, (0, 2, 1)), *result.shape)
-
-
-def patches(x: hw.Tensor, weight: hw.Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *rest: Any) -> hw.Tensor:
-    """What a convolution multiplies with its weight: [batch, patches, channels * elements of the kernel]."""
-    kernel, count = [int(size) for size in weight.shape[2:]], weight.ndim - 2
-    stride, padding, dilation = ([v] * count if isinstance(v, int) else (list(v) * count)[:count] for v in (stride, padding, dilation))
-    transposed, groups = (bool(rest[0]), rest[2]) if len(rest) > 2 else (False, rest[0] if rest else 1)
-    sizes = x.shape[2:]
-    fits = all(isinstance(size, int) and size % k == 0 for size, k in zip(sizes, kernel, strict=True))
-    if stride != kernel or any(padding) or any(d != 1 for d in dilation) or transposed or groups != 1 or not fits:
-        raise refuse(
-            f"a convolution of kernel {kernel}, stride {stride}, padding {padding}, groups {groups} is not supported; only one whose "
-            "kernel is as large as its stride, as patches of an image are"
-        )
-    batch, channels = x.shape[:2]
-    across = [int(size) // k for size, k in zip(sizes, kernel, strict=True)]
-    split = hw.reshape(x, batch, channels, *(part for pair in zip(across, kernel, strict=True) for part in pair))
-    apart = hw.permute_dims(split, (0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)))
-    return hw.reshape(apart, batch, math.prod(across), int(channels) * math.prod(kernel))
+@aten("convolution.default")
+def _convolution(result: Result, x: hw.Tensor, weight: hw.Tensor, *_: Any) -> hw.Tensor:
+    """Others are written as products before."""
+    raise refuse(
+        f"a transposed convolution, of kernel {list(weight.shape[2:])}, is not supported; write it as nn.Linear and a reshape "
+        "(nn.PixelShuffle), which kernels as large as their stride equal"
+    )
