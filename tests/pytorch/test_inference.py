@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
 from hostweave.build.cuda import gpus  # noqa: E402
 from hostweave.torch.plan import layouts  # noqa: E402
 
@@ -138,22 +139,85 @@ def test_parameters_of_which_torch_counts_no_writes(plan: str) -> None:
             module.weight.mul_(2)
 
 
+class Centred(nn.Module):
+    """Of its tensors only what is computed of them is in the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), torch.ones(8)
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x - self.mean.exp()) * (self.scale + 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["mean", "scale"])
+def test_what_is_computed_of_buffers_alone_is_not_stale(name: str, training: bool) -> None:
+    module, x = Centred().train(training), torch.ones(2, 8)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"linear.weight": "tp, -"}, (x,), training=training)
+    changed = re.escape(f"Centred: {name} has other values than at compile, where what is computed of it alone was computed; compile it")
+    with torch.set_grad_enabled(training):
+        module.load_state_dict(module.state_dict())  # the same values
+        torch.testing.assert_close(compiled(x), module(x))
+        held = getattr(module, name)
+        held.add_(1)
+        with pytest.raises(ArgumentError, match=changed):
+            compiled(x)
+        held.sub_(1)
+        torch.testing.assert_close(compiled(x), module(x))
+        setattr(module, name, held + 1)
+        with pytest.raises(ArgumentError, match=changed):
+            compiled(x)
+
+
+def test_torch_compile_leaves_it_as_it_is() -> None:
+    module, x = nn.Linear(8, 8), torch.ones(2, 8)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": "tp, -"}, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(lambda x: compiled(x) + 1, backend="eager")(x), module(x) + 1)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"for fullgraph=True make its program an op by hostweave.torch.as_torch"):
+            torch.compile(compiled, fullgraph=True, backend="eager")(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Any) -> Any:
+        return self.head(self.embed(ids))
+
+
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_tied_parameter_is_planned_by_each_of_its_names(name: str) -> None:
+    module, ids = Tied(), torch.arange(4)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=2), {f"{name}.weight": "tp, -"}, (ids,))
+    assert "[16@tp, 8]" in compiled.program.fusion_ir.partition("\n")[0]
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids), module(ids))
+    with pytest.raises(ProgramError, match=r'plan: embed.weight = head.weight is sharded as "tp, -" by "head.weight" and as "-, tp" by'):
+        hostweave.torch.compile(module, hw.Mesh(tp=2), {"head.weight": "tp, -", "embed.weight": "-, tp"}, (ids,))
+
+
 class Named(nn.Module):
     def forward(self, x: Any) -> Any:
         angles = torch.arange(8.0) / 8
         new = angles.exp()
         größe = angles.sin()
         _ = angles.cos()
-        return (x + new) * größe - _
+        wide = angles.tan()
+        return (x + new) * größe - _ + wide.reshape(2, 4).T.reshape(1, 8)
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_constants_have_names_of_their_lines(training: bool) -> None:
-    """Where these are names to hostweave; else torch's."""
+    """Where these are names to hostweave; else torch's. A view has that of its tensor."""
     module, x = Named().train(training), torch.randn(2, 8, requires_grad=training)
     compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (x,), training=training)
     torch.testing.assert_close(compiled(x), module(x))
-    assert re.findall(r"%(\w+): f32\[8\]", compiled.program.fusion_ir.partition("\n")[0]) == ["new", "sin", "cos"]
+    assert re.findall(r"%(\w+): f32\[(?:1, )?8\]", compiled.program.fusion_ir.partition("\n")[0]) == ["new", "sin", "cos", "wide"]
 
 
 def test_dynamic_sizes_are_symbols() -> None:

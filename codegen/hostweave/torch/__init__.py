@@ -20,6 +20,7 @@ from hostweave.api import compile as compile_program
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.torch.compiled import CompiledModule as CompiledModule
+from hostweave.torch.compiled import Part
 from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.exported import exported
 from hostweave.torch.graph import Graph, read
@@ -103,4 +104,4 @@ def compile(
         if optimizer is not None:
             return TrainingStep(module, graph_of, joint, program_of, optimizer)
         return TrainingModule(module, graph_of, joint, program_of)
-    return CompiledModule(module, graph_of, graph, program_of(graph))
+    return CompiledModule(module, graph_of, graph, Part(program_of(graph), graph, module))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,15 @@ from hostweave.targets.cuda import handle_of
 from hostweave.torch.graph import Graph
 
 _writes_to = attrgetter("_version")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_traced(call: F) -> F:
+    """Has torch.compile leave a function as it is."""
+    why = (
+        "a module that hostweave compiled is no graph of torch's; for fullgraph=True make its program an op by hostweave.torch.as_torch_op"
+    )
+    return torch.compiler.disable(call, reason=why)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Copies:
@@ -131,6 +140,30 @@ class Part:
         return all(self._block(name, block, other).is_contiguous() for other in ranks)
 
 
+class Folded:
+    """Tensors of a module, by name, of which a program has only what was computed of them at compile."""
+
+    def __init__(self, module: nn.Module, names: Iterable[str]):
+        self._places = [(name, *place_of(module, name)) for name in sorted(names) if _is_tensor(module, name)]
+        self._copies = [tensor.detach().clone() for *_, tensor in self._places]
+        self._versions = self._now()
+
+    def changed(self) -> str:
+        """The name of one that has other values now; else nothing."""
+        for name, held, key, tensor in self._places:
+            if held.get(key) is not tensor:
+                return name
+        if (now := self._now()) != self._versions:
+            for (name, *_, tensor), copy in zip(self._places, self._copies, strict=True):
+                if not torch.equal(tensor, copy):
+                    return name
+            self._versions = now
+        return ""
+
+    def _now(self) -> list[int]:
+        return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
+
+
 class CompiledModule:
     """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
 
@@ -139,17 +172,19 @@ class CompiledModule:
     lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, program: Program):
-        self.program, self._module, self._graph, self._specs = program, module, graph, exported.call_spec
-        self._places = [(*owner_of(module, of), tensor_of(module, of)) for of in graph.parameters.values()]
+    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
+        """A call computes `graph` by the program of `part`. The `others` are of it, too."""
+        self.program, self._module, self._graph, self._specs, self._part = part.program, module, graph, exported.call_spec, part
+        self._places = [place_of(module, of) for of in graph.parameters.values()]
         self._memory = [memory_of(tensor) for *_, tensor in self._places]
-        self._parts = [(part, name, held) for part in module.modules() for name, held in part._modules.items()]
+        self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
         self._training = module.training
-        self._part = Part(program, graph, module)
+        self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
 
     def __repr__(self) -> str:
         return f"<hostweave.torch.{type(self).__name__} of {type(self._module).__name__}: {self.program!r}>"
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
         return self._rebuilt(self._part(self._checked(args, kwargs), current_group()))
@@ -208,17 +243,20 @@ class CompiledModule:
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:
-        for part, name, held in self._parts:
-            if part._modules.get(name) is not held:
+        for modules, name, part in self._parts:
+            if modules.get(name) is not part:
                 raise ArgumentError(f"{self._name}: {name} is another module than at compile; compile it again")
-        for (owner, key, tensor), memory in zip(self._places, self._memory, strict=True):
-            if getattr(owner, key, None) is not tensor:
+        for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
+            if tensors.get(key) is not tensor:
                 raise ArgumentError(
                     f"{self._name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
                 )
             if memory_of(tensor) != memory:
                 why = f"{key} lies in other memory than at compile, as after .to() or a write to .data"
                 raise ArgumentError(f"{self._name}: {why}; compile again, or copy_ into the tensor as it was")
+        if changed := self._folded.changed():
+            why = f"{changed} has other values than at compile, where what is computed of it alone was computed"
+            raise ArgumentError(f"{self._name}: {why}; compile it again")
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
             raise ArgumentError(f"{self._name}: was compiled for {was}() and is changed; compile it again")
@@ -252,13 +290,22 @@ def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
     return own.data_ptr(), own.dtype
 
 
-def owner_of(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module that has a tensor, and the tensor's name there."""
-    parent, _, key = path.rpartition(".")
-    return module.get_submodule(parent), key
-
-
 def tensor_of(module: nn.Module, path: str) -> torch.Tensor:
-    owner, key = owner_of(module, path)
-    tensor: torch.Tensor = getattr(owner, key)
+    parent, _, key = path.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(parent), key)
     return tensor
+
+
+def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torch.Tensor]:
+    """The dict in which a module has a tensor, which is faster to ask than the module, the tensor's name there, and the tensor."""
+    parent, _, key = path.rpartition(".")
+    owner, tensor = module.get_submodule(parent), tensor_of(module, path)
+    held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
+    return held, key, tensor
+
+
+def _is_tensor(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(tensor_of(module, path), torch.Tensor)
+    except AttributeError:  # a constant of the graph alone
+        return False

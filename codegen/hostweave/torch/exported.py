@@ -148,7 +148,6 @@ def _mark_detached(graph: Graph) -> None:
         name = str(node.target)
         if name in ("aten.detach.default", "aten.detach_.default"):
             _expect_unwritten(node)
-        if name in ("aten.detach.default", "aten.detach_.default"):
             node.target = ops.detach.default
         elif name == "wrap_with_set_grad_enabled" and node.args[0] is False:
             for made in list(node.users):

@@ -114,6 +114,18 @@ class Graph:
         return {**self.constants, **{node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}}
 
     @cached_property
+    def folded(self) -> set[str]:
+        """The buffers and constants of the module of which the program has only what was computed of them at compile."""
+        read = {*self.outputs, *(argument for node in self.nodes for argument in node.all_input_nodes)}
+        known, following = set[Node](), [node for node in read if node in self.constants]
+        while following:
+            node = following.pop()
+            if node not in known:
+                known.add(node)
+                following += node.all_input_nodes
+        return {self.origins[node].name for node in known if node in self.origins and self.origins[node].kind != "argument"}
+
+    @cached_property
     def last_of(self) -> dict[str, Node]:
         """The node that makes what a module returns, by the module's path."""
         return {path: node for node in self.nodes for path in modules_of(node)}
@@ -260,10 +272,19 @@ def location(node: Node) -> Location | None:
 
 
 def name_of_constant(node: Node) -> str:
-    """The user's name of a value, where the line that made it says so; else torch's."""
-    of = location(node)
-    variable = re.match(r"([A-Za-z]\w*) = (?!torch\.ops\.)", of.text, re.ASCII) if of else None
-    return variable[1] if variable else node.name
+    """The user's name of a value, or of what it is a view of, where the line that made it says so; else torch's."""
+    of: Node = node
+    while of.op == "call_function":
+        line = location(of)
+        if variable := re.match(r"([A-Za-z]\w*) = (?!torch\.ops\.)", line.text, re.ASCII) if line else None:
+            return variable[1]
+        if op_of(of).partition(".")[0] not in _SAME_VALUES:
+            break
+        of = of.all_input_nodes[0]
+    return node.name
+
+
+_SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "slice", "permute", "transpose", "_to_copy", "clone", "alias")
 
 
 def name_of(target: str) -> str:

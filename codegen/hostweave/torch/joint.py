@@ -216,9 +216,11 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
     known = {name.partition(".")[0] for name in TABLE}
     every: dict[Any, Any] = core_aten_decompositions()
     decompositions = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
-    made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
-    derivatives.write_out(made.graph)
-    derivatives.close()
+    try:
+        made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+        derivatives.write_out(made.graph)
+    finally:
+        derivatives.close()
     if not any(differentiable):
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")

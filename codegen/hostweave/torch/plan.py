@@ -46,10 +46,14 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
             found.parameters[name] = _of_placements(parameter, mesh, name)
+    names_of: dict[int, list[str]] = {}  # a tensor that is tied has several
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
     stated: dict[str, str] = {}  # the entry that said it
     modules = {name: part for name, part in module.named_modules() if name}
 
     def state(kind: str, name: str, layout: Axes, pattern: str) -> None:
+        names = names_of[id(tensors[name])] if kind == "parameters" else [name]
         count = tensors[name].ndim if kind == "parameters" else dims.get(name)
         if count is not None and len(layout) != count:
             raise ProgramError(
@@ -59,8 +63,9 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
         if (before := known.get(name, layout)) != layout:
             by = f'"{stated[name]}"' if name in stated else "its DTensor"
             ways = f'"{text_of(before)}" by {by} and as "{text_of(layout)}" by "{pattern}"'
-            raise ProgramError(f"plan: {name} is sharded as {ways}; keep one")
-        known[name], stated[name] = layout, pattern
+            raise ProgramError(f"plan: {' = '.join(names)} is sharded as {ways}; keep one")
+        known.update(dict.fromkeys(names, layout))
+        stated.update(dict.fromkeys(names, pattern))
 
     for pattern, value in plan.items():
         if isinstance(value, ParallelStyle):

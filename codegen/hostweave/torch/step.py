@@ -15,7 +15,7 @@ from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.aten import cast
-from hostweave.torch.compiled import tensor_of
+from hostweave.torch.compiled import Part, not_traced, tensor_of
 from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.training import Compile, Differentiated
@@ -60,8 +60,9 @@ class TrainingStep(Differentiated):
         self._updated = _updated(module, joint, graph, optimizer)
         graph.update = self._update(graph)
         self._options = self._options_now()
-        super().__init__(module, exported, joint, graph, compile(graph, "_step"))
+        super().__init__(module, exported, joint, Part(compile(graph, "_step"), graph, module, joint.numbers_of(graph)))
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments, before the update. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
@@ -86,10 +87,11 @@ class TrainingStep(Differentiated):
         return [{key: group.get(key) for key in ("betas", "eps", *_UNUSED)} for group in self._optimizer.param_groups]
 
     def _expect_options(self) -> None:
-        for number, (now, then) in enumerate(zip(self._options_now(), self._options, strict=False)):
+        for number, (now, then) in enumerate(zip(self._options_now(), self._options, strict=False)):  # a group that is added has others
             for key in (key for key in then if now[key] != then[key]):
                 why = f"{key} of parameter group {number} is {now[key]}, and was {then[key]} at compile"
-                raise ArgumentError(f"{self._name}: {why}; compile it again, and with OneCycleLR pass cycle_momentum=False")
+                remedy = ", and with OneCycleLR pass cycle_momentum=False" if key == "betas" else ""
+                raise ArgumentError(f"{self._name}: {why}; compile it again{remedy}")
         held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self._updated if id(one.parameter) not in held), None):
             raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}, and had it at compile; compile it again")

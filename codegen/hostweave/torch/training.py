@@ -18,7 +18,7 @@ from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.compiled import CompiledModule, Part, tensor_of
+from hostweave.torch.compiled import CompiledModule, Part, not_traced, tensor_of
 from hostweave.torch.graph import Graph
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
@@ -32,11 +32,14 @@ class Differentiated(CompiledModule):
     The program computes a graph of the joint one's.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, graph: Graph, program: Program):
-        super().__init__(module, exported, joint.outer, program)
-        self._joint, self._part = joint, Part(program, graph, module, joint.numbers_of(graph))
-        # Which tensors that the joint graph takes are parameters with gradients, as they are now.
-        self._wants: list[bool] = [origin.kind == "parameter" and origin.value.requires_grad for origin in joint.origins]
+    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, *parts: Part):
+        super().__init__(module, exported, joint.outer, *parts)
+        self._joint = joint
+        # The parameters that the joint graph takes, in its order, and which of them have gradients, as they are now.
+        self._held = [tensor_of(module, origin.name) if origin.kind == "parameter" else None for origin in joint.origins]
+        self._wants = [held is not None and held.requires_grad for held in self._held]
+        of_node = {node: origin for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
+        self._returned_parameters = {node: tensor_of(module, of_node[node].name) for node in self._graph.outputs if node in of_node}
 
     def capture(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ArgumentError(
@@ -46,17 +49,15 @@ class Differentiated(CompiledModule):
 
     def _expect_unchanged(self) -> None:
         super()._expect_unchanged()
-        for origin, wanted in zip(self._joint.origins, self._wants, strict=True):
-            if origin.kind == "parameter" and (now := tensor_of(self._module, origin.name).requires_grad) != wanted:
+        for origin, held, wanted in zip(self._joint.origins, self._held, self._wants, strict=True):
+            if held is not None and (now := held.requires_grad) != wanted:
                 raise ArgumentError(f"{self._name}: {origin.name} has requires_grad={now}, and had {wanted} at compile; compile it again")
 
     def _given(self, number: int, arrays: dict[str, torch.Tensor]) -> Any:
         """The tensor that the joint graph takes at this place; None for a constant."""
         origin = self._joint.origins[number]
-        if origin.kind == "parameter":
-            return tensor_of(self._module, origin.name)
         if origin.kind != "argument":
-            return None
+            return self._held[number]
         if origin.name == SEEDS:  # drawn from torch's generator, so that torch.manual_seed repeats them
             return torch.randint(2**31, (self._joint.dropouts,)).to(torch.uint32).to(self._device)
         tensor = arrays[self._joint.outer.names[self._joint.sources[number]]]
@@ -76,8 +77,7 @@ class Differentiated(CompiledModule):
         self._expect_unchanged()
         arrays = self._arrays(args, kwargs)
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
-        passed |= {node: tensor_of(self._module, origin.name) for node, origin in self._graph.origins.items() if origin.kind == "parameter"}
-        return passed, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
+        return passed | self._returned_parameters, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
 
 class TrainingModule(Differentiated):
@@ -89,13 +89,15 @@ class TrainingModule(Differentiated):
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph()
-        super().__init__(module, exported, joint, graph, compile(graph, ""))
-        backward_graph = joint.backward_graph(graph, [output.type for output in self.program._host.outputs])
+        program = compile(graph, "")
+        backward_graph = joint.backward_graph(graph, [output.type for output in program._host.outputs])
         self.backward = compile(backward_graph, "_backward")
         self._backward = Part(self.backward, backward_graph, module, joint.numbers_of(backward_graph))
+        super().__init__(module, exported, joint, Part(program, graph, module, joint.numbers_of(graph)), self._backward)
         self._lock = threading.Lock()
         self._gather: Program | None = None
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
@@ -127,8 +129,8 @@ class TrainingModule(Differentiated):
             whole = self._gathers(*(found[number] for number in self._sharded), group=group)
             for number, gathered in zip(self._sharded, whole if isinstance(whole, tuple) else (whole,), strict=True):
                 made[number] = gathered
-        for number, origin in enumerate(self._joint.origins):
-            parameter: Any = tensor_of(self._module, origin.name) if origin.kind == "parameter" else None
+        parameter: Any
+        for number, parameter in enumerate(self._held):
             if isinstance(parameter, DTensor) and made[number] is not None:
                 of_mesh = parameter.device_mesh, parameter.placements
                 made[number] = DTensor.from_local(made[number], *of_mesh, run_check=False, shape=parameter.shape, stride=parameter.stride())
@@ -137,9 +139,8 @@ class TrainingModule(Differentiated):
     @cached_property
     def _sharded(self) -> list[int]:
         """The places of parameters of which each rank has all, though the plan shards them."""
-        wanted = [(number, origin) for number, origin in enumerate(self._joint.origins) if self._wants[number]]
-        plain = [(number, origin) for number, origin in wanted if not isinstance(tensor_of(self._module, origin.name), DTensor)]
-        return [number for number, origin in plain if any(self._joint.axes_of(origin))]
+        plain = [number for number, held in enumerate(self._held) if self._wants[number] and not isinstance(held, DTensor)]
+        return [number for number in plain if any(self._joint.axes_of(self._joint.origins[number]))]
 
     @property
     def _gathers(self) -> Program:
