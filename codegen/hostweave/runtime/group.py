@@ -133,6 +133,7 @@ class Group:
         self._calls = 0  # that this rank has made, as all of them do
         self.closed = False
         self._lock = threading.RLock()
+        self.calling = threading.RLock()  # held by the thread that makes a call as this rank; the others take turns
         self._store: Store | None = None
         self._world: World | None = None
         self.meeting = Meeting(rank, count)
@@ -242,7 +243,7 @@ class Group:
 
     def leave_to_parent(self) -> None:
         """In a process that was forked from the rank's."""
-        self._lock = threading.RLock()
+        self._lock, self.calling = threading.RLock(), threading.RLock()
         self.closed = True
         self._failure = "this process was forked from the rank's"
         self._aborted.set()
