@@ -233,7 +233,8 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
         raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
     rest = (0,) * (x.ndim - len(pad) // 2)
     low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
-    return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
+    exact = float(value) if x.dtype.kind == "float" else int(value)
+    return record("pad", x, low=low, high=high, value=exact) if any(pad) else x
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:

@@ -207,8 +207,8 @@ def _start(
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}")
-    if isinstance(start, int) and not isinstance(start, bool):
-        start = record("fill", target=TensorType(i64, ()), beside=x, value=float(start))
+    if isinstance(start, int) and fits(start, i64):
+        start = record("fill", target=TensorType(i64, ()), beside=x, value=start)
     is_one = isinstance(start, Tensor) and not _some(one != Size() for one in start.type.shape)
     has_each = isinstance(start, Tensor) and not is_one and start.type.shape == before[: start.ndim]
     if not isinstance(start, Tensor) or start.dtype.kind not in INTS or not (is_one or has_each):
