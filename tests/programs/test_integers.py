@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
@@ -38,13 +39,16 @@ WRAPPING: tuple[Callable[[Any], Any], ...] = (
 
 
 @pytest.mark.usefixtures("optimised_kernels")
+@pytest.mark.parametrize(
+    "target", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")])]
+)
 @pytest.mark.parametrize("dtype", [hw.i8, hw.i32, hw.i64], ids=str)
-def test_integers_wrap_around(dtype: DType) -> None:
+def test_integers_wrap_around(target: str, dtype: DType) -> None:
     """In the same kernel, too, where a compiler may take an overflow for what does not happen."""
     kind = np.iinfo(numpy_dtype(dtype))
     x = np.array([kind.max, kind.min, 5, -1, kind.max // 2 + 1], kind.dtype)
     with np.errstate(over="ignore"):
         for number, make in enumerate(WRAPPING):
-            np.testing.assert_array_equal(hw.compile(hw.fusion(x=dtype["M"])(make)).run(x), make(x), err_msg=str(number))
-        total, product = hw.compile(hw.fusion(x=dtype["M"])(lambda x: (hw.sum(x * 3), hw.prod(x)))).run(x)
+            np.testing.assert_array_equal(hw.compile(hw.fusion(x=dtype["M"])(make), target=target).run(x), make(x), err_msg=str(number))
+        total, product = hw.compile(hw.fusion(x=dtype["M"])(lambda x: (hw.sum(x * 3), hw.prod(x))), target=target).run(x)
         assert (total, product) == (np.sum(x * x.dtype.type(3), dtype=x.dtype), np.prod(x, dtype=x.dtype))
