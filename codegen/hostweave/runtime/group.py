@@ -86,6 +86,9 @@ def init(
     threads = isinstance(provider, Threads)
     with contextlib.nullcontext() if threads else _making:
         rank, count = provider.rank_and_count(group)
+        if not isinstance(rank, int) or not isinstance(count, int) or not 0 <= rank < count:
+            why = f"the provider has this as rank {rank!r} of {count!r}"
+            raise ArgumentError(f"hw.init: {why}; ranks are ints from 0 to below their number")
         present = current(group)
         if present and not present.failure:
             if (present.rank, present.count) == (rank, count):
@@ -254,7 +257,8 @@ class Group:
         if reason := self.failure:
             if self._failure:
                 self._aborted.wait(_ABORTING)
-            raise ExecutionError(f"group {self.name!r} has failed and cannot be reused: {reason}; call hw.init again")
+            state = f"has failed and cannot be reused: {reason}" if self._failure else "is closed"
+            raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
 
     def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target, which any program's module can make for all of them."""

@@ -1,6 +1,6 @@
 """Which result takes the memory of an input that is donated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
@@ -16,6 +16,8 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
     It is the one of the input's dtype and shape that is computed from it, where no other input takes that. Raises ProgramError.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
+    if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
+        raise ProgramError(f'{here}: donate={donate!r}: name inputs of the function, as in donate=("x",)', location)
     names = [donate] if isinstance(donate, str) else list(donate)
     for name in names:
         if name not in inputs:

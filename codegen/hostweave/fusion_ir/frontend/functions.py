@@ -4,6 +4,7 @@ Of what one element of each operand makes, and of reductions, the entries of the
 """
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ProgramError
@@ -212,7 +213,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
     """
-    places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
+    places = tuple(NO_SOURCE if source is None else index(source) for source in sources)
     return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=places)
 
 
