@@ -175,6 +175,7 @@ def test_inspect_memory_of_a_program_without_temporaries(capsys: Captured) -> No
     ("sizes", "message"),
     [
         ("K", "--sizes K: K: write NAME=NUMBER, with commas between several"),
+        ("M=" + 5000 * "9", f"--sizes M={20 * '9'}: no memory has so many elements; give the size of a call"),
         ("m=1,K=x", "--sizes m=1,K=x: K=x: write NAME=NUMBER, with commas between several"),
         ("M=8", "ag_matmul_p2p: Options: sizes: no size named M; the sizes of the program: m, K, N"),
     ],
@@ -228,6 +229,8 @@ def test_programs_that_cannot_be_loaded(capsys: Captured, tmp_path: Path) -> Non
     empty.write_text("x = 1\n")
     remedy = "give FILE.py:FUSION, or FILE.hw with the text of an IR"
     assert mistake_of(capsys, "inspect", str(missing)) == f"{missing}: No such file or directory; {remedy}"
+    (latin := tmp_path / "latin.hw").write_bytes(b"\xe9")
+    assert mistake_of(capsys, "inspect", str(latin)) == f"{latin}: byte 0 is not UTF-8; {remedy}"
     assert mistake_of(capsys, "inspect", "missing.hw") == f"missing.hw: No such file or directory; {remedy}"
     assert mistake_of(capsys, "inspect", str(broken)) == f"{broken}:2: invalid syntax"
     assert mistake_of(capsys, "inspect", str(text)).startswith(f"{text}: line 1, column 15: unknown dtype 'f33'; one of ")

@@ -80,6 +80,12 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "by": (lambda x: (-x).stream(0, algorithm="Ring"), {}, "stream: there is no algorithm='Ring'; did you mean ring?"),
     "by=reduce": (lambda x: (-x).stream(0, algorithm="All_Reduce"), {}, "did you mean all_reduce?"),
     "stream": (lambda x: (-x).stream(0, chunk=2), {}, "has no parameter 'chunk'; did you mean chunks?"),
+    "a bool as a width": (lambda x: hw.pad(x, (True, False)), {}, "pad: pad=(True, False) is no Sequence of int; write pad(x, pad"),
+    "named": (lambda x: (-x).named(3), {}, "named: name=3 is no str; write named(name)"),
+    "del": (lambda x: x.__delitem__(0), {}, "a tensor is a value and does not change"),
+    "round to digits": (lambda x: round(x, 2), {}, "round: digits=2: a tensor is rounded to integers; scale it before and after"),
+    "seed": (lambda x: hw.dropout(x, 0.5, -7), {}, "uniform: seed=-7 is no u32; give an int from 0 to 4294967295, or a u32 tensor"),
+    "no elements": (lambda x: hw.dynamic_slice(x, (0, 0), (-1, "K")), {}, "dynamic_slice: a dim has at least one element, not -1"),
     "beyond floats": (lambda x: x + 10**400, {}, "0 is not a value of f32[M@x, K]; use hw.astype on the tensor"),
     "text": (lambda x, w: x, {"w": "f32[M]"}, "w='f32[M]' is not the type of a tensor; write w=hw.f32[\"M\"]"),
 }
@@ -136,6 +142,42 @@ def test_names_that_are_not_there_are_attribute_errors() -> None:
 
 def test_a_size_makes_the_text_of_a_spec() -> None:
     assert str(fused(lambda x: hw.reshard(x, x.shape[0] + "@x", f"{x.shape[1]}")).values()["y"].type) == "f32[M@x, K]"
+
+
+def test_signs_and_rounding_of_tensors() -> None:
+    x = np.array([[-1.5, 0.4]], np.float32)
+    for y in hw.compile(hw.fusion(x=hw.f32["M", "K"])(lambda x: (+x, round(x)))).run(x)[1:]:
+        np.testing.assert_array_equal(y, np.round(x))
+
+
+def test_a_random_number_without_dims() -> None:
+    program = hw.compile(hw.fusion(x=hw.f32[()], y=hw.f32["M"])(lambda x, y: (hw.uniform(x, 7), hw.uniform(y, 7))))
+    one, first = program.run(np.zeros((), np.float32), np.zeros(1, np.float32))
+    assert one.shape == ()
+    assert one == first[0]
+
+
+def test_a_block_whose_trace_failed_is_traced_again() -> None:
+    failures = [ZeroDivisionError]
+
+    @hw.block(x=A)
+    def layer(x):  # type: ignore[no-untyped-def]
+        if failures:
+            raise failures.pop()
+        return x + 1
+
+    def program(x):  # type: ignore[no-untyped-def]
+        with contextlib.suppress(ZeroDivisionError):
+            layer(x)
+        return layer(x)
+
+    assert "call @layer" in str(hw.fusion(mesh=MESH, x=A)(program))
+
+
+def test_a_result_beyond_all_memory() -> None:
+    program = hw.compile(hw.fusion(x=hw.f32["M"])(lambda x: hw.broadcast_to(x, 2**62, "M") + 1))
+    with pytest.raises(hw.errors.HostweaveError, match=r"there is no memory for f32\[4611686018427387904, 2\]; pass smaller arrays"):
+        program.run(X[0])
 
 
 def test_long_names_of_dtypes() -> None:
@@ -272,6 +314,21 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
             "x: some of its elements are masked, which programs do not know; call .fill",
         ),
         (lambda: PRODUCT.check(M=2**70), f"program: check: M={2**70}: no memory has so many elements; give the size of a call"),
+        (lambda: PRODUCT.run_in_flight([X]), "is no Sequence of Mapping of str to Any; write run_in_flight(calls, poison=False)"),
+        (lambda: MESH.ranks([0.0]), "ranks: ranks=[0.0] is no Sequence of int; write ranks(ranks, **axes)"),
+        (lambda: MESH.ranks([True]), "ranks: ranks=[True] is no Sequence of int"),
+        (lambda: hw.Options(streams=True), "Options: streams=True is no int; write Options(streams=4"),
+        (lambda: hw.Options(sizes={3: 3}), "Options: sizes={3: 3} is no mapping of names; write sizes={...}"),
+        (lambda: hw.HostProgram.parse(None), "parse: text=None is no str; write parse(text)"),
+        (lambda: A.shard(X, 0, None), "shard: mesh=None is no Mesh; write shard(array, rank, mesh)"),
+        (lambda: A.shard([[1.0]], 0, MESH), "shard: list is no array; pass np.asarray of it"),
+        (lambda: hw.f32["M@y"].shard(X, 0, MESH), "f32[M@y]: no axis y in mesh(x=2); its axes: x"),
+        (lambda: A.unshard([X, None], MESH), "unshard: NoneType is no array; pass np.asarray of it"),
+        (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is the shape of no array; give that of the global one"),
+        (lambda: hw.fusion(x=A)(3), "fusion @program: 3 is no function; write a def below the line of the decorator"),
+        (lambda: hw.fusion(donate=3, mesh=MESH, x=A)(lambda x: x), 'donate=3: name inputs of the function, as in donate=("x",)'),
+        (lambda: hw.TorchStore(3, 0, 1), "hw.TorchStore: store=3 is no store of torch.distributed; pass a TCPStore, or nothing"),
+        (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider has this as rank '0' of 1; ranks are ints from 0 to below"),
         (lambda: PRODUCT.bind(W), "takes 1 positional argument but 2 were given; write bind(**arrays)"),
         (lambda: PRODUCT.export(None), "export: folder=None is no str or Path; write export(folder)"),
         (

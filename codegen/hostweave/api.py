@@ -272,12 +272,15 @@ class Program:
             call.hand_back()
         return call.local_results() if ranks else call.global_results()
 
+    @checked
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
         """Runs several calls, with arrays of the same shapes, back to back: the host does not wait for the device in between.
 
         With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
         shows. Returns for every call what `run(ranks=True)` returns.
         """
+        if len(calls) == 0:
+            return []
         made = self._running.run(self._bound, [((), arrays) for arrays in calls], poison)
         for call in made:
             call.hand_back()

@@ -78,8 +78,8 @@ class Compiled:
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.symbols()):
-            known = ", ".join(self.host.symbols()) or "none"
-            raise ArgumentError(f"{self.host.name}: {what}: no size named {', '.join(sorted(unknown))}; the sizes of the program: {known}")
+            named, known = ", ".join(sorted(map(str, unknown))), ", ".join(self.host.symbols()) or "none"
+            raise ArgumentError(f"{self.host.name}: {what}: no size named {named}; the sizes of the program: {known}")
         if wrong := [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 0]:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(wrong)}: a size is an int of at least 0")
         if large := [f"{name}={size}" for name, size in sizes.items() if size > MOST]:

@@ -94,7 +94,7 @@ class Options:
             if (value := getattr(self, name)) not in (True, False) and (name, value) != ("check", None):
                 raise ProgramError(f"Options: {name}={value!r} is neither True nor False; write one of them")
         for name in ("sizes", "ways"):
-            if not isinstance(value := getattr(self, name), Mapping):
+            if not isinstance(value := getattr(self, name), Mapping) or not all(isinstance(key, str) for key in value):
                 raise ProgramError(f"Options: {name}={value!r} is no mapping of names; write {name}={{...}}")
         for name, size in self.sizes.items():
             if not isinstance(size, Integral) or size < 1:
@@ -107,5 +107,5 @@ class Options:
             raise ProgramError(f'Options: windows={self.windows!r} is no tuple of names; write windows=("x",)')
         if self.partial_dtype not in (None, f32):
             raise ProgramError(
-                f"Options: partial_dtype={self.partial_dtype} is neither f32 nor None, and no other dtype is wider; use hw.f32"
+                f"Options: partial_dtype={self.partial_dtype!r} is neither f32 nor None, and no other dtype is wider; use hw.f32"
             )

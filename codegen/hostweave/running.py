@@ -160,25 +160,30 @@ class Running:
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
         """The program on this process's or thread's rank of a group, for a call with these arrays."""
         self._expect_open()
-        group, options = current() if group is None else group, self.compiled.options
+        group = current() if group is None else group
         if group is None:
             raise ExecutionError(f"{self.name}: this process has not joined a group; call hw.init first, or run all ranks here with .run")
         if not isinstance(group, Group):
             raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self.compiled.reaches_memory:
-            figures = options.figures.without_peers("the ranks are on several hosts")
+            figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self._by_sends(figures)._local(group, bound, arrays, stream)
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
-        local = group.programs.get(self)
-        if local is None:
-            compiled = self.compiled
-            on = stream_of_call(compiled.target, stream, arrays)
-            local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, options, group, on, self._lacks)
-            group.programs[self] = local
-            self._locals.add(local)
+        local = group.programs.get(self) or self._made_local(group, stream, arrays)
         if local.out_of_reach and (self.compiled.reaches_memory or self._has_windows):
             return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
+        return local
+
+    def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
+        """The same, by the first of the rank's threads that calls it."""
+        compiled = self.compiled
+        with group.calling:
+            if (local := group.programs.get(self)) is None:
+                on = stream_of_call(compiled.target, stream, arrays)
+                local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, compiled.options, group, on, self._lacks)
+                group.programs[self] = local
+                self._locals.add(local)
         return local
 
     # --- on all ranks of this process ---

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import hostweave as hw
 from hostweave.api import compile
 from hostweave.base.errors import ProgramError
 from hostweave.emit import render
@@ -247,3 +248,20 @@ def test_kernels_that_differ_in_names_and_sizes_are_one(heads: int, target: str)
 @pytest.mark.parametrize(("op", "length"), [("multiply", 64), ("add", 32)])
 def test_kernels_that_differ_in_more_are_two(op: str, length: int) -> None:
     assert render(turned(op, 2, length))["kernels.cu"].count("__global__") == 2
+
+
+def test_kernels_of_many_ops() -> None:
+    """More in a row than Python calls functions in one another, and reductions of reductions."""
+
+    def rows(x):  # type: ignore[no-untyped-def]
+        y = x
+        for _ in range(400):
+            y = y + 1
+        for _ in range(20):
+            x = hw.softmax(x)
+        return y, x
+
+    x = np.ones((2, 4), np.float32)
+    program = hw.compile(hw.fusion(x=hw.f32["M", 4])(rows))
+    for result, value in zip(program.run(x), (401, 0.25), strict=True):
+        np.testing.assert_allclose(result, np.full_like(x, value))

@@ -57,6 +57,17 @@ def test_a_condition_and_launch_bounds_stay_on_lines_of_their_own() -> None:
     assert format_cpp(f"{bounds} {kernel}\ng();\nh();\n}}\n") == f"{bounds}\n    {kernel}\n  g();\n  h();\n}}\n"
 
 
+def test_long_conditions_and_choices() -> None:
+    one, two, three = (f"{letter * 40} % 8 == 0" for letter in "abc")
+    names = [f"{letter * 60}" for letter in "def"]
+    call = f"hw::aligned({names[0]},\n{' ' * 25}{names[1]},\n{' ' * 25}{names[2]})) {{"
+    text = f"void f() {{\nif (x) {{\ng();\n}} else if ({one} && {two} && {three} && hw::aligned({', '.join(names)})) {{\nh();\n}}\n}}\n"
+    lines = f"  }} else if ({one} && {two} &&\n{' ' * 13}{three} &&\n{' ' * 13}{call}\n    h();\n"
+    assert lines in format_cpp(text)
+    choice = f"const auto x =\n{' ' * 4}held ? load({names[0]})\n{' ' * 9}: {names[1]};\n"
+    assert format_cpp(f"const auto x = held ? load({names[0]}) : {names[1]};\n") == choice
+
+
 def test_constructors_break_between_initializers() -> None:
     short = "A::A(int a) : a_(a), b_(a) {\n}\n"
     assert format_cpp(short) == "A::A(int a) : a_(a), b_(a) {}\n"

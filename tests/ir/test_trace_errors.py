@@ -194,7 +194,11 @@ ERRORS = {
     "var": ("return hw.var(x, correction=1)", {}, "4: var: correction=1 is not supported; use 0 and scale the result"),
     "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
     "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
-    "seed": ("return hw.uniform(x, seed=-1)", {}, "4: philox: -1 is not a value of u32[1, K]; use hw.astype on the tensor"),
+    "seed": (
+        "return hw.uniform(x, seed=-1)",
+        {},
+        "4: uniform: seed=-1 is no u32; give an int from 0 to 4294967295, or a u32 tensor without dims",
+    ),
     "seed dtype": (
         "return hw.uniform(x, seed=w)",
         {"w": "hw.i32[()]"},

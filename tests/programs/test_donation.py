@@ -187,6 +187,20 @@ def test_donated_inputs_hold_the_results(ranks: int) -> None:
     threads.run(rank)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_views_of_what_is_donated(ranks: int) -> None:
+    """Of one input, and of two that take each other's memory."""
+    square = hw.f32["M@x", "M"]
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"b": 0, "c": 1, "d": 2}, b=square, c=square, d=square)
+    def moved(b, c, d):  # type: ignore[no-untyped-def]
+        return b.T, hw.reshape(hw.reshape(d, -1), "M", "M"), c.T
+
+    b, c, d = (np.arange(16, dtype=np.float32).reshape(4, 4) + i for i in range(3))
+    for result, wanted in zip(hw.compile(moved).run(b.copy(), c.copy(), d.copy()), (b.T, d, c.T), strict=True):
+        np.testing.assert_array_equal(result, wanted)
+
+
 def test_an_update_longer_than_its_dim_is_refused() -> None:
     v = arrays(0, 0)
     v["row"] = np.zeros((SIZES["S"] + 1, SIZES["D"]), np.float32)

@@ -60,6 +60,12 @@ def test_a_rank_may_have_none() -> None:
         program.run(x=np.zeros((0, 4), np.float32))
 
 
+def test_a_dim_in_zigzag() -> None:
+    program = hw.compile(hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["M@zigzag(x)", "N@zigzag(y)"])(lambda x: x + 1))
+    for shape in ((0, 4), (4, 0), (4, 4)):
+        np.testing.assert_array_equal(program.run(np.zeros(shape, np.float32)), np.ones(shape, np.float32))
+
+
 def test_in_blocks_and_of_slices() -> None:
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"], y=hw.f32["M", "N"])(lambda x, y: (largest_of_rows(x), hw.min(y[:, 2:], 1))))
     with pytest.raises(ArgumentError, match="N - 2 = 0: there is no min of no elements"):

@@ -138,6 +138,30 @@ def test_threads_share_a_bound_program() -> None:
         np.testing.assert_array_equal(result, X @ W + B)
 
 
+def test_threads_that_are_one_rank_take_turns() -> None:
+    """From the first call on, with sizes of their own, for which the program's memory is planned anew."""
+    program, wrong = affine_on(1), []
+    bound = program.bind(w=W, b=B)
+    group = hw.init(group="of threads that take turns")
+
+    def call(rows: int) -> None:
+        x, step = X[:rows].copy(), None
+        for turn in range(50):
+            results = [program(x, W, B, group=group), bound(x, group=group)]
+            step = step or bound.capture(x, group=group)
+            wrong.extend((rows, turn) for y in (*results, step()) if not np.array_equal(y, x @ W + B))
+
+    try:
+        threads = [threading.Thread(target=call, args=(rows,)) for rows in (2, 3, 4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        group.close()
+    assert not wrong
+
+
 def test_both_programs_are_one() -> None:
     program = affine_on(1)
     bound = program.bind(w=W, b=B)

@@ -129,6 +129,10 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
     ("environ", "message"),
     [
         (
+            TORCHRUN | {"MASTER_PORT": "99999"},
+            "hw.Environment: MASTER_PORT=99999: ports go from 1 to 65535; set it to one of them on all ranks",
+        ),
+        (
             {},
             "hw.Environment: none of WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_STEP_ID is set; "
             "start the script with torchrun, mpirun or srun",

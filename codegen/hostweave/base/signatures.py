@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from contextlib import suppress
+from functools import cache, wraps
 from types import UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 
@@ -21,10 +22,12 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
     @wraps(function)
     def called(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
+            if any(map(_has_bools, (*args, *options.values()))) and (problem := _mistyped(function, args, options, _has_bools)):
+                raise ProgramError.here(problem)  # which Python takes for ints
             return function(*args, **options)
         except HostweaveError:
             raise
-        except (TypeError, AttributeError, ValueError) as error:
+        except (TypeError, AttributeError, ValueError, LookupError) as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # from inside the function
                 problem = _mistyped(function, args, options)
                 if problem is None:
@@ -66,32 +69,74 @@ def _misfit(function: Callable[..., object], error: Exception, options: Mapping[
     return f"{name}: {usage} has no parameter {unknown!r}; {remedy}"
 
 
-def _mistyped(function: Callable[..., object], args: Sequence[object], options: Mapping[str, object]) -> str | None:
-    """Which argument of a call is not of the type that its parameter states; None where all are, or types are not stated."""
-    parameters, name, usage = _usage_of(function)
-    hints = get_type_hints(function)
-    for parameter, given in inspect.signature(function).bind(*args, **options).arguments.items():
-        several = parameters[parameter].kind is inspect.Parameter.VAR_POSITIONAL if parameter in parameters else False
-        for value in given if several else (given,):
-            if parameter in hints and not _fits(value, hints[parameter]):
-                return f"{name}: {parameter}={value!r} is no {_worded(hints[parameter])}; write {usage}"
+def _mistyped(
+    function: Callable[..., object],
+    args: Sequence[object],
+    options: Mapping[str, object],
+    of: Callable[[object], bool] = lambda _: True,
+) -> str | None:
+    """Which argument of a call, of those that are asked about, is not of the type that its parameter states; None where all are, types are
+    not stated, or the call does not fit the parameters."""
+    try:
+        bound = inspect.signature(function).bind(*args, **options)
+    except TypeError:
+        return None
+    (parameters, name, usage), hints = _usage_of(function), _hints(function)
+    for parameter, given in bound.arguments.items():
+        kind = parameters[parameter].kind if parameter in hints and parameter in parameters else None
+        several = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
+        for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else several:
+            if kind is not None and of(value) and not _fits(value, hints[parameter]):
+                shown = " ".join(repr(value).split())  # an array has several lines
+                shown = shown if len(shown) < 100 else f"{shown[:100]}..."
+                return f"{name}: {argument}={shown} is no {_worded(hints[parameter])}; write {usage}"
     return None
 
 
+@cache
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
+    """The types of its parameters, but for those that type checkers alone know."""
+    hints = {}
+    for name, stated in function.__annotations__.items():
+        with suppress(NameError):
+            hints[name] = eval(stated, function.__globals__) if isinstance(stated, str) else stated
+    return hints
+
+
+def _has_bools(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, tuple | list) and any(isinstance(each, bool) for each in value))
+
+
 def _fits(value: object, hint: Any) -> bool:
-    kind, parts = get_origin(hint), get_args(hint)
+    kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if kind in (tuple, list, Sequence):
         return isinstance(value, tuple | list) and all(any(_fits(each, part) for part in parts if part is not ...) for each in value)
-    return not isinstance(hint, type) or isinstance(value, (int, float) if hint is float else hint)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(each, part) for item in value.items() for each, part in zip(item, parts, strict=True)
+        )
+    if not isinstance(kind, type) or kind is Any or getattr(kind, "_is_protocol", False):
+        return True
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _worded(*hints: Any) -> str:
     """Types in a message: `int, str or Sequence of int`."""
     parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
-    words = [f"{get_origin(p).__name__} of {_worded(*get_args(p))}" if get_args(p) else p.__name__ for p in parts]
+    words = [_word(part) for part in parts]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _word(hint: Any) -> str:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    name = getattr(kind, "__name__", str(kind))
+    if kind is Mapping:
+        return f"{name} of {_worded(parts[0])} to {_worded(parts[1])}"
+    return f"{name} of {_worded(*parts)}" if parts and kind in (tuple, list, Sequence) else name
 
 
 def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:

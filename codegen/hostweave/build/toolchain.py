@@ -21,6 +21,7 @@ MODULE_FILE = "hostweave_program.so"
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # what makes a Python module of a program's objects
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
+KERNELS_AS_CPP = ("-x", "c++", "-fwrapv")  # their ints wrap around, as those of NumPy do
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
@@ -49,7 +50,7 @@ class Toolchain:
     def compile(self, source: str, into: str) -> list[str]:
         """The command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
-        language = ["-x", "c++"] if source.endswith(".cu") else []
+        language = KERNELS_AS_CPP if source.endswith(".cu") else ()
         level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 

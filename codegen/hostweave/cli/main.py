@@ -30,6 +30,7 @@ from hostweave.emit import render
 from hostweave.emit.main import executable_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import Options
 from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES, find_target
@@ -189,6 +190,8 @@ def _sizes(text: str) -> dict[str, int]:
         name, equals, value = setting.partition("=")
         if not equals or not value.strip().isdigit():
             raise HostweaveError(f"--sizes {text}: {setting}: write NAME=NUMBER, with commas between several")
+        if len(value) > 2 * len(str(MOST)) or int(value) > MOST:
+            raise HostweaveError(f"--sizes {name.strip()}={value[:20]}: no memory has so many elements; give the size of a call")
         sizes[name.strip()] = int(value)
     return sizes
 

@@ -85,6 +85,8 @@ def _parsed(file: str) -> Fusion | HostProgram:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text("utf-8")
     except OSError as error:
         raise HostweaveError(f"{path}: {error.strerror}; give FILE.py:FUSION, or FILE.hw with the text of an IR") from None
+    except UnicodeDecodeError as error:
+        raise HostweaveError(f"{path}: byte {error.start} is not UTF-8; give FILE.py:FUSION, or FILE.hw with the text of an IR") from None

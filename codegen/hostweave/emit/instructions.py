@@ -334,7 +334,7 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) == "0.0":  # all bytes 0, which -0.0 is not
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # all bytes 0, which -0.0 is not
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 

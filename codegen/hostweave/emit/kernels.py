@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
@@ -243,8 +244,8 @@ class KernelEmitter:
         kept = [name for name in self.results if name not in whole]
         while left:
             waiting = {op.result.name for op in left}
-            ready = [op for op in left if not waiting & self.leads_to(op)]
-            is_only = len(ready) == len(totals) and not any(totals & self.leads_to(self.made[name]) for name in whole)
+            ready = [op for op in left if not waiting & self.leads_to[op.result.name]]
+            is_only = len(ready) == len(totals) and not any(totals & self.leads_to[name] for name in whole)
             left = [op for op in left if op not in ready]
             walks.append(self.walk(ready, whole if is_only else (), is_last=not left and (is_only or not whole)))
             whole = [] if is_only else whole
@@ -268,10 +269,13 @@ class KernelEmitter:
         count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
         return self.loops.integers.size(count) if count != Size(0) else ""
 
-    def leads_to(self, op: Op) -> set[str]:
-        """Every value that an op is computed from."""
-        made = [self.made[name] for name in op.tensors if name in self.made]
-        return {*op.tensors, *(name for source in made for name in self.leads_to(source))}
+    @cached_property
+    def leads_to(self) -> dict[str, set[str]]:
+        """Every value that an op's result is computed from."""
+        found: dict[str, set[str]] = {}
+        for op in self.ops:
+            found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))
+        return found
 
     def walk(self, ops: Sequence[Op], results: Sequence[str], is_last: bool) -> Walk:
         """One loop over what is reduced, in which these reductions add up, and these results are stored."""

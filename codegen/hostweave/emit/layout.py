@@ -76,9 +76,12 @@ def _broken(line: str, indent: str) -> list[str]:
         first, *rest = _pieces(line, bare, depths, 0)
         return [indent + first, *(broken for initializer in rest for broken in _broken(initializer, indent + INDENT))]
     start = outer = bare.find("(") + 1 or bare.find("{") + 1
-    if line.startswith("if ("):
+    if condition := re.match(r"(?:\} else )?if \(", line):
         first, *rest = re.split(r"(?<=&&) ", line)
-        return _filled(indent + first, rest, indent + " " * 3)
+        first, *rest = _filled(indent + first, rest, indent + " " * (condition.end() - 1))
+        return [first, *(broken for each in rest for broken in _broken(each.strip(), indent + " " * condition.end()))]
+    if choice := re.fullmatch(r"(\w+) (\? .*) (: .*)", line):
+        return [f"{indent}{choice[1]} {choice[2]}", " " * len(f"{indent}{choice[1]} ") + choice[3]]
     if not outer:
         return [indent + line]
     # Inside of a call that is a sole argument itself: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
@@ -88,7 +91,7 @@ def _broken(line: str, indent: str) -> list[str]:
         return [indent + line[:outer], indent + INDENT * 2 + line[outer:]]
     first, *rest = _pieces(line, bare, depths, start)
     if not rest and 0 < (equals := bare.find(" = ")) < start:
-        return [indent + line[: equals + 2], indent + INDENT * 2 + line[equals + 3 :]]
+        return [indent + line[: equals + 2], *_broken(line[equals + 3 :], indent + INDENT * 2)]
     return _filled(indent + line[:start] + first, rest, " " * (len(indent) + start - 1))
 
 

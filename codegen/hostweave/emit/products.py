@@ -130,6 +130,6 @@ def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
-def fill_kernel(name: str, buffer: BufferType, value: float) -> ir.Kernel:
+def fill_kernel(name: str, buffer: BufferType, value: int | float) -> ir.Kernel:
     """A kernel that sets every element of a view."""
     return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

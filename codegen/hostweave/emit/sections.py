@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
@@ -95,13 +95,27 @@ class Section:
         if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            text, is_short = self.computed(name)
-            if (not is_short or is_hoisted or self.kernel.uses[name] > 1) and not text.isidentifier():
-                local = self.local(name)
-                self.lines.append(f"const {compute_type(self.kernel.types[name].dtype)} {local} = {text};")
-                text = local
-            self.texts[name] = text
+            path = [(name, self.operands(name))]  # ops may be more than Python has room for on its stack
+            while path:
+                at, rest = path[-1]
+                if below := next((operand for operand in rest if operand not in self.texts), None):
+                    path.append((below, self.operands(below)))
+                    continue
+                path.pop()
+                text, is_short = self.computed(at)
+                is_needed = self.kernel.uses[at] > 1 or (is_hoisted and at == name)
+                if (not is_short or is_needed) and not text.isidentifier():
+                    local = self.local(at)
+                    self.lines.append(f"const {compute_type(self.kernel.types[at].dtype)} {local} = {text};")
+                    text = local
+                self.texts[at] = text
         return self.texts[name]
+
+    def operands(self, name: str) -> Iterator[str]:
+        """What a value is computed of in this scope, where it is an expression of all of it."""
+        op = None if name in self.kernel.pointers else self.kernel.made[name]
+        if op and OPS[op.kind].cpp and op.kind not in COUNTED:
+            yield from (o for o in op.tensors if not self.outer or self.kernel.loops.is_inside(o))
 
     def read(self, result: str, text: str) -> str:
         """A local that holds what is to be stored."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from hostweave.base.errors import Location, ProgramError
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.user_kernel import UserKernel, print_user_kernel
 from hostweave.types.blocks import Transfer
@@ -233,6 +234,7 @@ class Fusion:
         return f"{word} @{self.name}({inputs}){mesh} {{\n{''.join(lines)}  return {returned}\n}}\n"
 
     @staticmethod
+    @checked
     def parse(text: str) -> Fusion:
         """The fusion that `text` prints. Raises ParseError with a line and column."""
         from hostweave.fusion_ir.text import parse_fusion

@@ -7,7 +7,7 @@ from typing import Protocol
 from hostweave.base.errors import Location, ProgramError
 from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
-from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES
+from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.definition import Mismatch
 from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
@@ -100,7 +100,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
         wanted = "one or more" if definition.arity is None else definition.arity
         raise ProgramError(f"{op.kind}: takes {wanted} operands, not {len(op.operands)}", op.location)
     for name, value in op.attributes:
-        if not any(attribute.name == name and type(value) is attribute.type for attribute in definition.attributes):
+        if not any(a.name == name and (type(value) is a.type or (a is VALUE and type(value) is int)) for a in definition.attributes):
             known = ", ".join(f"{attribute.name} ({attribute.type.__name__})" for attribute in definition.attributes) or "none"
             raise ProgramError(f"{op.kind}: no attribute {name}={value}; its attributes: {known}", op.location)
     for attribute in definition.attributes:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Concatenate, ParamSpec
 
+from hostweave.base.signatures import checked
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
@@ -198,6 +199,7 @@ class HostProgram:
         return str(replace(self, choices=()))
 
     @staticmethod
+    @checked
     def parse(text: str) -> HostProgram:
         """The host program that `text` prints. Raises ParseError with a line and column."""
         from hostweave.host_ir.text import parse_host

@@ -190,6 +190,7 @@ _FIELD_PARSERS: dict[Any, Callable[[Reader], Any]] = {
     int | Cuts: lambda reader: _parse_cuts(reader) if reader.peek() == "[" else reader.integer(),
     str: lambda reader: reader.word("a name"),
     float: lambda reader: float(reader.number("a number")),
+    int | float: lambda reader: reader.number("a number"),
     Expr: _parse_expr,
     Expr | None: _parse_expr,
     Size: Reader.size,

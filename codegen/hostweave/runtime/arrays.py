@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hostweave.base.errors import ExecutionError
 from hostweave.targets.target import CPU_DEVICE
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
@@ -139,7 +140,10 @@ class NumpyLibrary(Library):
         return array if array.flags.c_contiguous else array.copy(order="C")
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
-        return np.empty(shape, numpy_dtype(dtype))
+        try:
+            return np.empty(shape, numpy_dtype(dtype))
+        except (ValueError, MemoryError):
+            raise ExecutionError(f"there is no memory for {dtype}{list(shape)}; pass smaller arrays") from None
 
     def is_writable(self, array: Array) -> bool:
         return bool(array.flags.writeable)

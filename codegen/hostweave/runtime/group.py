@@ -86,6 +86,9 @@ def init(
     threads = isinstance(provider, Threads)
     with contextlib.nullcontext() if threads else _making:
         rank, count = provider.rank_and_count(group)
+        if not isinstance(rank, int) or not isinstance(count, int) or not 0 <= rank < count:
+            why = f"the provider has this as rank {rank!r} of {count!r}"
+            raise ArgumentError(f"hw.init: {why}; ranks are ints from 0 to below their number")
         present = current(group)
         if present and not present.failure:
             if (present.rank, present.count) == (rank, count):
@@ -133,6 +136,7 @@ class Group:
         self._calls = 0  # that this rank has made, as all of them do
         self.closed = False
         self._lock = threading.RLock()
+        self.calling = threading.RLock()  # held by the thread that makes a call as this rank; the others take turns
         self._store: Store | None = None
         self._world: World | None = None
         self.meeting = Meeting(rank, count)
@@ -242,7 +246,7 @@ class Group:
 
     def leave_to_parent(self) -> None:
         """In a process that was forked from the rank's."""
-        self._lock = threading.RLock()
+        self._lock, self.calling = threading.RLock(), threading.RLock()
         self.closed = True
         self._failure = "this process was forked from the rank's"
         self._aborted.set()
@@ -253,7 +257,8 @@ class Group:
         if reason := self.failure:
             if self._failure:
                 self._aborted.wait(_ABORTING)
-            raise ExecutionError(f"group {self.name!r} has failed and cannot be reused: {reason}; call hw.init again")
+            state = f"has failed and cannot be reused: {reason}" if self._failure else "is closed"
+            raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
 
     def member(self, module: ModuleType, target: Target) -> Any:
         """This rank on its device of that target, which any program's module can make for all of them."""

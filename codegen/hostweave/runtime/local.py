@@ -104,7 +104,8 @@ class LocalProgram:
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
-        _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
+        with self._group.calling:
+            _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
         return self._given_back(bound, arrays, outputs) if out is None else out
 
     def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
@@ -125,28 +126,31 @@ class LocalProgram:
                     self._native.prepare(local, shapes, 0)
             return True
 
-        self._group.expect_working()
-        self._ready_for = None
-        self._agreed(step, self._group.timeout) if self._meets else step()
+        with self._group.calling:
+            self._group.expect_working()
+            self._ready_for = None
+            self._agreed(step, self._group.timeout) if self._meets else step()
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
-        taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
         name, native, member = self._host.name, self._native, self._member
 
         def make() -> Any:
             return self._group.run(name, member, native.capture, taken.table.native, taken.addresses, addresses)
 
-        graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
+        with self._group.calling:
+            taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
+            graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
         def launch(stream: Any) -> None:
-            self._group.expect_working()
-            if self._native is not native:
-                raise ExecutionError(f"{name}: the program is closed; compile it again")
-            handle = self._arguments.handle(stream, taken.library)
-            if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
-                self._agreed(lambda: taken, self._group.call_timeout)
-            self._group.run(name, member, native.launch, graph, handle, self._schedule())
+            with self._group.calling:
+                self._group.expect_working()
+                if self._native is not native:
+                    raise ExecutionError(f"{name}: the program is closed; compile it again")
+                handle = self._arguments.handle(stream, taken.library)
+                if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
+                    self._agreed(lambda: taken, self._group.call_timeout)
+                self._group.run(name, member, native.launch, graph, handle, self._schedule())
 
         kept = bound, taken, arrays
         if out is None and taken.library and taken.library.gives_copies:

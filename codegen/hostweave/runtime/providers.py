@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.meeting import Table
 from hostweave.runtime.rendezvous import this_host
 from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, TcpStore
@@ -96,6 +97,7 @@ class Threads:
             for part in self.parts.values():
                 part.fail(reason)
 
+    @checked
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
 
@@ -139,6 +141,7 @@ class Part:
         return self._provider.store(group, timeout)
 
 
+@checked_arguments
 class Environment:
     """Processes that torchrun, mpirun or srun started: ranks from its environment variables, and a store over TCP in rank 0's process.
 
@@ -170,6 +173,7 @@ class Environment:
         return TcpStore([(launch.host, port) for port in launch.ports], launch.job, timeout, launch.token)
 
 
+@checked_arguments
 class TorchStore:
     """The processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
 
@@ -184,6 +188,8 @@ class TorchStore:
             raise ArgumentError(
                 "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
             )
+        if store is not None and not all(hasattr(store, name) for name in ("set", "get", "check")):
+            raise ArgumentError(f"hw.TorchStore: store={store!r} is no store of torch.distributed; pass a TCPStore, or nothing")
         self._rank: int = torch.get_rank() if rank is None else rank
         self._count: int = torch.get_world_size() if count is None else count
         self._store = _TorchKeys(torch.distributed_c10d._get_default_store() if store is None else store)
@@ -217,6 +223,7 @@ class _TorchKeys:
             raise ExecutionError(f"torch.distributed's store does not answer ({error}); has the process that keeps it ended?") from error
 
 
+@checked_arguments
 class MPI:
     """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
 
@@ -232,6 +239,8 @@ class MPI:
                 comm = import_module("mpi4py.MPI").COMM_WORLD
             except ImportError as error:
                 raise ArgumentError("hw.MPI: mpi4py is not installed; pip install mpi4py") from error
+        if not hasattr(comm, "Get_rank"):
+            raise ArgumentError(f"hw.MPI: comm={comm!r} is no communicator; pass one of mpi4py, or nothing")
         self._comm = comm
         self._where: tuple[list[Address], str] | None = None
 
@@ -255,6 +264,7 @@ class MPI:
         return TcpStore(addresses, job, timeout)
 
 
+@checked_arguments
 class Communicators:
     """NCCL communicators that the application has made and owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
 
@@ -379,6 +389,12 @@ def _number(environ: Environ, name: str) -> int:
         raise ArgumentError(f"hw.Environment: {name}={environ.get(name, '')!r} is not a number; start the script with a launcher") from None
 
 
+def _port(environ: Environ, name: str) -> int:
+    if not 0 < (port := _number(environ, name)) < 65536:
+        raise ArgumentError(f"hw.Environment: {name}={port}: ports go from 1 to 65535; set it to one of them on all ranks")
+    return port
+
+
 def _host(environ: Environ, launcher: Launcher, count: int) -> str:
     """The host of rank 0."""
     if host := environ.get("MASTER_ADDR"):
@@ -401,7 +417,7 @@ def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...
     # MPICH's launcher gives the job no name; its processes on one host have one parent.
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
-        return (_number(environ, "HOSTWEAVE_PORT"),), job
-    base = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT + zlib.crc32(job.encode()) % 200 * _PORTS
+        return (_port(environ, "HOSTWEAVE_PORT"),), job
+    base = _port(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _DEFAULT_PORT + zlib.crc32(job.encode()) % 200 * _PORTS
     first = base + _PORT_OFFSET if base + _PORT_OFFSET + _PORTS < 65536 else base - _PORT_OFFSET
     return tuple(range(first, first + _PORTS)), job

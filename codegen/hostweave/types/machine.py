@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.signatures import checked
 
 Points = tuple[tuple[float, float], ...]  # bytes, and the seconds that they take, from few to many
 
@@ -63,6 +64,7 @@ class Machine:
         return json.dumps({name: value for name, value in asdict(self).items() if name not in ("no_puts", "no_peers")}, indent=1) + "\n"
 
     @staticmethod
+    @checked
     def from_json(text: str, where: str) -> Machine:
         """Raises ProgramError, which names `where` it is from, for a text that is not one of `to_json`."""
         try:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import index
 from typing import Any
 
 from hostweave.base.errors import ProgramError
+from hostweave.base.signatures import checked
 
 MAX_RANKS = 2**16  # of a mesh
 
@@ -44,6 +46,7 @@ class Mesh:
         if self.size > MAX_RANKS:
             raise ProgramError.here(f"a mesh has at most {MAX_RANKS} ranks, not {' x '.join(str(s) for _, s in self.axes)}")
 
+    @checked
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
         """A mesh of these ranks of this one, in this order.
 
@@ -52,7 +55,7 @@ class Mesh:
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
-        chosen = tuple(ranks)
+        chosen = tuple(map(index, ranks))
         outside = [rank for rank in chosen if rank not in self.all_ranks]
         if outside:
             raise ProgramError.here(f"ranks: {self} has no rank {outside[0]}; its ranks: {listed_ranks(self.all_ranks)}")

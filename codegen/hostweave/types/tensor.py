@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, Location, ProgramError
 from hostweave.base.lexer import MAX_INT
+from hostweave.base.signatures import checked
 from hostweave.types.mesh import Mesh, listed_ranks
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.zigzag import ZIGZAG, Zigzag, indices, pieces, runs
@@ -145,6 +146,7 @@ class TensorType:
     partial: Partial | None = None
     mesh: Mesh | None = None  # None: the program's
 
+    @checked
     def on(self, mesh: Mesh) -> TensorType:
         """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
@@ -224,14 +226,16 @@ class TensorType:
                 why = f"{mesh.size_of(dim.axes)} ranks have two pieces each of dim {dim}, and {count} do not divide {dim.size}"
                 raise ProgramError(f"{self}: {why}; pad it to {-(-int(dim.size) // count) * count}", location)
 
+    @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
         """What `rank` of the mesh holds of a global array: a view of its block, or a copy of its two pieces.
 
         Raises ArgumentError where the shape does not fit.
         """
-        own: NDArray[Any] = array[checked_block(self, array.shape, rank, mesh, "shard")]
+        own: NDArray[Any] = array[checked_block(self, _shape_of(array, "shard"), rank, mesh, "shard")]
         return own
 
+    @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
         """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
 
@@ -241,6 +245,7 @@ class TensorType:
         """
         return checked_block(self, tuple(shape), rank, mesh, "block")
 
+    @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
         """The global array of what the ranks of the mesh hold, in rank order; where they hold copies the last one's is taken.
 
@@ -249,10 +254,13 @@ class TensorType:
         import numpy as np
 
         mesh = self.mesh_in(mesh)
+        if not hasattr(arrays, "__len__"):
+            raise ArgumentError(f"unshard: {arrays!r} is no list of arrays; pass one a rank, in rank order")
         if len(arrays) != mesh.size:
             raise ArgumentError(f"unshard: {len(arrays)} arrays for the {mesh.size} ranks of {mesh}; pass one a rank, in rank order")
+        self.check(Location.of_caller(), mesh)
         for array in arrays:
-            _check_rank(self, array.shape)
+            _check_rank(self, _shape_of(array, "unshard"))
         shape = shape_of_global(self, mesh, {rank: array.shape for rank, array in zip(mesh.all_ranks, arrays, strict=True)})
         result = np.empty(shape, arrays[0].dtype)
         for rank, array in zip(mesh.all_ranks, arrays, strict=True):
@@ -288,9 +296,12 @@ Shape = tuple[int, ...]
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
     """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
+    type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
     _check_rank(type_, shape)
+    if any(size < 0 for size in shape):
+        raise ArgumentError(f"{word}: {list(shape)} is the shape of no array; give that of the global one")
     bind_sizes(word, mesh, {"array": type_}, {"array": shape}, None)
     return block_of(type_, mesh, rank, shape)
 
@@ -304,6 +315,12 @@ def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Map
 def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
     """Whether a rank has anything of it: none has that is not in its mesh."""
     return rank in type_.mesh_in(mesh).all_ranks
+
+
+def _shape_of(array: Any, word: str) -> Shape:
+    if not isinstance(shape := getattr(array, "shape", None), tuple):
+        raise ArgumentError(f"{word}: {type(array).__name__} is no array; pass np.asarray of it")
+    return shape
 
 
 def _check_rank(type_: TensorType, shape: Shape) -> None:

@@ -66,6 +66,9 @@ def indices(of_dims: Sequence[Sequence[range]]) -> tuple[Any, ...]:
         return tuple(slice(own[0].start, own[0].stop) for own in of_dims)
     import numpy as np
 
+    def joined(own: Sequence[range]) -> Any:  # of ints, also where there are none
+        return np.concatenate([np.arange(run.start, run.stop) for run in own])
+
     if sum(len(own) > 1 for own in of_dims) > 1:
-        return np.ix_(*map(np.concatenate, of_dims))
-    return tuple(np.concatenate(own) if len(own) > 1 else slice(own[0].start, own[0].stop) for own in of_dims)
+        return np.ix_(*map(joined, of_dims))
+    return tuple(joined(own) if len(own) > 1 else slice(own[0].start, own[0].stop) for own in of_dims)

@@ -61,14 +61,27 @@ HW_DEVICE float fast_erf(float x) { return erff(x); }
 HW_DEVICE float fast_gelu(float x) { return gelu(x); }
 #endif
 
-// Of ints, in the type that C++ computes these in: rounded down, with the sign of the divisor, and 0 where that is 0. What
-// is less than 0 is found as less than 1, since a comparison of what has no sign with 0 is a warning.
+// Of ints, in the type that C++ computes these in. They wrap around, which those with a sign do not by the rules of C++.
+template <class A, class B>
+HW_DEVICE auto plus(A a, B b) {
+  return static_cast<decltype(a + b)>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+}
+template <class A, class B>
+HW_DEVICE auto minus(A a, B b) {
+  return static_cast<decltype(a - b)>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b));
+}
+template <class A, class B>
+HW_DEVICE auto times(A a, B b) {
+  return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+}
+// Rounded down, with the sign of the divisor, and 0 where that is 0. What is less than 0 is found as less than 1, since a
+// comparison of what has no sign with 0 is a warning.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);
   const T a = left, b = right;
   if (b == 0) return T(0);
-  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(uint64_t{0} - static_cast<uint64_t>(a));  // of the least one it is itself
+  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(minus(0, a));  // of the least one it is itself
   const T quotient = a / b;
   return static_cast<T>(quotient - (quotient * b != a && (a < T(1)) != (b < T(1))));
 }

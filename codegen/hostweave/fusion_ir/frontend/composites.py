@@ -9,6 +9,7 @@ from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
+from hostweave.fusion_ir.ops import fits
 from hostweave.types.size import Size
 from hostweave.types.tensor import DType, f32, u32
 
@@ -217,7 +218,12 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
     if len(counter) > MAX_RANDOM_DIMS:
         why = f"{x.type} has {len(counter)} dims, and {MAX_RANDOM_DIMS} are supported"
         raise ProgramError.here(f"uniform: {why}; reshape it")
-    return record("philox", *counter, *(0 for _ in range(len(counter), MAX_RANDOM_DIMS)), seed, draw)
+    for name, value in (("seed", seed), ("draw", draw)):
+        if isinstance(value, int) and not fits(value, u32):
+            raise ProgramError.here(f"uniform: {name}={value} is no u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
+    places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # that of what has no dims is 0
+    numbers = record("philox", *places, *(0 for _ in range(len(places), MAX_RANDOM_DIMS)), seed, draw)
+    return numbers if counter else hw.reshape(numbers)
 
 
 def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int, draw: Tensor | int) -> Tensor:

@@ -4,6 +4,7 @@ Of what one element of each operand makes, and of reductions, the entries of the
 """
 
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ProgramError
@@ -212,7 +213,7 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
     Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
     """
-    places = tuple(NO_SOURCE if source is None else int(source) for source in sources)
+    places = tuple(NO_SOURCE if source is None else index(source) for source in sources)
     return record("collective_permute", x, axis=dim_of(x, axis, "collective_permute"), sources=places)
 
 
@@ -233,7 +234,8 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
         raise ProgramError.here(f"pad: {value!r} is not a value of {x.type}; use hw.astype on the tensor")
     rest = (0,) * (x.ndim - len(pad) // 2)
     low, high = (rest + tuple(pad[i::2])[::-1] for i in (0, 1))
-    return record("pad", x, low=low, high=high, value=float(value)) if any(pad) else x
+    exact = float(value) if x.dtype.kind == "float" else int(value)
+    return record("pad", x, low=low, high=high, value=exact) if any(pad) else x
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.composites import _called, _wide
+from hostweave.fusion_ir.frontend.functions import _size_of
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record, stated
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
@@ -162,7 +163,7 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 
     Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
     """
-    lengths = tuple(stated(Size.of, size, "dynamic_slice") for size in sizes)
+    lengths = tuple(_size_of(size, "dynamic_slice") for size in sizes)
     for axis, start in _cut_dims(x, starts, lengths, "dynamic_slice"):
         steps = record("iota", target=TensorType(i64, (Dim(lengths[axis]),)), beside=x)
         x = record("take", x, _aligned(start + steps, x.ndim, axis), _numbers(x, axis), axis=axis)
@@ -207,8 +208,8 @@ def _start(
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}")
-    if isinstance(start, int) and not isinstance(start, bool):
-        start = record("fill", target=TensorType(i64, ()), beside=x, value=float(start))
+    if isinstance(start, int) and fits(start, i64):
+        start = record("fill", target=TensorType(i64, ()), beside=x, value=start)
     is_one = isinstance(start, Tensor) and not _some(one != Size() for one in start.type.shape)
     has_each = isinstance(start, Tensor) and not is_one and start.type.shape == before[: start.ndim]
     if not isinstance(start, Tensor) or start.dtype.kind not in INTS or not (is_one or has_each):

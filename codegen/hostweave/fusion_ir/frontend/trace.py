@@ -89,6 +89,7 @@ class Tensor:
         """The global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
         return tuple(int(size) if size.is_int else SizeName(size) for size in self.type.shape)
 
+    @checked
     def named(self, name: str) -> Tensor:
         """Names the value, in both IRs and in generated code, and returns it.
 
@@ -165,8 +166,10 @@ class Tensor:
             raise ProgramError.here(f"{what}: {self.type} has no first dim of known size; {remedy}")
         return int(self.type.shape[0])
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+    def __setitem__(self, key: Any, value: Any = None) -> NoReturn:
         raise ProgramError.here("a tensor is a value and does not change; make another one by hw.where or hw.concat")
+
+    __delitem__ = __setitem__
 
     if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
 
@@ -198,6 +201,14 @@ class Tensor:
 
     def __rdivmod__(self, other: Scalar) -> tuple[Tensor, Tensor]:
         return other // self, other % self
+
+    def __pos__(self) -> Tensor:
+        return self
+
+    def __round__(self, digits: int | None = None) -> Tensor:
+        if digits is not None:
+            raise ProgramError.here(f"round: digits={digits!r}: a tensor is rounded to integers; scale it before and after")
+        return record("round", self)
 
     def __matmul__(self, other: Tensor) -> Tensor:
         return record("matmul", self, other)

@@ -90,7 +90,10 @@ def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word
     A parameter that has a default and no type is no input: the function takes the default.
     """
     here = f"{word} @{name_of(function) or 'program'}"
-    declared = inspect.signature(function).parameters.values()
+    try:
+        declared = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ProgramError(f"{here}: {function!r} is no function; write a def below the line of the decorator", location) from None
     for p in declared:
         if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
             raise ProgramError(f"{here}: inputs are passed by name, so that {p} cannot be one; write a plain x", location)
@@ -223,7 +226,11 @@ class Function:
             if any(isinstance(other, Function) and other.name == self.name for other in trace.functions):
                 raise ProgramError.here(f"call: two functions are named @{self.name}; give one of their functions another name")
             trace.functions[self], inner = None, _Trace(trace.mesh, trace.functions, trace.sources)
-            trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
+            try:
+                trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
+            finally:
+                if trace.functions[self] is None:  # it raised, and may be called again
+                    del trace.functions[self]
         found = trace.functions[self]
         if found is None:
             raise ProgramError.here(f"call: @{self.name} calls itself, and would be traced without end; use a Python loop")

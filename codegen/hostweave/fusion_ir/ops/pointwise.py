@@ -115,9 +115,9 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
 
 # --- of two numbers ---------------------------------------------------------------------------------------------------
 
-add = _binary("add", "The sum.", "{0} + {1}", written="a + b", linear="terms")
-subtract = _binary("subtract", "The difference.", "{0} - {1}", written="a - b", linear="terms")
-multiply = _binary("multiply", "The product.", "{0} * {1}", written="a * b", linear="factors")
+add = _binary("add", "The sum.", "{0} + {1}", cpp_of_ints="hw::plus({0}, {1})", written="a + b", linear="terms")
+subtract = _binary("subtract", "The difference.", "{0} - {1}", cpp_of_ints="hw::minus({0}, {1})", written="a - b", linear="terms")
+multiply = _binary("multiply", "The product.", "{0} * {1}", cpp_of_ints="hw::times({0}, {1})", written="a * b", linear="factors")
 divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b", linear="first")
 maximum = _binary("maximum", "The larger of two elements; NaN if either is.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
 minimum = _binary("minimum", "The smaller of two elements; NaN if either is.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
@@ -141,9 +141,16 @@ OPS["pow"] = OpDef(
 
 # --- of one number ----------------------------------------------------------------------------------------------------
 
-negative = _unary("negative", "The negative.", "-{0}", kinds=SIGNED, written="-x", linear="first")
+negative = _unary("negative", "The negative.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
 # Of -0.0 it is 0.0.
-abs = _unary("abs", "The absolute value.", "{0} > T(0) ? {0} : T(0) - {0}", kinds=SIGNED, written="abs(x)")
+abs = _unary(
+    "abs",
+    "The absolute value.",
+    "{0} > T(0) ? {0} : T(0) - {0}",
+    cpp_of_ints="{0} > 0 ? {0} : hw::minus(0, {0})",
+    kinds=SIGNED,
+    written="abs(x)",
+)
 reciprocal = _unary("reciprocal", "1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
 exp = _unary("exp", "The exponential function.", "std::exp({0})", fast=_FAST_EXP, cost=16)
 log = _unary("log", "The natural logarithm.", "std::log({0})", cost=16)

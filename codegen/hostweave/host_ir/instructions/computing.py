@@ -219,7 +219,7 @@ class Fill(Compute):
     """Every element of dst = value, which the dtype must represent."""
 
     dst: Write
-    value: float
+    value: int | float
     syntax = "fill %{dst} with {value}"
     work = "move"
 

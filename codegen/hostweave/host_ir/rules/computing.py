@@ -244,7 +244,7 @@ def _pack(c: Checker, i: ir.Pack, scope: Scope) -> None:
 
 def _fill(c: Checker, i: ir.Fill, scope: Scope) -> None:
     dtype = c.types[i.dst].dtype
-    if dtype.kind != "float" and i.value != int(i.value):
+    if not (dtype.kind == "float" or float(i.value).is_integer()):
         c.fail(f"{dtype} cannot hold {i.value}")
 
 
