@@ -1,6 +1,5 @@
 #include "hostweave/group_memory.h"
 
-#include <algorithm>
 #include <exception>
 #include <numeric>
 #include <vector>
@@ -40,7 +39,7 @@ GroupMemory::GroupMemory(Member& member, size_t bytes)
     : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::one_sided)) {
   member.expect_working();
   const Member::Use use(member);
-  const size_t total = std::max(kPiece, whole_pieces(bytes));
+  const size_t total = whole_pieces(bytes);
   HW_CHECK(ncclMemAlloc(&data_, total));
   register_window(channel_, data_, total, registered_);
   member.rank().share({static_cast<char*>(data_), total, registered_.peers});

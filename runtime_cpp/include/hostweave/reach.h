@@ -11,7 +11,8 @@
 namespace hw {
 
 constexpr size_t kPiece = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
-constexpr size_t whole_pieces(size_t bytes) { return (bytes + kPiece - 1) / kPiece * kPiece; }
+// Rounds up to whole pieces, and to one piece of 0 bytes, since memory without a byte has no window.
+constexpr size_t whole_pieces(size_t bytes) { return bytes ? (bytes + kPiece - 1) / kPiece * kPiece : kPiece; }
 
 // Memory, as it is registered with a channel.
 struct Registered {

@@ -1,0 +1,39 @@
+"""Calls whose sizes are 0, one at a time and all of them, over each transport."""
+
+from __future__ import annotations
+
+import pytest
+from cuda_here import nccl
+from whole_programs import EXCHANGES, ONE_SIDED, expect, fusion_of, integer_arrays, sizes_of
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError
+from hostweave.build.cuda import gpus
+
+LOOPS = ("ag_matmul_p2p", "ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "gated_in_loops", "three_layers", "gradients")
+CASES = [(name, transport) for name in (*EXCHANGES, *LOOPS) for transport in ("one_sided", "two_sided")]
+CASES += [(name, "auto") for name in ONE_SIDED]
+ON_GPUS = [("permutes", "one_sided"), ("exchanges", "two_sided"), ("mlp_put", "auto"), ("residual_put", "auto")]
+HAS_GPUS = len(gpus()) >= 2 and nccl() >= 22900
+on_gpus = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPUS, reason="needs 2 GPUs, and NCCL 2.29")]
+PLACES = [("cpu", 2, *case) for case in CASES] + [pytest.param("cpu", 3, *case, marks=pytest.mark.slow) for case in CASES]
+PLACES += [pytest.param("cuda", 2, *case, marks=on_gpus) for case in ON_GPUS]
+
+
+@pytest.mark.parametrize(("target", "ranks", "name", "transport"), PLACES)
+def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> None:
+    """The first call has no memory yet; later calls have that of other sizes."""
+    fusion = fusion_of(name, ranks, 3, hw.bf16)
+    program = hw.compile(fusion, target, options=hw.Options(transport=transport))
+    some = sizes_of(program._host)
+    none = dict.fromkeys(some, 0)
+    for sizes in (none, *(some | {size: 0} for size in some), some, none):
+        arrays = integer_arrays(fusion, sizes, seed=0)
+        try:
+            results = program.run(**arrays, ranks=True)
+        except ArgumentError as error:
+            if "there is no max of no elements" not in str(error):
+                raise
+        else:
+            expect(fusion, arrays, results, exact=True)
+    program.close()
