@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from compiler import KERNELS, LIBRARY, PROGRAM, with_precompiled_headers
+from cuda_here import compiles
 
 from hostweave.build import make, nvrtc
 from hostweave.build.cuda import gpus
@@ -85,10 +91,40 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@cache
+def why_missing(extra: str) -> str | None:
+    """The reason to skip a test that needs this; None if it is here."""
+    if extra == "cuda":
+        return None if compiles() else "needs CUDA's headers and libraries: pip install '.[cuda13]'"
+    if extra == "mpirun":
+        return None if shutil.which(extra) else "needs mpirun: pip install mpich"
+    return None if find_spec(extra) else f"needs {extra}: pip install {extra}"
+
+
+@cache
+def imports_or_skips(module: Path) -> bool:
+    """True if a module of tests imports its extras by importorskip: all of its tests need them."""
+    return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fails a test that skips for want of an extra and has no such mark: CI runs what has it with the extras, and the rest without."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
+            patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for. The longest begin first."""
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
+        if imports_or_skips(item.path):
+            item.add_marker("extra")
+        for reason in {why_missing(name) for mark in item.iter_markers("extra") for name in mark.args} - {None}:
+            item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.xdist_group("gpu"))
     unwanted = {"gpu"} if not gpus() else set()

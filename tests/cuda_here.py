@@ -1,4 +1,4 @@
-"""The mark of tests that compile for CUDA, and where they run."""
+"""The mark of tests that compile for CUDA, and what of CUDA is here."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def nccl() -> int:
     return version.value
 
 
-def _is_here() -> bool:
-    """Headers and libraries; a GPU is not needed. Where HOSTWEAVE_REQUIRE_CUDA says that they must be, as in CI, the tests run and fail."""
+def compiles() -> bool:
+    """True if CUDA's headers and libraries are here, or HOSTWEAVE_REQUIRE_CUDA says, as in CI, that tests fail without them."""
     try:
         find_target("cuda").toolchain()
     except BuildError:
@@ -30,4 +30,4 @@ def _is_here() -> bool:
     return True
 
 
-needs_cuda = pytest.mark.skipif(not _is_here(), reason="no CUDA headers and libraries: pip install '.[cuda13]'")
+needs_cuda = pytest.mark.extra("cuda")

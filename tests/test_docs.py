@@ -67,6 +67,7 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
     run_page(name, tmp_path, monkeypatch)
 
 
+@pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
     """The other blocks of the page take a model and GPUs."""
     torch = pytest.importorskip("torch", reason="what the page is about: pip install torch")

@@ -34,11 +34,12 @@ def errors(text: str) -> list[str]:
     return [value for kind, value in tokens if kind in Error]
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+OF_TORCH = pytest.mark.extra("torch", "transformers")
+FILES = [pytest.param(path, marks=[OF_TORCH] * path.stem.startswith("torch_"), id=path.stem) for path in sorted(EXAMPLES.glob("*.py"))]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_no_stage_of_an_example_has_an_error(file: Path) -> None:
-    if file.stem.startswith("torch_"):
-        pytest.importorskip("transformers", reason=f"{file.name} needs PyTorch and transformers: pip install torch transformers")
-        pytest.importorskip("torch", reason=f"{file.name} needs PyTorch: pip install torch")
     for name, program in programs_in(load_file(file)).items():
         stages: list[tuple[str, str]] = []
         host = lower(program, Options(), lambda stage, ir, stages=stages: stages.append((stage, str(ir))))

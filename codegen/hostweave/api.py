@@ -300,9 +300,9 @@ class Program:
         `hw.init`; sharded dims are even. On CUDA it runs on XLA's stream. Calls that do not depend on each other run in the order of the
         jitted function, the same in all processes. There is no gradient and no batching: jax.custom_vjp connects a program of its own.
 
-        Raises ArgumentError where JAX is not installed, has several devices here, or none of the target, for a program that donates
-        inputs, and, as the function is traced, for arrays of another dtype or shape; ExecutionError without a group. What fails at a call
-        is raised by JAX, with the message that the call would have raised.
+        Raises MissingPackage without JAX; ArgumentError where JAX has several devices here, or none of the target, for a program that
+        donates inputs, and, as the function is traced, for arrays of another dtype or shape; ExecutionError without a group. What fails
+        at a call is raised by JAX, with the message that the call would have raised.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """

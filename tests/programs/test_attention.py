@@ -138,6 +138,7 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result.numpy() for result in results)
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
     """What lies behind the valid keys is not looked at; a row without any gives zeros."""
@@ -155,6 +156,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
     assert not any(np.isnan(result.astype(np.float32)).any() for result in compiled(fusion).run(**arrays))
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
     """Of each piece a rank has a part, so that all have as much to see; keys are gathered to where they are used, and not copied."""
@@ -180,6 +182,7 @@ def test_a_sequence_in_pieces(ranks: int) -> None:
     np.testing.assert_allclose(run_reference(in_pieces, arrays)[0], want.numpy(), 1e-10, 1e-10)
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.bf16), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = attention(ranks, dtype)
@@ -226,6 +229,7 @@ def test_the_instruction_takes_f32() -> None:
         np.testing.assert_allclose(got, want[name], 1e-5, 1e-5)
 
 
+@pytest.mark.extra("torch")
 def test_what_has_no_kernel_is_composed() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), q=hw.f64["B@x", 4, 6, 12], k=hw.f64["B@x", 2, 8, 12], w=hw.bf16[2, 2, 3, 4, 8], h=hw.bf16[2, 3, 4, 20])
     def composed(q, k, w, h):  # type: ignore[no-untyped-def]

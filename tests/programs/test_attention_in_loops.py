@@ -73,6 +73,7 @@ CASES = [
 ]
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "tp", "algorithm"), CASES)
 def test_matches_torch(ranks: int, tp: int, algorithm: str) -> None:
     fusion = in_loops(ranks, hw.bf16 if ranks < 4 else hw.f32, algorithm, tp)
@@ -120,6 +121,7 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
     return in_zigzag
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, way: str) -> None:
     """A rank sees half of what each other one has: all rows the first half of the keys, or the second half of the rows all keys."""

@@ -98,6 +98,7 @@ def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
     return arrays
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f32), (2, hw.bf16), (3, hw.f16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = masked(ranks, dtype)
@@ -117,6 +118,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
     expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
 
+@pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
     """What there is no kernel for: f64, heads in groups, biases of all dims, of some, and of some once."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}

@@ -84,6 +84,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result.detach().numpy() for result in results)
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
     """With sizes that ranks share unevenly; a rank may have no key at all, and none that is valid."""

@@ -65,6 +65,7 @@ def test_an_array_that_cannot_be_written_to() -> None:
     np.testing.assert_array_equal(SAME.run(x=x), X)
 
 
+@pytest.mark.extra("torch")
 def test_torch() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     x, w = torch.from_numpy(X).bfloat16(), torch.from_numpy(W).bfloat16()
@@ -76,6 +77,7 @@ def test_torch() -> None:
     torch.testing.assert_close(torch.cat([first, second]), torch.from_numpy(X))
 
 
+@pytest.mark.extra("torch")
 def test_torch_tensors_that_do_not_fit() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     sparse = torch.eye(4).bfloat16().to_sparse()
@@ -86,6 +88,7 @@ def test_torch_tensors_that_do_not_fit() -> None:
     )
 
 
+@pytest.mark.extra("torch")
 def test_torch_tensors_that_require_grad() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     x, w = torch.nn.Parameter(torch.from_numpy(X).bfloat16()), torch.from_numpy(W).bfloat16()
@@ -100,6 +103,7 @@ def test_torch_tensors_that_require_grad() -> None:
         torch.testing.assert_close(y, torch.from_numpy(X @ W).bfloat16())
 
 
+@pytest.mark.extra("torch")
 def test_torch_tensors_without_memory_of_their_own() -> None:
     torch = pytest.importorskip("torch", reason="whose arrays the test passes: pip install torch")
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -31,7 +31,6 @@ from rank_programs import (
     twice,
     x_of,
 )
-from test_providers import needs_torch
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError
@@ -87,7 +86,7 @@ def test_outputs_that_are_given() -> None:
     assert on_ranks(rank) == [None] * RANKS
 
 
-@needs_torch
+@pytest.mark.extra("torch")
 def test_results_come_in_the_library_of_the_first_input() -> None:
     import torch
 
@@ -277,7 +276,9 @@ def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.ndarray(shape, dtype, BYTES, offset=begin)
 
 
-@pytest.mark.parametrize("library", [pytest.param("numpy"), pytest.param("torch", marks=needs_torch), pytest.param("dlpack")])
+@pytest.mark.parametrize(
+    "library", [pytest.param("numpy"), pytest.param("torch", marks=pytest.mark.extra("torch")), pytest.param("dlpack")]
+)
 def test_outputs_that_overlap(library: str) -> None:
     @hw.fusion(x=hw.f32["M", "N"], w=hw.f32["M", "N"])
     def pair(x, w):

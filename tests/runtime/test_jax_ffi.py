@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,12 +165,6 @@ def test_what_fails_at_a_call_is_raised_with_its_message() -> None:
     program.close()
     with pytest.raises(jax.errors.JaxRuntimeError, match="mlp: the program is closed; compile it again"):
         jax.block_until_ready(function(X, W, V))
-
-
-def test_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(ArgumentError, match=r"^mlp: as_jax_ffi: JAX is not installed; pip install 'hostweave\[jax\]'"):
-        MLP.as_jax_ffi()
 
 
 def test_each_launch_of_a_captured_call_gives_an_array() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -63,8 +61,6 @@ TRIALS = [
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.xdist_group("processes")]
 everywhere = pytest.mark.parametrize("place", PLACES)
-needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: pip install mpich")
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install torch")
 
 
 @pytest.fixture(autouse=True)
@@ -110,26 +106,24 @@ def run(place: Place, command: list[str], provider: str) -> subprocess.Completed
 
 
 @pytest.mark.usefixtures("all_built")
-@needs_torch
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize("place", [pytest.param(CUDA, marks=pytest.mark.gpu)])
 def test_torchrun(place: Place) -> None:
     check_output(place, run(place, torchrun(place), "environment"))
 
 
 @pytest.mark.usefixtures("all_built")
-@needs_torch
+@pytest.mark.extra("torch")
 @everywhere
 def test_torchrun_beside_torch_distributed(place: Place) -> None:
     check_output(place, run(place, torchrun(place), "torch"), times=2)
 
 
 @pytest.mark.usefixtures("all_built")
-@needs_mpi
+@pytest.mark.extra("mpirun")
 @everywhere
-@pytest.mark.parametrize("provider", ["environment", "mpi"])
+@pytest.mark.parametrize("provider", ["environment", pytest.param("mpi", marks=pytest.mark.extra("mpi4py"))])
 def test_mpirun(place: Place, provider: str) -> None:
-    if provider == "mpi":
-        pytest.importorskip("mpi4py", reason="needs mpi4py: pip install mpi4py")
     check_output(place, run(place, mpirun(place), provider))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -30,9 +29,6 @@ from hostweave.runtime.providers import (
 )
 from hostweave.runtime.rendezvous import meet
 from hostweave.runtime.stores import TcpStore
-
-TORCH = importlib.util.find_spec("torch") is not None
-needs_torch = pytest.mark.skipif(not TORCH, reason="torch is not installed")
 
 
 def free_port() -> int:
@@ -223,7 +219,7 @@ store.close()
     assert outputs == [" ".join([str(rank), str([rank] * 3), *prefixes]) for rank in range(3)]
 
 
-@needs_torch
+@pytest.mark.extra("torch")
 def test_beside_torch_distributed_by_the_same_environment() -> None:
     """torch.distributed takes MASTER_PORT, before or after; its default store serves as well."""
     script = """
@@ -248,7 +244,7 @@ dist.destroy_process_group()
     assert outputs == [" ".join(["['from 0', 'from 1']"] * 3)] * 2
 
 
-@needs_torch
+@pytest.mark.extra("torch")
 def test_torch_store_of_tcp() -> None:
     import torch.distributed as dist
 
@@ -266,7 +262,7 @@ def test_torch_store_of_tcp() -> None:
     assert in_threads(2, rank) == [["0", "1"]] * 2
 
 
-@needs_torch
+@pytest.mark.extra("torch")
 def test_torch_store_needs_torch_distributed() -> None:
     with pytest.raises(ArgumentError) as caught:
         TorchStore()
@@ -318,12 +314,6 @@ def test_mpi(spread: bool) -> None:
     assert (hosts != {"127.0.0.1"}) == spread
     close_servers()
     assert results == [(results[0][0], ["0", "1", "2"])] * 3
-
-
-def test_mpi_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
-    with pytest.raises(ArgumentError, match=r"^hw\.MPI: mpi4py is not installed; pip install mpi4py$"):
-        MPI()
 
 
 def test_communicators_name_their_axes() -> None:

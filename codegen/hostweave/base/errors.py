@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
@@ -92,6 +93,10 @@ class BuildError(HostweaveError, RuntimeError):
     """A toolchain that is missing or that failed."""
 
 
+class MissingPackage(HostweaveError, ImportError):
+    """A Python package that this use of Hostweave needs, and that cannot be imported."""
+
+
 class ExecutionError(HostweaveError, RuntimeError):
     """A program that failed while it ran."""
 
@@ -109,3 +114,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = list(known)
     near = get_close_matches(word.lower(), known, 1)
     return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+
+
+def optional(module: str, user: str) -> Any:
+    """Imports a module of a package that Hostweave does not depend on, for `user`. Raises MissingPackage if that fails."""
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except Exception as error:  # packages raise RuntimeError and OSError for libraries that they do not find
+        if isinstance(error, ModuleNotFoundError) and error.name in (package, module):
+            reason = f"{package} is not installed; pip install {package}"
+        else:
+            reason = f"{package} cannot be imported ({error}); pip install --force-reinstall {package}"
+        raise MissingPackage(f"{user}: {reason}") from error

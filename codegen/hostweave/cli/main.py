@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -230,20 +231,23 @@ NEEDED_GPUS = {
     **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
 }
 
+NEEDED_PACKAGES = {
+    **dict.fromkeys((name for name in NEEDED_GPUS if name != "comm"), ("torch",)),
+    "torch_training": ("torch", "transformers"),
+}
+
 
 def bench(names: Sequence[str]) -> int:
     """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
 
-    Raises HostweaveError for a name that there is not, or that needs more GPUs than there are.
+    Raises HostweaveError for an unknown name, or a benchmark that needs more GPUs than there are, or a package that is not installed.
     """
     known = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     status = 0
     for name in names or known:
         if name not in known:
             raise HostweaveError(f"bench: no benchmark {name!r}; one of {', '.join(known)}")
-        if len(gpus()) < NEEDED_GPUS.get(name, 0):
-            needed = NEEDED_GPUS[name]
-            needs = f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
+        if needs := _lacking(name):
             if names:
                 raise HostweaveError(f"bench: {name} {needs}")
             print(f"== {name}: {needs}")
@@ -251,6 +255,14 @@ def bench(names: Sequence[str]) -> int:
         print(f"== {name}", flush=True)
         status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
     return status
+
+
+def _lacking(name: str) -> str | None:
+    """What a benchmark needs and this machine does not have; None if it can run."""
+    if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
+        return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
+    missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
 
 
 # --- doctor -----------------------------------------------------------------------------------------------------------

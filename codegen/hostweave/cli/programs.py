@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hostweave.base.errors import HostweaveError, ParseError
+from hostweave.base.errors import HostweaveError, MissingPackage, ParseError
 from hostweave.base.paths import EXAMPLES
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -17,7 +17,7 @@ from hostweave.host_ir.ir import HostProgram
 def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleType:
     """Runs a Python file as a module, with top-level assignments such as `D = 8` replaced by `constants`.
 
-    Raises HostweaveError where the file is not there, is no Python, or has no such constant.
+    Raises HostweaveError where the file is not there, is no Python, or has no such constant, MissingPackage if an import finds nothing.
     """
     try:
         tree = ast.parse(_text(path), str(path))
@@ -40,6 +40,8 @@ def load_file(path: Path, constants: Mapping[str, Any] | None = None) -> ModuleT
     sys.modules[module.__name__] = module  # where dataclasses look up what their annotations name
     try:
         exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
+    except ModuleNotFoundError as error:
+        raise MissingPackage(f"{path.name} imports {error.name}, which is not installed; pip install {error.name}") from error
     finally:
         sys.path.remove(folder)
         sys.modules.pop(module.__name__)

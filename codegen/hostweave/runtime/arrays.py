@@ -193,9 +193,7 @@ class _Jax(NumpyLibrary):
         return np.asarray(array)
 
     def give(self, array: Array) -> Array:
-        import jax.numpy
-
-        return jax.numpy.asarray(array)
+        return sys.modules["jax"].numpy.asarray(array)
 
 
 class _AnyDLPack(NumpyLibrary):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.make import make_runtime
@@ -53,12 +53,9 @@ _adding = threading.Lock()
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
-    """The program as a function of JAX. Raises ArgumentError where JAX is not installed, or cannot call this program."""
+    """The program as a function of JAX. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
     name, host = program.name, program._host
-    try:
-        jax = import_module("jax")
-    except ImportError:
-        raise ArgumentError(f"{name}: as_jax_ffi: JAX is not installed; pip install 'hostweave[jax]'") from None
+    jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.outputs if output.memory]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")
     if on_parts := [p.name for p in (*host.inputs, *host.outputs) if p.type.mesh]:

@@ -13,10 +13,9 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
-from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.meeting import Table
 from hostweave.runtime.rendezvous import this_host
@@ -177,13 +176,14 @@ class Environment:
 class TorchStore:
     """The processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
 
-    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then. Raises ArgumentError if it has to be.
+    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then.
+    Raises ArgumentError if it has to be, and MissingPackage if PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
 
     def __init__(self, store: Any = None, rank: int | None = None, count: int | None = None):
-        torch = import_module("torch.distributed")
+        torch = optional("torch.distributed", "hw.TorchStore")
         if (store is None or rank is None or count is None) and not torch.is_initialized():
             raise ArgumentError(
                 "hw.TorchStore: torch.distributed is not initialised; call init_process_group or pass store, rank and count"
@@ -228,17 +228,14 @@ class MPI:
     """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
 
     Rank 0 has a store over TCP; MPI sends the others its address and a random token, when `hw.init` is called on all ranks.
-    Raises ArgumentError if mpi4py is not installed.
+    Raises MissingPackage if mpi4py is not installed.
 
     Example: `hw.init(hw.MPI())`.
     """
 
     def __init__(self, comm: Any = None):
         if comm is None:
-            try:
-                comm = import_module("mpi4py.MPI").COMM_WORLD
-            except ImportError as error:
-                raise ArgumentError("hw.MPI: mpi4py is not installed; pip install mpi4py") from error
+            comm = optional("mpi4py.MPI", "hw.MPI").COMM_WORLD
         if not hasattr(comm, "Get_rank"):
             raise ArgumentError(f"hw.MPI: comm={comm!r} is no communicator; pass one of mpi4py, or nothing")
         self._comm = comm

@@ -6,7 +6,12 @@ model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"q_proj.weight": "tp, -"
 logits = model(input_ids)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from hostweave.base.errors import optional
+
+optional("torch", "hostweave.torch")
 
 from collections.abc import Mapping, Sequence
 from typing import Any
