@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_providers import TORCH, free_port, in_threads
+from test_providers import free_port, in_threads
 
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime import stores
@@ -32,7 +32,7 @@ from hostweave.runtime.stores import MemoryStore, Store, StoreClosed, TcpServer,
 
 
 class FakeTorchStore:
-    """What is used of a torch.distributed store, where torch is not installed."""
+    """A torch.distributed store, without torch."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -75,7 +75,10 @@ def tcp_store(server: TcpServer) -> Iterator[TcpStore]:
     store.close()
 
 
-@pytest.fixture(params=["memory", "tcp", *(["torch file", "torch hash"] if TORCH else ["torch fake"])])
+OF_TORCH = [pytest.param(kind, marks=pytest.mark.extra("torch")) for kind in ("torch file", "torch hash")]
+
+
+@pytest.fixture(params=["memory", "tcp", "torch fake", *OF_TORCH])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "memory":
         return MemoryStore()
