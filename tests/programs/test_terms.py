@@ -112,6 +112,26 @@ def test_what_is_left_to_the_library() -> None:
     assert "in the kernel" not in hw.compile(reduced(), options=Options(transport="two_sided")).explain()
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_terms_that_are_read_again(ranks: int) -> None:
+    """Each rank has one element of the dim of a sum, so that its term is the operand itself, which the kernel reads again."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]
+    )
+    def routed(x: hw.Tensor, c: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return (
+            x / hw.sum(x, 1, keepdims=True),
+            hw.softmax(w @ v, 1),
+            (c + 1) * hw.expand_dims(hw.sum(c + 1, 1), 1),
+            hw.sum(c, 1) - hw.sum(c * 2, 1),
+        )
+
+    for rows in (1, 4):
+        arrays = random_arrays(routed, {"T": rows}, seed=rows)
+        expect(routed, arrays, compiled(routed).run(**arrays, ranks=True))
+
+
 def test_captured_beside_calls() -> None:
     """Graphs and calls of two programs, which take turns on their channel."""
     ranks = 2

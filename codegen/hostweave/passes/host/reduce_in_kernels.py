@@ -61,7 +61,7 @@ class _Reducing:
                 between = self.uses.places[place.number + 1 : one.consumer.number]
                 if one.consumer.number not in edits and not any(isinstance(p.instruction, ir.Communication) for p in between):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
-                    launch, end = self.named(one.launch, one.kernel, name), self.uses.places[one.consumer.number]
+                    launch, end = self.named(*_with_own_term(one.launch, one.kernel), name), self.uses.places[one.consumer.number]
             if not self.is_over(launch):
                 edits[place.number] = ()
                 edits[end.number] = self.chosen(place, i, launch, end, most)
@@ -103,3 +103,14 @@ class _Reducing:
         (name,) = (factor for factor in size.factors if isinstance(factor, str))
         condition = Binary("<=", Symbol(name), Const(most // size.coefficient))
         return ir.If(condition, (few,), (i,) if end is place else (i, end.instruction), location=i.location)
+
+
+def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
+    """A kernel whose all_reduce takes an input that nothing else reads: other ops read the same buffer as another input."""
+    (term, *_), (first, *others) = kernel.inputs, kernel.ops
+    if not any(term.name in op.tensors for op in others):
+        return launch, kernel
+    taken = {parameter.name for parameter in kernel.inputs} | {op.result.name for op in kernel.ops}
+    own = replace(term, name=unique_name(f"{term.name}_term", taken))
+    ops = (first.renamed({term.name: own.name}), *others)
+    return replace(launch, srcs=(launch.srcs[0], *launch.srcs)), replace(kernel, inputs=(own, *kernel.inputs), ops=ops)
