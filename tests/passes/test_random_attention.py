@@ -21,6 +21,7 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.host_ir.ir import HostProgram
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.types.size import Size
 from hostweave.types.tensor import TensorType, block_of, holds
 
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"x": 8}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 4})
@@ -34,34 +35,37 @@ class Case:
         self.random = random = Random(seed)
         self.mesh = hw.Mesh(**random.choice(MESHES))
         groups, of_group, self.size = random.choice([1, 2, 3, 4]), random.choice([1, 1, 2]), random.choice([4, 8, 16])
-        keys = random.choice(["S", "T"])  # as many as rows, or another number
         self.sizes = {"B": random.randint(1, 4), "S": random.choice([1, 2, 7, 12, 24]), "T": random.choice([1, 5, 12, 48])}
-        self.batch = random.choice([[], ["B"]])
+        known = Random(~seed)  # of programs that are the same otherwise
+        self.stated = {name: size if known.random() < 0.5 else name for name, size in self.sizes.items()}
+        rows, keys = self.stated["S"], self.stated[random.choice("ST")]  # as many keys as rows, or another number
+        self.batch: list[int | str] = random.choice([[], [self.stated["B"]]])
         heads, columns = groups * of_group, random.choice([8, self.size])
         self.inputs = {
-            "query": self.input(heads, "S", self.size),
+            "query": self.input(heads, rows, self.size),
             "key": self.input(groups, keys, self.size),
             "value": self.input(groups, keys, columns),
         }
         self.causal = random.choice([None, "top_left", "bottom_right"])
         self.window = random.choice([None, 1, 3, 10]) if self.causal else None
-        mask = random.choice(["", "", "lengths", "bias", *(["offsets"] if keys == "S" else [])])
-        rows = random.choice([1, "S"])
+        mask = random.choice(["", "", "lengths", "bias", *(["offsets"] if keys == rows else [])])
         types = {
             "lengths": hw.i32[(*self.batch,)],
             "offsets": hw.i32[(*self.batch, 4)],
-            "bias": hw.f32[(*(random.choice([1, size]) for size in self.batch), random.choice([1, heads]), rows, keys)],
+            "bias": hw.f32[(*(random.choice([1, size]) for size in self.batch), random.choice([1, heads]), random.choice([1, rows]), keys)],
         }
         self.masks = {mask: types[mask]} if mask else {}
-        self.backward = {"gradient": self.input(heads, "S", columns)} if random.random() < 0.5 else {}
+        self.backward = {"gradient": self.input(heads, rows, columns)} if random.random() < 0.5 else {}
 
-    def input(self, heads: int, rows: str, size: int) -> TensorType:
+    def input(self, heads: int, rows: int | str, size: int) -> TensorType:
         axes = [name for name, _ in self.mesh.axes]
         self.random.shuffle(axes)
         dims: list[Any] = [*self.batch, heads, rows]
         for i, often in enumerate((*([0.25] * len(self.batch)), 0.3, 0.5)):
             own = tuple(axes.pop() for _ in tuple(axes) if self.random.random() < often)
-            in_pieces = dims[i] == rows and self.sizes[rows] % (2 * self.mesh.size_of(own)) == 0 and self.random.random() < 0.6
+            in_pieces = (
+                dims[i] == rows and Size.of(rows).bind(self.sizes) % (2 * self.mesh.size_of(own)) == 0 and self.random.random() < 0.6
+            )
             if own:
                 dims[i] = f"{dims[i]}@zigzag({','.join(own)})" if in_pieces else f"{dims[i]}@{','.join(own)}"
         return hw.f32[(*dims, size)]

@@ -155,3 +155,16 @@ def test_mistake_in_host_ir() -> None:
     head = "host @f(%q: bf16[2, 4, S, 8]) -> (%y: bf16[2, 4, S, 8]) mesh(x=1)"
     with pytest.raises(ProgramError, match="blind ones: a row that sees nothing gets zeros, or is an error"):
         verify_host(HostProgram.parse(f"{head} {{\n  attention %q, %q, %q scaled 1.0 blind ones -> %y\n}}\n"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("keys", [1, 3, 9])
+def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
+    """The last ranks have fewer keys, or none; their blocks are one a rank all the same."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
+    def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return *hw.attention(q, k, v), hw.attention(q[:, :1], k, v, "bottom_right")[0]
+
+    arrays = random_arrays(attended, {}, seed=keys)
+    expect(attended, arrays, compiled(attended).run(**arrays, ranks=True))

@@ -50,7 +50,7 @@ class ShardingRule:
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
         is_shared = label is not None and _is_shared(self.indices, label, wanted.axes, mesh)
-        return bool(sources) and is_shared and all(divides_alike(wanted, source, mesh) for source in sources)
+        return bool(sources) and is_shared and all(_splits_alike(self.indices, label, wanted, source, mesh) for source in sources)
 
     @property
     def partial_axes(self) -> Axes:
@@ -96,7 +96,11 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
     for label, dim in chain.from_iterable(labelled):
         walked.setdefault(label, []).append(dim)
     pairs = [
-        [(label, dim) for label, dim in dims if label and dim.axes and all(divides_alike(dim, other, mesh) for other in walked[label])]
+        [
+            (label, dim)
+            for label, dim in dims
+            if label and dim.axes and all(_splits_alike(indices, label, dim, other, mesh) for other in walked[label])
+        ]
         for dims in labelled
     ]
     for dims in reversed(pairs) if definition.last_is_first else pairs:
@@ -125,6 +129,11 @@ def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
     first."""
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
+
+
+def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
+    """Whether another dim of a label can be split as one is; by blocks it always can, as each rank has one, however long."""
+    return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:

@@ -133,7 +133,9 @@ def _map(types: Types, op: Op) -> IndexMap:
     operands: tuple[Labels, ...] = ((*rows, None), (*batch, "h", of_keys, None), (*batch, "h", of_keys, "f"))
     result: Labels = (*block, *rows, *(("f",) if op.kind == "attention" else ()))
     operands = (*operands[: COUNTS[op.kind]], *_labels_of_masks(op, types, rows, of_keys, block))
-    return IndexMap(operands, result, frozenset(filter(None, result)) - {*block})
+    return IndexMap(
+        operands, result, frozenset(filter(None, result)) - {*block}, tuple((label, op[KEY_BLOCKS]) for label in block if label)
+    )
 
 
 def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, block: Labels = ()) -> Iterator[Labels]:
