@@ -1,7 +1,7 @@
 """Compares the generated programs of this checkout with those of another commit, byte by byte: `python tests/compare_generated.py COMMIT`.
 
-Each checkout emits its own programs, those of examples/ and of the tests, for several numbers of ranks. Differing files are printed
-with the first lines of their diff, and the exit code is 1.
+Each checkout emits its own programs, those of examples/, benchmarks/ and the tests, for several numbers of ranks, by default options, by
+one-sided transport, and with stated sizes. Differing files are printed with the first lines of their diff, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 CHECKOUT = Path(__file__).parent.parent
 RANKS = (1, 2, 3, 4, 8)
 SEEDS = 100  # of random programs
+SIZE = 8192  # of every dim that has a name, where sizes are stated
 SHOWN = 12  # lines of a diff
 
 
@@ -55,14 +56,17 @@ def emit(checkout: Path, folder: Path) -> None:
     from hostweave.pipeline import lower
 
     for name, program in programs(checkout):
-        try:
-            texts = render(lower(program, Options()))
-        except ProgramError as error:  # of random programs, some are refused
-            texts = {"error.txt": str(error)}
-        for path, text in texts.items():
-            file = folder / name / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+        symbols = {name for value in program.values().values() for size in value.type.shape for name in size.symbols}
+        cases = {"auto": Options(), "one_sided": Options(transport="one_sided"), "sized": Options(sizes=dict.fromkeys(symbols, SIZE))}
+        for case, options in cases.items() if symbols else list(cases.items())[:2]:
+            try:
+                texts = render(lower(program, options))
+            except ProgramError as error:  # some are refused
+                texts = {"error.txt": str(error)}
+            for path, text in texts.items():
+                file = folder / name / case / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
@@ -74,7 +78,7 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
     from hostweave.cli.programs import load_file, programs_in
     from hostweave.types.tensor import bf16
 
-    tests = (checkout / "tests" / name for name in ("more_programs.py", "one_sided_programs.py"))
+    tests = (checkout / "tests" / name for name in ("more_programs.py", "one_sided_programs.py", "exchange_programs.py"))
     for file in (*sorted((checkout / "examples").glob("*.py")), *tests):
         constants = set(re.findall(r"^(D|S) = ", file.read_text(), re.MULTILINE))
         for ranks in RANKS if "D" in constants else (0,):
@@ -83,7 +87,10 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
             except ProgramError:
                 continue
             yield from ((f"{file.stem}/{ranks}/{name}", program) for name, program in found.items())
+    sys.path.insert(0, str(checkout / "benchmarks"))
+    benchmark = load_file(checkout / "benchmarks" / "sequence_parallel.py")
     for ranks in RANKS:
+        yield f"benchmarks/{ranks}/sequence_parallel", benchmark.fusion_of(ranks)
         for make in (larger_programs.mlp, larger_programs.attention, larger_programs.layers):
             yield f"larger_programs/{ranks}/{make.__name__}", make(ranks, bf16)
     for seed in range(SEEDS):

@@ -77,8 +77,6 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {},
         f"kernel: nothing.cu: No such file or directory in {Path.cwd()}; give the path",
     ),
-    "by": (lambda x: (-x).stream(0, algorithm="Ring"), {}, "stream: there is no algorithm='Ring'; did you mean ring?"),
-    "by=reduce": (lambda x: (-x).stream(0, algorithm="All_Reduce"), {}, "did you mean all_reduce?"),
     "stream": (lambda x: (-x).stream(0, chunk=2), {}, "has no parameter 'chunk'; did you mean chunks?"),
     "a bool as a width": (lambda x: hw.pad(x, (True, False)), {}, "pad: pad=(True, False) is no Sequence of int; write pad(x, pad"),
     "named": (lambda x: (-x).named(3), {}, "named: name=3 is no str; write named(name)"),

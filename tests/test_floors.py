@@ -25,6 +25,7 @@ FLOORS = (
     ("emit",),
     ("passes",),
     ("tune",),
+    ("communication",),
     ("check",),
     ("analysis",),
     ("host_ir",),

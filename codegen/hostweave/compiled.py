@@ -13,6 +13,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
+from hostweave.communication.schedules import transport_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -20,7 +21,6 @@ from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.targets.target import Target, find_target
-from hostweave.transports.transport import find_transport, transport_of
 
 MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
@@ -51,8 +51,8 @@ class Compiled:
     @property
     def reaches_memory(self) -> bool:
         """Whether loops or kernels were chosen whose ranks reach each other's memory."""
-        in_loops = (find_transport(transport_of(choice.taken.algorithm)) for choice in self.host.choices if choice.taken.chunks)
-        return any(transport.has_windows for transport in in_loops) or any(kernel.exchanges for kernel in self.host.kernels)
+        chosen = (transport_of(choice.taken, self.options) for choice in self.host.choices if choice.taken.chunks)
+        return any(transport.shares_memory for transport in chosen) or any(kernel.exchanges for kernel in self.host.kernels)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:

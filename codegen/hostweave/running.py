@@ -94,7 +94,7 @@ class Running:
         """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
-        if not may_lie or not any(channel.transport.has_windows for channel in host.channels):
+        if not may_lie or not host.shares_memory:
             return self
         outs = () if out is None else (out,) if len(host.outputs) == 1 else out
         names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
@@ -107,19 +107,18 @@ class Running:
             return self.in_windows[names] if names else self
 
     @property
-    def _has_windows(self) -> bool:
-        return any(channel.transport.has_windows for channel in self.compiled.host.channels)
-
-    @property
     def _lacks(self) -> str:
-        """Why the library here cannot do the program's one-sided communication; asked each time, since something else may load one."""
-        return self.compiled.target.why_no_signals() if self._has_windows else ""
+        """Why the library here cannot do the program's communication; asked each time, since something else may load one."""
+        return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str) -> Running:
         """The same without puts, for ranks that all know why there are none. Raises ExecutionError where the user stated them."""
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
-        return self._by_sends(self.compiled.options.figures.without_puts(why))
+        figures = self.compiled.options.figures
+        for transport in {channel.transport for channel in self.compiled.host.channels if channel.transport.shares_memory}:
+            figures = figures.without(transport.name, why)
+        return self._by_sends(figures)
 
     # --- on this rank of a group ---
 
@@ -171,7 +170,7 @@ class Running:
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
         local = group.programs.get(self) or self._made_local(group, stream, arrays)
-        if local.out_of_reach and (self.compiled.reaches_memory or self._has_windows):
+        if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.shares_memory):
             return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
         return local
 

@@ -387,12 +387,6 @@ ERRORS = {
         {},
         "4: stream: there is no chunking='slow'; one of by_shard, across_shards",
     ),
-    "stream by": (
-        'return (-x).stream(0, algorithm="mail")',
-        {},
-        "4: stream: there is no algorithm='mail'; one of p2p, broadcast, put, ring, all_gather, reduce, reduce_scatter, all_reduce, "
-        "all_to_all, collective_permute, transfer",
-    ),
     "stream of a merged dim": (
         'return hw.reshape(x, "M*K").stream(0)',
         {},

@@ -184,6 +184,13 @@ ERRORS: list[tuple[tuple[str, str], str, str]] = [
         "what can: p2p (by_shard), put (by_shard), ring (by_shard), reduce (by_shard), "
         "reduce_scatter (across_shards) for the reduce_scatter of %y",
     ),
+    (GATHER, "M, 8, Ring", "text:3: stream of %y: there is no algorithm='Ring'; did you mean ring?"),
+    (
+        GATHER,
+        "M, 8, mail",
+        "text:3: stream of %y: there is no algorithm='mail'; one of p2p, broadcast, put, ring, reduce, all_gather, reduce_scatter, "
+        "all_to_all, all_reduce, collective_permute, transfer",
+    ),
     (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; nothing in its loop communicates, leave it out"),
 ]
 

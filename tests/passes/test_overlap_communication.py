@@ -211,7 +211,7 @@ def test_a_reduce_scatter_beside_products() -> None:
         %t: bf16[K, M] = permute_dims(%a, axes=(1, 0))
         %dw: bf16[K, K] = matmul(%t, %b)
         %y: bf16[M@x, K] = negative(%dx)"""
-    for machine, size, by in ((H200, 8192, "async one_sided"), (H200, 2048, "async"), (H200.without_puts("here"), 8192, "async")):
+    for machine, size, by in ((H200, 8192, "async one_sided"), (H200, 2048, "async"), (H200.without("one_sided", "here"), 8192, "async")):
         options = Options(sizes=dict.fromkeys("MNK", size), machine=machine)
         text = str(overlap_communication(fusion(inputs, ops, "x=2"), options))
         assert f"%dx: bf16[M@x, K] {by} = reduce_scatter" in text, (size, by)

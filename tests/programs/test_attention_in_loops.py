@@ -190,7 +190,7 @@ def test_not_chosen_where_it_loses() -> None:
     assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
     text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
     assert "%v_gathered = all_gather of %v: as %k_gathered, with which it would travel in a loop" in text
-    slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without_puts("here"))).choices
+    slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("one_sided", "here"))).choices
     assert [choice.taken.name for choice in slow] == ["none"]
 
 

@@ -22,6 +22,7 @@ from hostweave.runtime import search
 from hostweave.runtime.group import Group, current
 from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
+from hostweave.transports.transport import Transport
 from hostweave.tune.cost import Product
 from hostweave.types.machine import H200
 
@@ -111,7 +112,7 @@ def test_explain_why_not() -> None:
     assert "in sequence, predicted" in explained(sizes=SIZES)
     assert '  two-sided transport alone, by transport="two_sided"' in explained(transport="two_sided")
     why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
-    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without_puts(why))
+    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without("one_sided", why))
 
     @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.f32["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -219,7 +220,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
         for w in (*weights[:2], np.maximum(weights[2], 0)):
             want = np.maximum(want @ w, 0)
         np.testing.assert_array_equal(run(x, *weights), want)
-    for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without_puts("of an old NCCL")}, {"sizes": {}}):
+    for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("one_sided", "of an old NCCL")}, {"sizes": {}}):
         with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
     stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
@@ -302,6 +303,10 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 OLD_NCCL = "puts need NCCL 2.29 or later, and NCCL 2.28.9 is loaded already"
 
 
+def why_not(transport: Transport) -> str:
+    return OLD_NCCL if transport.since else ""
+
+
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_NCCL])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them, and so do
@@ -316,7 +321,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Group, "hosts", 2)
         monkeypatch.setattr(type(find_target("cpu")), "needs_one_host", False)
     elif why == OLD_NCCL:
-        monkeypatch.setattr(type(find_target("cpu")), "why_no_signals", lambda _: why if (group := current()) and group.rank else "")
+        monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by) if (group := current()) and group.rank else "")
     else:
         monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
     monkeypatch.setattr(Group, "connected", connect)
@@ -346,7 +351,7 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of one process do without puts that were chosen, and no program has those that the user stated."""
     chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
-    monkeypatch.setattr(type(find_target("cpu")), "why_no_signals", lambda _: OLD_NCCL)
+    monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))
     given = arrays()
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])

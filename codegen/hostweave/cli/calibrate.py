@@ -8,9 +8,10 @@ from itertools import accumulate, product
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
 from hostweave.build import cuda, figures
+from hostweave.communication.cost import LOOP
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.targets.cuda import why_no_puts
-from hostweave.tune.cost import LOOP, Product
+from hostweave.tune.cost import Product
 from hostweave.types.machine import H200, KB, MB, Link, Machine
 
 SHAPES = ((8192, 8192, 7168), (8192, 8192, 1280), (8192, 4096, 3584), (2048, 8192, 7168), (8192, 3584, 8192), (8192, 1024, 8192))

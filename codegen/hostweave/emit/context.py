@@ -11,6 +11,7 @@ from hostweave.emit.plans import Products
 from hostweave.emit.products import emit_products, multiplies
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
+from hostweave.transports.transport import DEFAULT
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
@@ -26,10 +27,6 @@ class ChannelMember:
     flag: str  # whether this rank is in the mesh; nothing where it is the program's
 
     @property
-    def has_windows(self) -> bool:
-        return self.ir.transport.has_windows
-
-    @property
     def along(self) -> str:
         return ", ".join(self.ir.axes)
 
@@ -41,7 +38,7 @@ class ChannelMember:
     @property
     def transport(self) -> str:
         """The last argument of calls about it, where it is another than usual."""
-        return ", hw::Transport::one_sided" if self.has_windows else ""
+        return "" if self.ir.transport.name == DEFAULT else f", hw::Transport::{self.ir.transport.name}"
 
 
 @dataclass(frozen=True)

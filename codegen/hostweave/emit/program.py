@@ -161,7 +161,7 @@ class Program:
     @property
     def window_channels(self) -> list[str]:
         """The members that are channels whose ranks touch each other's memory."""
-        return [channel.member for channel in self.channels if channel.has_windows]
+        return [channel.member for channel in self.channels if channel.ir.transport.shares_memory]
 
     @property
     def prepares_together(self) -> bool:

@@ -50,19 +50,6 @@ MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each 
 
 CHUNKINGS = ("by_shard", "across_shards")
 ROTATIONS = ("local_first", "local_last")
-AlgorithmsOf = dict[str, str]  # by what a reshard can communicate -> the step that this is
-
-# Of chunk loops, by what is communicated; the first one that fits is the default.
-ALGORITHMS: dict[str, AlgorithmsOf] = {
-    "all_gather": {"p2p": "by_shard", "broadcast": "by_shard", "put": "by_shard", "ring": "by_shard", "all_gather": "across_shards"},
-    "reduce_scatter": {"p2p": "by_shard", "put": "by_shard", "ring": "by_shard", "reduce": "by_shard", "reduce_scatter": "across_shards"},
-    "all_reduce": {"all_reduce": "across_shards"},
-    "all_to_all": {"all_to_all": "across_shards"},
-    "permute_shards": {"collective_permute": "across_shards"},
-    "reduce": {},
-    "transfer": {"transfer": "across_shards"},
-}
-ALGORITHM_NAMES = tuple(dict.fromkeys(name for algorithms in ALGORITHMS.values() for name in algorithms))
 
 
 @dataclass(frozen=True)
@@ -71,8 +58,7 @@ class Stream:
 
     `chunks` is the number of steps, or None for one step an index (which drops the dim inside the loop).
     `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
-    `algorithm` is how it communicates: p2p, put, all_gather, broadcast, reduce_scatter, all_reduce or ring; None where it does not, or
-    while open.
+    `algorithm` is the schedule by which it communicates, such as p2p or put; None if it does not, or while that is open.
     `rotation` says which block a rank takes at step 0 when steps go by block: `local_first`, `local_last` or None.
     """
 

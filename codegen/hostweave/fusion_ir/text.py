@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import Location, did_you_mean
 from hostweave.fusion_ir.choice import parse_choice
-from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, AttributeValue, Fusion, MeshAxes, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.fusion_ir.user_kernel import UserKernel, parse_user_kernel
@@ -137,14 +137,13 @@ def _parse_stream(reader: Reader, type: TensorType) -> Stream:
             chunks = reader.integer()
         elif word in CHUNKINGS and step is None:
             step = reader.take()
-        elif word in ALGORITHM_NAMES and by is None:
-            by = reader.take()
         elif word in ROTATIONS and rotation is None:
             rotation = reader.take()
+        elif word.isidentifier() and word not in (*CHUNKINGS, *ROTATIONS) and by is None:
+            by = reader.take()
         else:
-            reader.fail(
-                f"expected a number of chunks, {', '.join((*CHUNKINGS, *ALGORITHM_NAMES))} or a rotation, once each, found {reader.found()}"
-            )
+            words = ", ".join((*CHUNKINGS, *ROTATIONS))
+            reader.fail(f"expected a number of chunks, {words} or an algorithm, once each, found {reader.found()}")
     reader.expect(")")
     return Stream(dim, chunks, step, by, rotation)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from hostweave.base.errors import Location, ProgramError
-from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
+from hostweave.fusion_ir.ir import CHUNKINGS, ROTATIONS, Fusion, MeshAxes, Op
 from hostweave.fusion_ir.ops import OPS, RESHARDS, infer_type, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, SOURCES, VALUE
 from hostweave.fusion_ir.ops.definition import Mismatch
@@ -140,7 +140,7 @@ def _verify_stream(op: Op, level: int) -> None:
     here = f"stream of %{op.result.name}"
     if not 0 <= stream.dim < len(op.result.type.dims):
         raise ProgramError(f"{here}: {op.result.type} has no dim {stream.dim}", op.location)
-    for value, known in ((stream.chunking, CHUNKINGS), (stream.algorithm, ALGORITHM_NAMES), (stream.rotation, ROTATIONS)):
+    for value, known in ((stream.chunking, CHUNKINGS), (stream.rotation, ROTATIONS)):
         if value is not None and value not in known:
             raise ProgramError(f"{here}: {value!r} is not one of {', '.join(known)}", op.location)
     if op.callee:

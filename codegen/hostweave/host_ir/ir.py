@@ -210,6 +210,11 @@ class HostProgram:
         return next(channel for channel in self.channels if channel.name == name)
 
     @property
+    def shares_memory(self) -> bool:
+        """Whether ranks touch each other's memory over its channels."""
+        return any(channel.transport.shares_memory for channel in self.channels)
+
+    @property
     def libraries(self) -> frozenset[str]:
         """What it is linked with beside what all programs are."""
         return frozenset(library for i in self.instructions() for library in i.libraries)

@@ -16,9 +16,8 @@ from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Library, Toolchain, find_compiler
 from hostweave.targets.target import Target, runtime_sources, sources_of
+from hostweave.transports.transport import NAMES, Transport, find_transport
 from hostweave.types.machine import H200, Machine
-
-FIRST_WITH_SIGNALS = (2, 29)  # version of NCCL
 
 
 class _Cuda(Target):
@@ -67,10 +66,12 @@ class _Cuda(Target):
         machine = figures.measured(cuda.gpus()) or H200
         if why := why_no_peers(ranks):
             return machine.without_peers(why)
-        return machine.without_puts(why) if (why := why_no_puts(ranks)) else machine
+        for name in NAMES:
+            machine = machine.without(name, why) if (why := self.why_not(find_transport(name))) else machine
+        return machine
 
-    def why_no_signals(self) -> str:
-        return _why_no_signals()
+    def why_not(self, transport: Transport) -> str:
+        return why_not(transport)
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
         return usual() if wanted is None else wanted
@@ -94,15 +95,15 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 def why_no_puts(ranks: int) -> str:
     """Why ranks of programs that are built here cannot put into each other's memory; "" where they can."""
-    return _why_no_signals() or why_no_peers(ranks)
+    return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.shares_memory) or why_no_peers(ranks)
 
 
-def _why_no_signals() -> str:
-    """Why the library has none, of the version that programs are built with, or that another part of the process has loaded before."""
-    for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")):
-        if version is not None and version < FIRST_WITH_SIGNALS:
+def why_not(transport: Transport) -> str:
+    """Why the library is too old, of the version that programs are built with, or that another part of the process has loaded before."""
+    for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
+        if version is not None and version < transport.since:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
-            return f"puts need NCCL {'.'.join(map(str, FIRST_WITH_SIGNALS))} or later, and {found}"
+            return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {found}"
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from hostweave.base.paths import RUNTIME_SOURCES
 from hostweave.build.toolchain import Library, Toolchain
 from hostweave.fusion_ir.user_kernel import UserKernel
+from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
 CPU_DEVICE = -1  # the device of an array in host memory
@@ -45,8 +46,8 @@ class Target(Protocol):
     def machine(self, ranks: int) -> Machine:
         """The figures of the cost model for programs of so many ranks here, and whether these can reach each other's memory."""
 
-    def why_no_signals(self) -> str:
-        """Why the library that this process has or would load has no one-sided calls; "" where it has. By default it has."""
+    def why_not(self, transport: Transport) -> str:
+        """Why the library that this process has or would load cannot do what a transport carries; "" if it can, as by default."""
         return ""
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 
-NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "transport")))
-DEFAULT = "two_sided"  # of the channels that lowering makes
-COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute"})
+PREFERRED = ("two_sided", "one_sided")  # all transports; transport="auto" takes the first one that carries what is asked of a channel
+DEFAULT = PREFERRED[0]
+NAMES = tuple(sorted(PREFERRED))
+
+# What is asked of a transport: the traits `posts` of the instructions that go over it.
+COLLECTIVES = frozenset({"collective"})
+MESSAGES = frozenset({"send", "recv"})
+SIGNALS = frozenset({"signal", "wait_signal", "get"})  # and puts, which signal
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,12 @@ class Transport:
     template: str  # the file of templates/instructions that has a macro for each instruction
     handle: str  # what a call takes of the channel, in C++
     library: str  # what makes the calls, for messages
-    algorithms: frozenset[str]  # of chunk loops
     reduced_as: Mapping[str, str] = field(compare=False)  # the dtype that carries another one, which it cannot reduce
     posts_in_group: int  # the most calls that can be posted together
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
-    has_windows: bool  # ranks touch the memory of others, which the arena of a program registers with its channels
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
+    shares_memory: bool = False  # ranks touch the memory of others: the arena of a program is registered with its channels
+    since: tuple[int, ...] = ()  # the first version of the library that has its calls, where not all have them
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
 
 
@@ -34,8 +38,3 @@ def find_transport(name: str) -> Transport:
     """The transport of that name, which is one of NAMES."""
     transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
     return transport
-
-
-def transport_of(algorithm: str, usual: str = DEFAULT) -> str:
-    """The name of the transport on which a chunk loop of this algorithm communicates: the usual one where that can."""
-    return next(name for name in (usual, *NAMES) if algorithm in find_transport(name).algorithms)

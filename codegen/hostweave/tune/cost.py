@@ -7,10 +7,11 @@ another, and so do its communications, each as soon as what it needs is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod, sqrt
 
+from hostweave.communication.cost import communication
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS, is_by_kernels
@@ -30,11 +31,6 @@ TILES = (
 )
 SPLITS = (1, 2, 4, 8)  # into which the inner dim is cut, where there are few tiles
 READS = 0.85  # how fast a matmul reads its operands, where nothing else takes its time, beside a kernel that copies
-BESIDE_COPIES = 1.05  # a matmul takes as many times longer while copy engines use the memory, too
-BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
-KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
-LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
-CHUNK = 1.5e-6  # and of the events of an iteration
 EXCHANGE = 5.5e-6  # seconds in which a kernel has the first terms of others
 PACKETS = 190e9  # bytes in a second that it sends, of which half are its term
 ATTENTION = 0.74  # of what tensor cores do, that attention of 16-bit floats reaches; kernels of ours take about 32 times as long
@@ -183,13 +179,6 @@ def _ranks(op: Op, mesh: Mesh) -> int:
     return mesh.size_of(axes) if axes else 2
 
 
-def communication(machine: Machine, kind: str, ranks: int, size: float) -> float:
-    """A collective alone, of a tensor of which a rank has so many bytes before or after it. An all-reduce takes two."""
-    link = machine.link("collective", ranks)
-    once = link.seconds(size * (ranks - 1) / ranks)
-    return 2 * once - link.seconds(0) if kind == "all_reduce" else once
-
-
 def in_kernel(ranks: int, size: float) -> float:
     """An all_reduce of so many bytes by the kernel that uses it: each rank sends its term to each other one."""
     return EXCHANGE + 2 * size * (ranks - 1) / PACKETS
@@ -210,21 +199,6 @@ def most_terms(machine: Machine, ranks: int, type: BufferType) -> int:
     return most if is_one and size.divisor == 1 and 0 < size.coefficient <= most else 0
 
 
-def cost_beside(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
-    """How much longer ops take for a gather or a reduce-scatter of so many bytes beside them: by a collective, whose kernels hold
-    multiprocessors, and by copy engines, which put or get it and want the memory alone."""
-    by_kernels, by_copies = cost_alone(machine, kind, by, ranks, size)
-    added = _adding(machine, kind, ranks, size)
-    hidden = by_copies - LOOP - added
-    return by_kernels * _kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS), hidden * (BESIDE_COPIES - 1) + LOOP + added
-
-
-def cost_alone(machine: Machine, kind: str, by: str, ranks: int, size: float) -> tuple[float, float]:
-    """How long it takes with nothing beside it."""
-    copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks) + LOOP
-    return communication(machine, kind, ranks, size), copied + _adding(machine, kind, ranks, size)
-
-
 def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool) -> tuple[float, float]:
     """Of a gather to one buffer: of a rank's own shard, which copy engines do not bring, and of all shards, which no transport lays side
     by side along a dim that is not the outermost one."""
@@ -235,84 +209,3 @@ def cost_of_copies(machine: Machine, ranks: int, size: float, is_outermost: bool
 def cost_by_shards(machine: Machine, whole: Product, ranks: int) -> float:
     """How much longer products take of which each has the columns of one rank, one after the other, than the one of all columns."""
     return max(0.0, ranks * whole.chunk(ranks, rows=False, is_own=False).seconds(machine) - whole.seconds(machine))
-
-
-def _adding(machine: Machine, kind: str, ranks: int, size: float) -> float:
-    """The kernel that adds up the terms of a reduction, which were copied."""
-    return machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
-
-
-# --- chunk loops ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """A gather and the matmuls or the attention of what it makes, or a matmul and the reduction of what that makes, over a dim of both.
-
-    `size` is that of the gathered or partial tensor on one rank, in bytes. `rows` says whether the dim is one of rows of the results.
-    """
-
-    kind: str  # all_gather, reduce_scatter or all_reduce
-    ranks: int
-    size: float
-    products: tuple[Product | Attended, ...]
-    rows: bool = True
-    computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
-    beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
-    goes_on: bool = False  # whether the kernel that takes what is reduced, which reads it anyway, adds up what was put here
-    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and around the chunks
-
-    def in_sequence(self, machine: Machine) -> float:
-        communicated = communication(machine, self.kind, self.ranks, self.size)
-        hidden = min(communicated, self.beside)  # but for what it takes of the multiprocessors
-        computed = self.around[0] + sum(p.seconds(machine) for p in self.products)
-        return computed + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
-
-    def in_chunks(self, machine: Machine, algorithm: str, chunks: int) -> float:
-        """By p2p or puts as many chunks of each shard, or as many slices of all shards by a collective."""
-        by_shard, one_sided = self.kind != "all_reduce", algorithm == "put"
-        own = chunks // self.ranks if by_shard else 0  # chunks that travel nowhere
-        size, others = self.size / chunks, chunks - own
-        transfer = self.transfer(machine, one_sided, size) if by_shard else communication(machine, self.kind, self.ranks, size)
-        here, there = (sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False))
-        beside = min(1.0, others * transfer / (own * here + others * there))  # for how much of the time both run
-        slower = 1 + beside * ((BESIDE_COPIES if one_sided else BESIDE_KERNELS) - 1)
-        here, multiply = here * slower + CHUNK, there * slower + CHUNK
-        transfer *= 1.0 if one_sided else _kernels_beside(self.ranks)
-        if self.kind == "all_gather":
-            return LOOP + self.around[1] + _after_arrival(own * here, [transfer] * others, multiply)
-        summed = self.adding(machine, one_sided) if by_shard else 0.0
-        return LOOP + _before_departure([transfer] * others, multiply, own * multiply) + summed
-
-    def adding(self, machine: Machine, one_sided: bool) -> float:
-        """The kernel that adds up what has come from all ranks, or what another one takes longer for it."""
-        shard = self.size / self.ranks / machine.memory
-        return (self.ranks - 1) * shard if self.goes_on and one_sided else machine.launch + (self.ranks + 1) * shard
-
-    def transfer(self, machine: Machine, one_sided: bool, size: float) -> float:
-        """Of one chunk between two ranks."""
-        if one_sided:
-            return machine.link("get" if self.computed else "put", self.ranks).seconds(size)
-        return machine.link("collective", 2).seconds(size)
-
-
-def _kernels_beside(ranks: int) -> float:
-    return next(slower for most, slower in KERNELS_BESIDE.items() if ranks <= most or most == max(KERNELS_BESIDE))
-
-
-def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> float:
-    """What is computed here, then each chunk once it has arrived; one arrives after the other."""
-    computed, arrived = here, 0.0
-    for transfer in transfers:
-        arrived += transfer
-        computed = max(computed, arrived) + multiply
-    return computed
-
-
-def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
-    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
-    computed, departed = 0.0, 0.0
-    for transfer in transfers:
-        computed += multiply
-        departed = max(departed, computed) + transfer
-    return max(departed, computed + here)

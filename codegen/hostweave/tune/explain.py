@@ -3,14 +3,15 @@
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
+from hostweave.communication.schedules import transport_of
+from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
 from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.options import Options
-from hostweave.transports.transport import DEFAULT, transport_of
+from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel
 from hostweave.tune.overlaps import Candidate, candidates
 from hostweave.types.tensor import f32
@@ -30,9 +31,10 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
 def _basis(options: Options) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
     yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}"
-    if options.transport == DEFAULT:
+    faster = options.transport_carrying(SIGNALS)
+    if faster is None:
         yield f'two-sided transport alone, by transport="{DEFAULT}"'
-    elif why := options.figures.no_puts:
+    elif why := options.why_not(faster):
         yield f"two-sided transport alone: {why}"
     else:
         yield "one-sided transport where it is faster"
@@ -72,13 +74,14 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
     stream = op.result.stream
     beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
     if choice:
-        taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken.algorithm, choice.taken.chunks)
+        taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
         if op.result.is_async and choice.taken.chunks:
             apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
-            taken = f"beside other ops on a stream of its own by {choice.taken.algorithm}, {transport_of(choice.taken.algorithm)}{apart}"
+            by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
+            taken = f"beside other ops on a stream of its own by {by}{apart}"
         return f"{taken}{_times(choice)}"
     if stream and stream.algorithm:
-        return f"{_loop(stream.algorithm, stream.chunks)}, as stated"
+        return f"{_loop(Way(stream.algorithm, stream.chunks or 0, 0.0), options)}, as stated"
     return f"in sequence{beside}: {_why_not(stream, candidate, options)}"
 
 
@@ -87,8 +90,9 @@ def _times(choice: Choice) -> str:
     return f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}" if others else ""
 
 
-def _loop(algorithm: str, chunks: int | None) -> str:
-    return f"{chunks or 'one by one'} {'chunks' if chunks else ''} by {algorithm}, {transport_of(algorithm)}".replace("  ", " ")
+def _loop(way: Way, options: Options) -> str:
+    chunks = f"{way.chunks} chunks" if way.chunks else "one by one"
+    return f"{chunks} by {way.algorithm}, {transport_of(way, options).name}"
 
 
 def _why_not(stream: Stream | None, candidate: Candidate | None, options: Options) -> str:

@@ -1,11 +1,14 @@
 """Which reshards could be hidden behind matmuls or an attention in a chunk loop, and how long each way to do that takes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.cost import Overlap, by_collective, by_copies
+from hostweave.communication.schedule import Schedule
+from hostweave.communication.schedules import schedules_of
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
@@ -13,26 +16,15 @@ from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
-from hostweave.transports.transport import find_transport, transport_of
-from hostweave.tune.cost import (
-    Attended,
-    Overlap,
-    Product,
-    around_attention,
-    attended_of,
-    cost_by_shards,
-    cost_of_copies,
-    product_of,
-    seconds,
-)
+from hostweave.options import Options
+from hostweave.transports.transport import SIGNALS
+from hostweave.tune.cost import Attended, Product, around_attention, attended_of, cost_by_shards, cost_of_copies, product_of, seconds
 from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
 LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
-SUBCHUNKS = (1, 2, 4)  # of a shard
-SLICES = (2, 4)  # of all shards
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -158,11 +150,10 @@ class _Finder:
 # --- how long they take -----------------------------------------------------------------------------------------------
 
 
-def ways(
-    candidate: Candidate, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str = "auto", tf32: bool = False
-) -> tuple[Way, ...]:
-    """In sequence, and in chunks by each algorithm that can be, the fastest first."""
+def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
+    """In sequence, and in chunks by each schedule that can be, the fastest first."""
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
+    sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
     def bytes_of(op: Op) -> float:
         whole = op.result if op.kind != "reduce_scatter" else values[op.tensors[0]]
@@ -180,27 +171,23 @@ def ways(
     goes_on = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
     overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, beside, goes_on, around)
     found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
-    for algorithm, chunks in _chunked(candidate, candidate.size.bind(sizes)):
-        if transport in ("auto", transport_of(algorithm)) and _can_be(algorithm, candidate, machine):
-            found.append(Way(algorithm, chunks, _micros(overlap.in_chunks(machine, algorithm, chunks))))
+    for schedule, chunks in _chunked(candidate, options):
+        found.append(Way(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
     return tuple(sorted(found, key=lambda way: way.micros))
 
 
-def reaches_memory(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, transport: str) -> bool:
+def reaches_memory(fusion: Fusion, options: Options) -> bool:
     """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
-    finder = _Finder(fusion, sizes)
-    return transport == "auto" and not machine.no_puts and finder.is_on_all_ranks and finder.is_even()
+    finder, transport = _Finder(fusion, options.sizes), options.transport_carrying(SIGNALS)
+    is_possible = options.transport == "auto" and transport is not None and not options.why_not(transport)
+    return is_possible and finder.is_on_all_ranks and finder.is_even()
 
 
-Cost = Callable[[Machine, str, str, int, float], tuple[float, float]]  # cost_beside, or cost_alone
-
-
-def ways_outside_loops(
-    op: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, cost: Cost, reaches: bool, tf32: bool = False
-) -> tuple[Way, ...]:
+def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
     """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or, where ranks reach each
     other's memory, by copy engines, put from where it lies in no window and else read. Either may leave a product's shards apart, which is
     a way in as many chunks. Nothing of another op, and where its size is not known."""
+    sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
     is_known = sizes.keys() >= {name for size in op.result.type.shape for name in size.symbols}
@@ -209,15 +196,18 @@ def ways_outside_loops(
     whole = op.result if op.kind == "all_gather" else source
     bytes_of = float(prod(local_dims(whole.type, fusion.mesh, sizes)) * whole.type.dtype.itemsize)
     by = "get" if op.kind == "reduce_scatter" or _is_made(source.name, fusion) else "put"
-    by_kernels, by_copies = cost(machine, op.kind, by, ranks, bytes_of)
+    kernels, copies = (
+        by_collective(machine, op.kind, ranks, bytes_of, is_beside),
+        by_copies(machine, op.kind, by, ranks, bytes_of, is_beside),
+    )
     own = laid_out = 0.0
     apart = list[Way]()
     if product := _shards_product(op, fusion, sizes, ranks):
         own, laid_out = cost_of_copies(machine, ranks, bytes_of, _is_outermost(op))
-        longer = cost_by_shards(machine, product_of(product, fusion, sizes, tf32), ranks)
-        apart = [Way(by, ranks, _micros(by_copies + longer)) if reaches else Way(op.kind, ranks, _micros(by_kernels + longer))]
-    at_once = [Way(by, 1, _micros(by_copies + own + laid_out))] if reaches else []
-    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(by_kernels + laid_out)), *at_once, *apart), key=lambda way: way.micros))
+        longer = cost_by_shards(machine, product_of(product, fusion, sizes, options.tf32), ranks)
+        apart = [Way(by, ranks, _micros(copies + longer)) if reaches else Way(op.kind, ranks, _micros(kernels + longer))]
+    at_once = [Way(by, 1, _micros(copies + own + laid_out))] if reaches else []
+    return tuple(sorted((Way(IN_SEQUENCE, 0, _micros(kernels + laid_out)), *at_once, *apart), key=lambda way: way.micros))
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
@@ -262,19 +252,14 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
     return Choice(choice.value, choice.function, (taken, *(way for way in possible if way != taken)))
 
 
-def _chunked(candidate: Candidate, size: int) -> Iterator[tuple[str, int]]:
-    """Algorithms and numbers of chunks that divide the dim, or each rank's part of it."""
-    ranks = candidate.ranks
-    size, rest = divmod(size, candidate.shards)
-    if candidate.reshard.kind == "all_reduce":
-        counts = [("all_reduce", slices) for slices in SLICES]
-    else:
-        counts = [("put", subchunks * ranks) for subchunks in SUBCHUNKS if subchunks == 1 or not candidate.keys] + [("p2p", ranks)]
-    yield from ((algorithm, chunks) for algorithm, chunks in counts if size and not rest and size % chunks == 0 and chunks <= MAX_STEPS)
-
-
-def _can_be(algorithm: str, candidate: Candidate, machine: Machine) -> bool:
-    return not find_transport(transport_of(algorithm)).has_windows or (candidate.is_even and not machine.no_puts)
+def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
+    """Schedules that can be chosen, and numbers of chunks that divide the dim, or each rank's part of it; of keys one chunk a rank."""
+    size, rest = divmod(candidate.size.bind(options.sizes), candidate.shards)
+    for schedule, transport in schedules_of(candidate.reshard.kind, options):
+        can_be = candidate.is_even or not transport.shares_memory
+        for chunks in schedule.chunks(candidate.ranks) if can_be and not options.why_not(transport) else ():
+            if size and not rest and size % chunks == 0 and chunks <= (candidate.ranks if candidate.keys else MAX_STEPS):
+                yield schedule, chunks
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:

@@ -36,8 +36,8 @@ class Machine:
     """The figures of one kind of GPU and of its links, as measured; `hostweave calibrate` writes them as JSON.
 
     A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
-    and `wave` more. Where ranks cannot put into each other's memory, `no_puts` says why, and where
-    they cannot reach it at all `no_peers`, too.
+    and `wave` more. `refused` names transports that ranks cannot communicate by, each with the reason; `no_peers` says why ranks cannot
+    reach each other's memory at all.
     """
 
     name: str
@@ -47,21 +47,21 @@ class Machine:
     memory: float  # bytes in a second, read and written
     launch: float  # seconds of a kernel that does nothing
     links: tuple[Link, ...] = field(repr=False)
-    no_puts: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
 
     def link(self, by: str, ranks: int) -> Link:
         """That of the number of ranks that is closest to this one, of two the larger."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
 
-    def without_puts(self, why: str) -> Machine:
-        return replace(self, no_puts=why)
+    def without(self, transport: str, why: str) -> Machine:
+        return replace(self, refused=(*self.refused, (transport, why)))
 
     def without_peers(self, why: str) -> Machine:
-        return replace(self, no_puts=why, no_peers=why)
+        return replace(self, no_peers=why)
 
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name not in ("no_puts", "no_peers")}, indent=1) + "\n"
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in ("refused", "no_peers")}, indent=1) + "\n"
 
     @staticmethod
     @checked

@@ -17,7 +17,7 @@ from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.indexing import Index, indexed
 from hostweave.fusion_ir.frontend.recording import dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
-from hostweave.fusion_ir.ir import ALGORITHM_NAMES, CHUNKINGS, Fusion, Op, Scalar, Stream, Value
+from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, fits, infer_type, needs_whole, operand_types
 from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -125,9 +125,8 @@ class Tensor:
             raise ProgramError.here("stream: this value is streamed already; state one dim, once")
         number = dim_of(self, dim, "stream")
         self._check_stream(self._op, number, chunks)
-        for word, value, known in (("algorithm", algorithm, ALGORITHM_NAMES), ("chunking", chunking, CHUNKINGS)):
-            if value is not None and value not in known:
-                raise ProgramError.here(f"stream: there is no {word}={value!r}; {did_you_mean(value, known)}")
+        if chunking is not None and chunking not in CHUNKINGS:
+            raise ProgramError.here(f"stream: there is no chunking={chunking!r}; {did_you_mean(chunking, CHUNKINGS)}")
         self._value = replace(self._value, stream=Stream(number, chunks, chunking, algorithm))
         return self
 

@@ -16,21 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from hostweave.base.errors import OverlapWarning, ProgramError
-from hostweave.fusion_ir.ir import ALGORITHMS, AlgorithmsOf, Fusion, Op, Stream
+from hostweave.base.errors import OverlapWarning, ProgramError, did_you_mean
+from hostweave.communication.schedule import Schedule
+from hostweave.communication.schedules import NAMES, schedules_of
+from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Stream
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, needs_whole, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
-from hostweave.transports.transport import DEFAULT, find_transport, transport_of
-
-# Which block a rank takes first: of a gather its own, which is there; of a reduce-scatter it comes last, for it travels nowhere.
-ROTATIONS = {
-    (kind, way): rotation
-    for kind, rotation in (("all_gather", "local_first"), ("reduce_scatter", "local_last"))
-    for way in ("p2p", "ring", "put")
-}
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
@@ -38,7 +32,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
     Raises ProgramError where a stated step or way of communicating cannot be, with what can.
     """
-    choice = _Choice(fusion, options.transport)
+    choice = _Choice(fusion, options)
     for op in fusion.ops:
         if op.result.stream and op.result.name not in choice.streams:
             choice.choose(op, op.result.stream)
@@ -69,8 +63,8 @@ class _Member:
 
 
 class _Choice:
-    def __init__(self, fusion: Fusion, transport: str):
-        self.mesh, self.transport = fusion.mesh, transport
+    def __init__(self, fusion: Fusion, options: Options):
+        self.mesh, self.options = fusion.mesh, options
         self.ops = fusion.ops
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.producer = {op.result.name: op for op in fusion.ops}
@@ -81,17 +75,22 @@ class _Choice:
 
     def choose(self, root: Op, stream: Stream) -> None:
         """Settles the loop of one value that the user streamed."""
+        if stream.algorithm and stream.algorithm not in NAMES:
+            why = f"there is no algorithm={stream.algorithm!r}; {did_you_mean(stream.algorithm, NAMES)}"
+            raise ProgramError(f"stream of %{root.result.name}: {why}", root.location)
         members = self.members(root, stream.dim, through_gathers=False)
         step, by = self.communicate(root, stream, members)
         if step == "across_shards":
             members = self.members(root, stream.dim, through_gathers=True)
             step, by = self.communicate(root, replace(stream, chunking=step), members)
-        rotation = next((ROTATIONS.get((m.change.kind, by[m.name])) for m in members if m.change and m.name in by), None)
+        rotation = next((by[m.name].rotation for m in members if m.name in by), None)
         if not by:
             step, rotation = self.compute(root, stream)
             self.warn_of_gathers_before(members[0])
         for member in members:
-            self.streams[member.name] = Stream(member.dim, stream.chunks, step, by.get(member.name), rotation)
+            self.streams[member.name] = Stream(
+                member.dim, stream.chunks, step, by[member.name].name if member.name in by else None, rotation
+            )
             if step == "across_shards":
                 self.check_slices(root, stream, member)
         self.joined[root.result.name] = members[1:]
@@ -182,42 +181,34 @@ class _Choice:
 
     # --- loops that communicate ---
 
-    def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, str]]:
-        """The step, one for all, and by what each reshard communicates: as stated where that fits the step. Nothing where none does."""
-        possible = {m.name: (m.change.kind, self.algorithms(m, m.change, stream)) for m in members if m.change and m.communicates}
-        for step in (stream.chunking,) if stream.chunking else ("by_shard", "across_shards"):
-            fitting = {name: [way for way, its_step in ways.items() if its_step == step] for name, (_, ways) in possible.items()}
-            by = {name: stream.algorithm if stream.algorithm in ways else ways[0] for name, ways in fitting.items() if ways}
-            rotations = {ROTATIONS.get((kind, by[name])) for name, (kind, _) in possible.items() if name in by}
-            if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in by.values()):
+    def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
+        """The step, one for all, and the schedule of each reshard: as stated if that fits the step. Nothing if none does."""
+        possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
+        for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
+            fitting = {name: [way for way in ways if way.chunking == step] for name, (_, ways) in possible.items()}
+            by = {name: next((way for way in ways if way.name == stream.algorithm), ways[0]) for name, ways in fitting.items() if ways}
+            rotations, names = {way.rotation for way in by.values()}, {way.name for way in by.values()}
+            if by and len(by) == len(possible) and len(rotations) == 1 and (stream.algorithm is None or stream.algorithm in names):
                 return step, by
         is_alone = 1 in [size for _, size in root.result.type.mesh_in(self.mesh).axes]  # a group of one rank communicates nothing
         if possible or (stream.algorithm and not is_alone):
             self.refuse(root, stream, possible)
         return "", {}
 
-    def algorithms(self, member: _Member, change: ReshardStep, stream: Stream) -> AlgorithmsOf:
+    def schedules(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Schedule]:
         """By block only over the streamed dim itself, in a multiple of the ranks. What moves a dim's blocks cannot walk that dim."""
         if self.moves_streamed_dim(member, change):
-            return {}
+            return []
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
         fits = stream.chunks is None or stream.chunks % whole.mesh_in(self.mesh).size_of(change.axes) == 0
-        if member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits:
-            return {way: step for way, step in ALGORITHMS[change.kind].items() if self.can_be(way, member, change, stream)}
-        across = {way: step for way, step in ALGORITHMS[change.kind].items() if step == "across_shards"}
-        return {way: step for way, step in across.items() if self.can_be(way, member, change, stream)}
-
-    def can_be(self, way: str, member: _Member, change: ReshardStep, stream: Stream) -> bool:
-        """Whether the transport of an algorithm is one that may be, and can do this communication."""
-        transport = transport_of(way, DEFAULT if self.transport == "auto" else self.transport)
-        if self.transport not in ("auto", transport):
-            return False
-        if not find_transport(transport).has_windows:
-            return True
+        by_shard = member.changes_streamed_dim("all_gather", "reduce_scatter") and not whole.dims[member.dim].axes and fits
         is_counted = stream.chunks is not None or member.op.result.type.shape[member.dim].is_int
-        is_on_all_ranks = all(type.mesh is None for type in self.types.values())  # whose windows are laid out alike
-        is_collective = ALGORITHMS[change.kind][way] == "across_shards"
-        return is_on_all_ranks and (is_collective or (is_counted and change.reduction in ("", "sum")))
+        is_on_all_ranks = all(type.mesh is None for type in self.types.values())
+        return [
+            schedule
+            for schedule, transport in schedules_of(change.kind, self.options)
+            if schedule.fits(change, transport, is_counted, is_on_all_ranks) and (by_shard or schedule.chunking == "across_shards")
+        ]
 
     def moves_streamed_dim(self, member: _Member, change: ReshardStep) -> bool:
         if change.kind in TO_OTHER_MESHES:
@@ -232,16 +223,17 @@ class _Choice:
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
         return apart and set(blocks.sent) | set(blocks.received) <= {1}
 
-    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, AlgorithmsOf]]) -> NoReturn:
+    def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, list[Schedule]]]) -> NoReturn:
         stated = ", ".join(f"{word}={value!r}" for word, value in (("chunking", stream.chunking), ("algorithm", stream.algorithm)) if value)
         can = [
-            f"{', '.join(f'{way} ({step})' for way, step in ways.items()) or 'nothing'} for the {kind} of %{name}"
+            f"{', '.join(f'{way.name} ({way.chunking})' for way in ways) or 'nothing'} for the {kind} of %{name}"
             for name, (kind, ways) in possible.items()
         ]
-        stated += f"transport={self.transport!r}" if self.transport != "auto" and not stated else ""
+        transport = self.options.transport
+        stated += f"transport={transport!r}" if transport != "auto" and not stated else ""
         remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
-        if can and self.transport != "auto":
-            remedy += f'; transport={self.transport!r} has no others, so use transport="auto"'
+        if can and transport != "auto":
+            remedy += f'; transport={transport!r} has no others, so use transport="auto"'
         raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
 
     # --- loops that communicate nothing ---

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hostweave.communication.schedules import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
-from hostweave.transports.transport import DEFAULT, transport_of
-from hostweave.tune.cost import cost_alone, cost_beside, most_terms, seconds
-from hostweave.tune.overlaps import Cost, choice_of, reaches_memory, ways_outside_loops
+from hostweave.tune.cost import most_terms, seconds
+from hostweave.tune.overlaps import choice_of, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
 
 PRODUCTS = ("matmul", "attention", "attention_backward")
@@ -74,12 +74,12 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
         beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
         if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
             del ops[place]
-            ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), cost_beside))
+            ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
             alone.append(op)
     if transfers.choices:  # the program has windows, or could have some
         for op in alone:
-            ops[ops.index(op)] = transfers.taken(op, cost_alone)
+            ops[ops.index(op)] = transfers.taken(op, is_beside=False)
     return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))
 
 
@@ -89,20 +89,21 @@ class _Transfers:
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
         self.chosen = {choice.value for choice in fusion.choices}
-        self.reaches = reaches_memory(fusion, options.sizes, options.figures, options.transport)
+        self.reaches = reaches_memory(fusion, options)
         self.choices: list[Choice] = []
 
-    def taken(self, op: Op, cost: Cost) -> Op:
+    def taken(self, op: Op, is_beside: bool) -> Op:
         """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
         options = self.options
-        possible = ways_outside_loops(op, self.fusion, options.sizes, options.figures, cost, self.reaches, options.tf32)
+        possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
         if len(possible) < 2 or op.result.name in self.chosen:
             return op
         self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
         if not choice.taken.chunks:
             return op
-        transport = transport_of(choice.taken.algorithm)
-        return replace(op, result=replace(op.result, is_async=True, transport="" if transport == DEFAULT else transport))
+        transport = transport_of(choice.taken, options)
+        is_usual = transport == options.transports[0]
+        return replace(op, result=replace(op.result, is_async=True, transport="" if is_usual else transport.name))
 
 
 def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:

@@ -38,7 +38,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         involved = {op.result.name for op in (*candidate.reshards, *candidate.matmuls)}
         if not involved.isdisjoint(in_loops):
             continue
-        possible = ways(candidate, fusion, options.sizes, options.figures, options.transport, options.tf32)
+        possible = ways(candidate, fusion, options)
         choices.append(choice_of(candidate.reshard, fusion, possible, options.ways))
         taken = choices[-1].taken
         if taken.algorithm != IN_SEQUENCE:

@@ -74,7 +74,7 @@ class _Numbering(Emitter):
         candidate = next((found for found in candidates(fusion, options.sizes) if found.reshard == gathers[0]), None)
         if candidate is None or candidate.unknown:
             return None
-        possible = ways(candidate, fusion, options.sizes, options.figures, options.transport)
+        possible = ways(candidate, fusion, options)
         return choice_of(gathers[0], fusion, possible, options.ways)
 
     def beside(self, op: Op) -> tuple[str, ...]:

@@ -31,9 +31,8 @@ from hostweave.types.tensor import Dim, TensorType
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it an all_reduce that is known to be of few bytes is part of a kernel, and one that may be is under a condition on its size."""
     parts = bodies(program)
-    used = {program.channel(i.channel) for part in parts for i in tree.walk(part.body) if isinstance(i, ir.Communication)}
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
-    if options.transport != "auto" or options.figures.no_peers or beside or any(channel.transport.has_windows for channel in used):
+    if options.transport != "auto" or options.figures.no_peers or beside or program.shares_memory:
         return program
     return joined([_Reducing(part, options).program() for part in parts])
 

@@ -51,7 +51,7 @@ def all_gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | No
     """`wants_own` says whether this rank's block of `dst` has to be there, too."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         src = contiguous_source(b, src, steps)
-        if b.transport.has_windows:
+        if b.transport.shares_memory:
             Exchange(b, shards.axes).all_gather(src, landing, shards.along, wants_own)
         else:
             b.emit(ir.AllGather(src, landing, b.channel(shards.axes), shards.along))
@@ -72,7 +72,7 @@ def gathered(b: Builder, src: str, wanted: str, shards: Shards, steps: Steps | N
 def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None, reduce: Reduce) -> None:
     blocks = source_blocks(b, src, shards, steps, b.types[dst])
     with packed_destination(b, dst, steps) as landing:
-        if b.transport.has_windows:
+        if b.transport.shares_memory:
             Exchange(b, shards.axes).reduce_scatter(blocks, landing, reduce, shards.along)
         else:
             b.emit(ir.ReduceScatter(blocks, landing, op, b.channel(shards.axes), shards.along))
@@ -81,7 +81,7 @@ def reduce_scatter(b: Builder, src: str, dst: str, op: str, shards: Shards, step
 def all_reduce(b: Builder, src: str, dst: str, op: str, shards: Shards, steps: Steps | None, reduce: Reduce) -> None:
     with packed_destination(b, dst, steps) as landing:
         src = contiguous_source(b, src, steps)
-        if b.transport.has_windows:
+        if b.transport.shares_memory:
             Exchange(b, shards.axes).all_reduce(src, landing, reduce)
         else:
             b.emit(ir.AllReduce(src, landing, op, b.channel(shards.axes)))
@@ -91,7 +91,7 @@ def all_to_all(b: Builder, src: str, dst: str, cut: Shards, joined: Shards, step
     """Dim `cut.dim` of src goes out block by block, and what comes in stands along dim `joined.dim` of dst."""
     blocks = source_blocks(b, src, cut, steps)
     with destination_blocks(b, dst, joined, steps) as landing:
-        if b.transport.has_windows:
+        if b.transport.shares_memory:
             Exchange(b, cut.axes).all_to_all(blocks, landing)
         else:
             b.emit(ir.AllToAll(blocks, landing, b.channel(cut.axes), cut.along, joined.along))
@@ -100,7 +100,7 @@ def all_to_all(b: Builder, src: str, dst: str, cut: Shards, joined: Shards, step
 def collective_permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
     with packed_destination(b, dst, steps) as landing:
         src = contiguous_source(b, src, steps)
-        if b.transport.has_windows:
+        if b.transport.shares_memory:
             Exchange(b, axes).collective_permute(src, landing, sources)
         else:
             b.emit(ir.CollectivePermute(src, landing, sources, b.channel(axes)))
@@ -271,7 +271,7 @@ def pass_on(b: Builder, src: str, next_dst: Callable[[], str], shards: Shards, s
 
     def exchange() -> None:
         rank, size, channel, arriving = shards.rank, shards.size, b.channel(shards.axes), next_dst()
-        if b.transport.has_windows:  # it has one place on all ranks
+        if b.transport.shares_memory:  # it has one place on all ranks
             b.emit(ir.Put(src, src, (rank + 1) % size, SIGNAL, channel))
             b.emit(ir.WaitSignal(SIGNAL, (rank - 1) % size, arriving, channel))
         else:

@@ -35,7 +35,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.passes.lower.steps import expr_of, rank_in_group
-from hostweave.transports.transport import find_transport, transport_of
+from hostweave.transports.transport import find_transport
 from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
@@ -57,7 +57,7 @@ class Signals:
     def __post_init__(self) -> None:
         mesh = self.b.present_mesh
         self.rank, self.size = rank_in_group(mesh, self.axes), mesh.size_of(self.axes)
-        self.channel = self.b.channel(self.axes, find_transport(transport_of("put")))
+        self.channel = self.b.channel(self.axes, find_transport("one_sided"))
 
     def each(self, count: int, emit: Callable[[Var], None]) -> None:
         """A loop of its own."""

@@ -62,7 +62,7 @@ class Reshards:
     def begin_loop(self, loop: Loop, steps: Steps) -> None:
         """What goes before a loop of puts. Where a process group has one rank nothing is put."""
         op, by = loop.communication, algorithm_of(loop)
-        if op is None or steps.shards == 1 or not (by == "put" or (by == "ring" and self.b.transport.has_windows)):
+        if op is None or steps.shards == 1 or not (by == "put" or (by == "ring" and self.b.transport.shares_memory)):
             return
         known = self.b, step_of(op).axes, self.flow, self.buffers, op, steps
         if op.kind == "all_gather":
@@ -82,14 +82,14 @@ class Reshards:
             source, dst = self.flow.types[op.tensors[0]], self.buffers.destination(op, steps)
             with self.b.on(source.mesh):
                 src = communication.contiguous_source(self.b, self.buffers.operand(op, 0, steps), steps)
-                if self.b.transport.has_windows:
+                if self.b.transport.shares_memory:
                     here, root = (lambda: self.b.on(op.result.type.mesh)), change.root or 0
                     Exchange(self.b, change.axes).reduce(src, dst, root, here, self._reducing(op, change))
                 else:
                     self.b.emit(ir.Reduce(src, dst, change.reduction, Const(change.root or 0), self.b.channel(change.axes)))
         elif change.kind == "transfer":
             operand, destination = (lambda: self.buffers.operand(op, 0, steps)), (lambda: self.buffers.destination(op, steps))
-            if self.b.transport.has_windows:
+            if self.b.transport.shares_memory:
                 if len(self.unread) == NUMBERS - 1:
                     self.wait_for_readers()
                 self.unread.append(by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
@@ -129,7 +129,7 @@ class Reshards:
         """One collective, in a loop one a step."""
         src, dst = self.buffers.operand(op, 0, steps), self.buffers.destination(op, steps)
         shards = replace(self._shards(op, change, steps), is_uneven=self._is_uneven(op))
-        if change.kind == "all_to_all" and shards.is_uneven and self.b.transport.has_windows:
+        if change.kind == "all_to_all" and shards.is_uneven and self.b.transport.shares_memory:
             shape = self._padded_shape(op)
             with self._padded(op, src, dst, shape) as padded:
                 self._collective(op, change, *padded, replace(shards, is_uneven=False), steps)

@@ -41,7 +41,7 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: str) 
     """The dims that an op needs to be shared evenly."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
-        if not why and find_transport(transport).has_windows and _is_cut(types[op.tensors[0]], op.result.type, fusion.mesh):
+        if not why and find_transport(transport).shares_memory and _is_cut(types[op.tensors[0]], op.result.type, fusion.mesh):
             why = "a move between meshes by reading"
         for type in (types[op.tensors[0]], op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
