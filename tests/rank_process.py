@@ -139,7 +139,7 @@ def run_all(rank: Rank, which: str) -> None:
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
-            rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0])))
+            rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0]), sizes=known))
             assert any(other.compiled.host.windows for other in program._running.in_windows.values())
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count as count_from
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +30,7 @@ from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:
     from hostweave.runtime.local import LocalProgram
+    from hostweave.runtime.sizes import ComparedSizes
 
 T = TypeVar("T")
 
@@ -134,6 +136,8 @@ class Group:
         self._failure: str | None = None
         self._aborted = threading.Event()  # after it has failed
         self._calls = 0  # that this rank has made, as all of them do
+        self._numbers = count_from(0)
+        self._sizes: weakref.WeakValueDictionary[int, ComparedSizes] = weakref.WeakValueDictionary()  # by number
         self.closed = False
         self._lock = threading.RLock()
         self.calling = threading.RLock()  # held by the thread that makes a call as this rank; the others take turns
@@ -283,7 +287,7 @@ class Group:
         except (PeerLost, Failed) as failure:
             late = timed_out(timeout, failure.ranks) if isinstance(failure, PeerLost) else str(failure)
             self.fail(late)
-            raise ExecutionError(f"{signature.program}: {late}{waits_for}") from None
+            raise ExecutionError(f"{signature.program}: {late.removesuffix(waits_for)}{waits_for}") from None
         except BaseException as interruption:
             self.fail(f"rank {self.rank}: {type(interruption).__name__}")
             raise
@@ -384,6 +388,22 @@ class Group:
             if calls < self._calls:
                 return f"rank {rank} has left before call {self._calls}, in which rank {self.rank} waits for it"
         return None
+
+    def number(self, sizes: ComparedSizes) -> int:
+        """Gives the sizes of a program a number, by which other ranks name them."""
+        number = next(self._numbers)
+        self._sizes[number] = sizes
+        return number
+
+    def diverged(self) -> str | None:
+        """The sizes of a call that this rank has begun, and another rank compares, as a message, or None."""
+        if (announced := self.meeting.announced()) is None:
+            return None
+        meeting, text = announced
+        rank, number, call, given = json.loads(text)
+        sizes = self._sizes.get(number)
+        difference = sizes.differ_from(rank, call, given) if sizes and rank != self.rank else None
+        return difference if self.meeting.number < meeting else None  # read last: a rank compares before it begins the call
 
     def progress(self) -> str:
         """The number of calls that this rank has made and completed, for each program."""

@@ -24,6 +24,7 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
+from hostweave.runtime.sizes import ComparedSizes, Sizes
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
@@ -90,6 +91,8 @@ class LocalProgram:
         # Why its ranks cannot reach each other's memory; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._module.out_of_reach(self._member)
         self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
+        compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
+        self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -116,6 +119,8 @@ class LocalProgram:
         def step() -> bool:
             bound_shapes = self._arguments.table(bound).shapes
             global_shapes = [self._arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
+            if self._compared:
+                self._compared.compare_prepared(global_shapes)
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
             for shapes in global_shapes:
                 expect_divided(self._host, shapes)
@@ -174,7 +179,14 @@ class LocalProgram:
         if common and common.is_due and not self._module.is_captured(taken.stream):
             self._decide_graphs(common, taken, addresses)
         where = taken.table.native, taken.addresses, addresses, taken.stream
-        group.run(self._host.name, self._member, self._native.run, *where, self._schedule(), self._graphs)
+        if self._compared:
+            self._compared.begin(taken)
+        try:
+            group.run(self._host.name, self._member, self._native.run, *where, self._schedule(), self._graphs)
+        except CaptureError:
+            if self._compared:
+                self._compared.take_back()
+            raise
         if common:
             common.count()
         return taken, outputs, addresses
@@ -217,9 +229,15 @@ class LocalProgram:
             raise
 
     def _ready_alone(self, take: Callable[[], Taken]) -> Taken:
-        taken = take()
+        if self._compared and self._compared.is_first:
+            taken, _ = self._agreed(take, self._group.call_timeout)
+            self._compared.is_first = False
+        else:
+            taken = take()
         ready_for = taken.table.digest, taken.shapes, taken.sizes
         if self._ready_for != ready_for:
+            if self._compared:
+                self._compared.compare(taken)
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(taken, self._arguments.global_shapes(taken))
@@ -284,6 +302,10 @@ class LocalProgram:
         with native_calls, self._measuring():
             self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
         return True
+
+    def _sizes_of(self, taken: Taken) -> Sizes:
+        shapes = taken.all_shapes
+        return Sizes(shapes, self._arguments.global_shapes(taken) or tuple(map(self._if_even, self._host.inputs, shapes)))
 
     def _if_even(self, parameter: Parameter, shape: Shape) -> Shape:
         """The shape of the global array of which this rank holds a block of that shape, as all others do."""

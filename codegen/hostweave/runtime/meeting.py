@@ -38,6 +38,7 @@ class Meeting:
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
+        self.number = 0  # of meetings that this rank has come to
 
     def gather(self, record: str, timeout: float) -> list[str]:
         """The records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed where another rank has failed."""
@@ -57,6 +58,13 @@ class Meeting:
         """Why the group has failed, as some rank told."""
         return None
 
+    def announce(self, text: str) -> None:
+        """Tells the watchdogs of the others of the next meeting, to which this rank goes."""
+
+    def announced(self) -> tuple[int, str] | None:
+        """The number of the meeting that was announced last, and what was said of it."""
+        return None
+
     def note(self, text: str) -> None:
         """Leaves word for the others of how far this rank came."""
 
@@ -71,22 +79,21 @@ class StoreMeeting(Meeting):
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
         self._store, self._prefix = store, prefix
-        self._number = 0
 
     @property
     def failure_key(self) -> str:
         return f"{self._prefix}/failed"
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        self._number += 1
+        self.number += 1
         deadline = time.monotonic() + timeout
-        self._set(f"record/{self._rank}", f"{self._number} {record}")
+        self._set(f"record/{self._rank}", f"{self.number} {record}")
         try:
             if self._rank == 0:
                 records = [self._await(f"record/{rank}", deadline) for rank in range(self._count)]
                 if reason := self.failure():  # some may have given up waiting for this rank
                     raise Failed(reason)
-                self._set("records", f"{self._number} {json.dumps(records)}")
+                self._set("records", f"{self.number} {json.dumps(records)}")
                 return records
             all_records: list[str] = json.loads(self._await("records", deadline))
             return all_records
@@ -107,6 +114,13 @@ class StoreMeeting(Meeting):
 
     def failure(self) -> str | None:
         return self._look("failed")
+
+    def announce(self, text: str) -> None:
+        self._set("announced", f"{self.number + 1} {text}")
+
+    def announced(self) -> tuple[int, str] | None:
+        number, _, text = (self._look("announced") or "").partition(" ")
+        return (int(number), text) if number else None
 
     def note(self, text: str) -> None:
         self._set(f"note/{self._rank}", text)
@@ -138,7 +152,7 @@ class StoreMeeting(Meeting):
             number, record = self._store.get(f"{self._prefix}/{key}", timeout).decode().split(" ", 1)
         except TimeoutError:
             return None
-        return record if int(number) == self._number else None
+        return record if int(number) == self.number else None
 
     def _look(self, key: str) -> str | None:
         try:
@@ -271,6 +285,7 @@ class CallSignature:
     error: str = ""
     bound: str = ""  # a digest of the inputs that are bound, which shapes and spans are then without
     windows: tuple[tuple[int, int], ...] = ()  # where arguments lie in memory that ranks share
+    call: int = 0  # number of the call of the program whose sizes are compared
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -302,6 +317,11 @@ def disagreement(signatures: Sequence[CallSignature]) -> str | None:
             )
         if signature.digest != first.digest:
             return f"rank {rank} calls another program of that name than rank 0; compile the same one, with the same options, on all ranks"
+        if signature.call != first.call:
+            return (
+                f"rank {rank} compares the sizes of call {signature.call}, rank 0 those of call {first.call}; "
+                "pass sizes that fit together to each call"
+            )
         if signature.windows != first.windows:
             return f"rank {rank} passes other arrays of group.empty than rank 0; pass what one call of it gave, from the same place on"
     return None

@@ -1,7 +1,7 @@
 """The watchdog of a group: a thread that notices what a rank cannot that waits inside the runtime, or only enqueues.
 
-When a call exceeds its time limit, another rank reports a failure, or has left, it writes the progress of every rank into one report
-and aborts the channels, which ends whatever waits for them.
+When a call exceeds its time limit, or another rank reports a failure, has left, or passes other sizes, it writes the progress of every
+rank into one report and aborts the channels, which ends whatever waits for them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _watch(watched: weakref.ref[Group]) -> None:
     while (group := watched()) and not group.failure:
         reason = None
         try:
-            reason = (group.meeting.failure() or group.deserted()) if looking else None
+            reason = (group.meeting.failure() or group.deserted() or group.diverged()) if looking else None
         except StoreClosed:
             looking = False
         except ExecutionError as error:
