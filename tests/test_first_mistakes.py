@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import pickle
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "too few": (lambda x: hw.matmul(x), {}, "matmul: missing 1 required positional argument: 'b'; write matmul(a, b)"),
     "view": (lambda x: x.view(-1), {}, "x.view: a tensor of a fusion has no view; use hw.reshape(x, ...)"),
     "x.sum()": (lambda x: x.sum(), {}, "x.sum: a tensor of a fusion has no sum; use hw.sum"),
+    "x.transpose()": (lambda x: x.transpose(0, 1), {}, "use hw.permute_dims(x, axes), or x.T"),
+    "x.quantile()": (lambda x: x.quantile(0.5), {}, "x.quantile: a tensor of a fusion has no quantile; dir(hw) lists the functions"),
     "x.dtpye": (lambda x: x.dtpye, {}, "did you mean dtype?"),
     "size * 2": (lambda x: x.shape[0] * 2, {}, "M * 2: M is the name of a size that is known only at a call; write '2*M'"),
     "2 * size": (lambda x: 2 * x.shape[0], {}, "write '2*M'"),
@@ -48,6 +51,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "size - 2": (lambda x: x.shape[0] - 2, {}, "write '(M - 2)'"),
     "size // 2": (lambda x: x.shape[0] // 2, {}, "write 'M/2'"),
     "size * 0.5": (lambda x: x.shape[0] * 0.5, {}, "write sizes as text, such as '2*M' and 'M/2'"),
+    "x / size": (lambda x: x / x.shape[0], {}, "divide: 'M' is a size that is known only at a call, and no number; use hw.mean for a mean"),
     "float": (lambda x: float(x), {}, "float: the values of f32[M@x, K] are not known while a fusion is traced; compute with the tensor"),
     "int": (lambda x: int(x), {}, "int: the values of f32[M@x, K] are not known"),
     "range": (lambda x: range(x), {}, "the values of f32[M@x, K] are not known"),
@@ -104,6 +108,9 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh": (lambda: hw.Mesh(4), "Mesh(4): the axes have no names; write hw.Mesh(x=4)"),
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
+    "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
+    "transpose": (lambda: hw.transpose, "hw.transpose: hostweave has no transpose; use hw.permute_dims(x, axes), or x.T"),
+    "unknown": (lambda: hw.quantile, "hw.quantile: hostweave has no quantile; dir(hw) lists the names"),
     "complex": (lambda: hw.complex64, "hw.complex64: hostweave has no complex64; there are no complex numbers"),
     "function": (lambda: hw.sofmax, "hw.sofmax: hostweave has no sofmax; did you mean softmax?"),
     "dtype": (lambda: hw.float33, "did you mean float32?"),
@@ -124,6 +131,18 @@ def test_outside_of_a_fusion(case: str) -> None:
     with pytest.raises(ProgramError, match=HERE) as caught:
         act()
     assert message in str(caught.value)
+
+
+def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
+    """Of the package there is the decorator alone."""
+
+    def normalised(x: hw.Tensor) -> hw.Tensor:
+        return x / x.shape[0]
+
+    with pytest.raises(ProgramError) as caught:
+        fused(lambda x: hw.relu(normalised(x)))
+    named = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert named[1:] == ["fused", "decorate", "program", "<lambda>", "normalised"]
 
 
 def test_a_type_error_of_the_users_own_stays() -> None:

@@ -1,11 +1,10 @@
 """Hostweave compiles multi-device tensor programs into C++ host programs. See README.md."""
 
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
-from hostweave.base.errors import UnknownAttribute
+from hostweave.base.errors import UnknownAttribute, nearest
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import attention as _attention
 from hostweave.fusion_ir.frontend import composites as _composites
@@ -17,6 +16,7 @@ from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
 from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
+from hostweave.fusion_ir.frontend.remedies import word_for
 from hostweave.fusion_ir.frontend.trace import Tensor as Tensor
 from hostweave.fusion_ir.frontend.tracing import block as block
 from hostweave.fusion_ir.frontend.tracing import fusion as fusion
@@ -86,8 +86,7 @@ def _unknown(name: str) -> AttributeError:
     if name.startswith("complex"):
         remedy = "there are no complex numbers: keep real and imaginary part in two tensors of float32"
     else:
-        near = get_close_matches(name, _PUBLIC, 1)
-        remedy = f"did you mean {near[0]}?" if near else "the names are in hostweave.__all__"
+        remedy = word_for(name) or nearest(name, _PUBLIC) or "dir(hw) lists the names"
     return UnknownAttribute.here(f"hw.{name}: hostweave has no {name}; {remedy}")
 
 

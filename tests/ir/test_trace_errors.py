@@ -357,6 +357,11 @@ ERRORS = {
         {},
         "4: reshard: bf16[M, K] cannot become bf16[M]; repeat its dims, only the mesh axes may differ",
     ),
+    "reshard of an int by a name": (
+        'return hw.reshard(x, "X@x", "K")',
+        {"x": 'hw.f32[8, "K"]'},
+        "4: reshard: f32[8, K] cannot become f32[X@x, K]; dim 0 is 8 and not X: write '8@x'",
+    ),
     "reshard dim": ('return hw.reshard(x, "M@", "K")', {}, "4: reshard: not a dim: 'M@'; write it like 'M', 'M@x' or 'M@dp,tp'"),
     "reshard axis": ('return hw.reshard(x, "M@y", "K")', {}, "4: bf16[M@y, K]: no axis y in mesh(x=8); its axes: x"),
     "reshard twice": (

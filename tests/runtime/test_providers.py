@@ -133,7 +133,8 @@ def test_the_first_node_of_slurm(nodes: str, first: str) -> None:
             "hw.Environment: none of WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_STEP_ID is set; "
             "start the script with torchrun, mpirun or srun",
         ),
-        ({"WORLD_SIZE": "2"}, "hw.Environment: RANK='' is not a number; start the script with a launcher"),
+        ({"WORLD_SIZE": "2"}, "hw.Environment: RANK is not set; start the script with a launcher"),
+        ({"WORLD_SIZE": "2", "RANK": "one"}, "hw.Environment: RANK='one' is not a number; start the script with a launcher"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "hw.Environment: RANK=2 and WORLD_SIZE=2: ranks go from 0 to 1"),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -109,11 +109,24 @@ class OverlapWarning(UserWarning):
     """A stream that the user stated overlaps no communication."""
 
 
+def users_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this package."""
+    if traceback is None:
+        return None
+    rest = users_frames(traceback.tb_next)
+    return rest if is_of_package(traceback.tb_frame) else TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The remedy for a word that is not known: the nearest of those that are, or all of them."""
     known = list(known)
-    near = get_close_matches(word.lower(), known, 1)
-    return f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}"
+    return nearest(word.lower(), known) or f"one of {', '.join(known)}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The question for the known word that is most like a word; None if none is."""
+    near = get_close_matches(word, known, 1, 0.65)
+    return f"did you mean {near[0]}?" if near else None
 
 
 def optional(module: str, user: str) -> Any:

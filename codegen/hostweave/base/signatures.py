@@ -12,6 +12,8 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+LONGEST = 120  # of a function's usage in a message
+
 # What torch calls some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
 
@@ -66,7 +68,7 @@ def _misfit(function: Callable[..., object], error: Exception, options: Mapping[
         return f"{name}: {str(error).partition('() ')[2]}; write {usage}"
     torch_word = _OF_TORCH.get(unknown)
     remedy = f"did you mean {torch_word}?" if torch_word in by_name else did_you_mean(unknown, by_name)
-    return f"{name}: {usage} has no parameter {unknown!r}; {remedy}"
+    return f"{name}: {usage if len(usage) <= LONGEST else name} has no parameter {unknown!r}; {remedy}"
 
 
 def _mistyped(
@@ -89,6 +91,7 @@ def _mistyped(
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
                 shown = " ".join(repr(value).split())  # an array has several lines
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
+                usage = usage if len(usage) <= LONGEST else f"{name}({_without_type(parameters[parameter])})"
                 return f"{name}: {argument}={shown} is no {_worded(hints[parameter])}; write {usage}"
     return None
 
@@ -143,4 +146,8 @@ def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parame
     """The parameters of a function, its name, and how it is called, without types."""
     parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
     name = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else function.__name__
-    return parameters, name, f"{name}({', '.join(str(p.replace(annotation=p.empty)) for p in parameters.values())})"
+    return parameters, name, f"{name}({', '.join(map(_without_type, parameters.values()))})"
+
+
+def _without_type(parameter: inspect.Parameter) -> str:
+    return str(parameter.replace(annotation=parameter.empty)).replace("<factory>", "...")

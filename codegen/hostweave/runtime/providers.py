@@ -380,10 +380,12 @@ class Launch:
 
 
 def _number(environ: Environ, name: str) -> int:
+    given = environ.get(name)
     try:
-        return int(environ[name])
-    except (KeyError, ValueError):
-        raise ArgumentError(f"hw.Environment: {name}={environ.get(name, '')!r} is not a number; start the script with a launcher") from None
+        return int(given or "")
+    except ValueError:
+        why = f"{name}={given!r} is not a number" if given else f"{name} is not set"
+        raise ArgumentError(f"hw.Environment: {why}; start the script with a launcher") from None
 
 
 def _port(environ: Environ, name: str) -> int:

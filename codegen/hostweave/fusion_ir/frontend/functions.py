@@ -4,6 +4,7 @@ Of what one element of each operand makes, and of reductions, the entries of the
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -268,7 +269,11 @@ def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None =
     given = tuple(stated(Dim.of, dim, "reshard") for dim in _listed(dims))
     wanted = TensorType(x.dtype, given, mesh=mesh or x.type.mesh)
     if wanted.shape != x.type.shape:
-        raise ProgramError.here(f"reshard: {x.type} cannot become {wanted}; repeat its dims, only the mesh axes may differ")
+        remedy = "repeat its dims, only the mesh axes may differ"
+        if len(given) == x.ndim:
+            at = next(at for at, dim in enumerate(given) if dim.size != x.type.shape[at])
+            remedy = f"dim {at} is {x.type.shape[at]} and not {given[at].size}: write {str(replace(given[at], size=x.type.shape[at]))!r}"
+        raise ProgramError.here(f"reshard: {x.type} cannot become {wanted}; {remedy}")
     return record("reshard", x, target=wanted)
 
 

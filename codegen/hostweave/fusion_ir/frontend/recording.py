@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hostweave.base.errors import Location, ProgramError
+from hostweave.fusion_ir.frontend.remedies import SizeName
 from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Scalar, Value, attributes
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.tensor import TensorType
@@ -47,7 +48,10 @@ def record(
     location = Location.of_caller()
     for operand in operands:
         if not isinstance(operand, int | float) and not hasattr(operand, "_trace"):
-            raise ProgramError(f"{kind}: {operand!r} is neither a tensor of this fusion nor a Python number; make it an input", location)
+            why = "neither a tensor of this fusion nor a Python number; make it an input"
+            if isinstance(operand, SizeName):
+                why = "a size that is known only at a call, and no number; use hw.mean for a mean, or make the number an input"
+            raise ProgramError(f"{kind}: {operand!r} is {why}", location)
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
     if not known:
         raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ProgramError, nearest
 from hostweave.types.size import Size, product
 
 # What other libraries call what hostweave has.
@@ -32,6 +31,8 @@ _OTHER_WORDS = {
     "dot": "hw.matmul(a, b)",
     "true_divide": "hw.divide(a, b)",
     "swapaxes": "hw.permute_dims(x, axes)",
+    "transpose": "hw.permute_dims(x, axes), or x.T",
+    "mT": "hw.permute_dims(x, axes), or x.T",
     "unbind": "x[i] for each i, or a loop over x",
     "topk": "hw.top_k(x, k)",
     "index_select": "hw.take(x, ids, axis)",
@@ -41,17 +42,22 @@ _OTHER_WORDS = {
 }
 
 
+def word_for(name: str) -> str | None:
+    """What to write for a word of another library that is known here."""
+    return f"use {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else None
+
+
 def instead_of(name: str) -> str:
     """What to write for a function or method of another library."""
     import hostweave
 
-    if name in _OTHER_WORDS:
-        return f"use {_OTHER_WORDS[name]}"
+    if known := word_for(name):
+        return known
     functions = [public for public in dir(hostweave) if inspect.isfunction(getattr(hostweave, public))]
     if name in functions:
         return f"use hw.{name}"
-    near = get_close_matches(name, [*functions, *(public for public in vars(hostweave.Tensor) if not public.startswith("_"))], 1)
-    return f"did you mean {near[0]}?" if near else "the functions are in docs/reference/functions.md"
+    methods = (public for public in vars(hostweave.Tensor) if not public.startswith("_"))
+    return nearest(name, [*functions, *methods]) or "dir(hw) lists the functions"
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:

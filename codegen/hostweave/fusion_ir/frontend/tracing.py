@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any, NoReturn
 
-from hostweave.base.errors import Location, ProgramError
+from hostweave.base.errors import HostweaveError, Location, ProgramError, users_frames
 from hostweave.base.names import unique_name
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.donation import Donated, donations
@@ -46,7 +46,14 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     location = Location.of_caller()
     if not isinstance(mesh, Mesh | None):
         raise ProgramError(f"fusion: mesh={mesh} is not an hw.Mesh; a parameter of the function needs another name", location)
-    return lambda function: traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location, donate)
+
+    def decorate(function: Callable[..., Any]) -> Fusion:
+        try:
+            return traced(function, _Trace(mesh or Mesh()), inputs, "fusion", location, donate)
+        except HostweaveError as error:
+            raise error.with_traceback(users_frames(error.__traceback__))  # noqa: B904, the same error
+
+    return decorate
 
 
 def traced(
