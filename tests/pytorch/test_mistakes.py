@@ -106,7 +106,14 @@ def complex_numbers(x: Any) -> Any:
 
 
 MODULES: dict[str, tuple[Callable[..., Any], str]] = {
-    "branch on data": (branch, "(?s)Written: torch.export: .*write what depends on data as tensor ops"),
+    "branch on data": (
+        branch,
+        r"^test_mistakes.py:\d+: Written: what runs depends on the values of a tensor, .*; write it as tensor ops, such as torch.where$",
+    ),
+    "another shape": (
+        lambda x: x @ torch.ones(7, 3),
+        r"^test_mistakes.py:\d+: Written: torch.export: a and b must have same reduction dim.*$",
+    ),
     "unsupported": (unsupported, r"ops that are not supported: aten._fft_r2c.default, 1 times, first at test_mistakes.py:\d+.*"),
     "mask": (masked, "(?s)ops that are not supported|aten.index by a mask|torch.export"),
     "convolution": (
@@ -161,7 +168,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "keyword": (lambda c: c(X, scale=2.0), r"Layer: was compiled for the keyword arguments none, not \['scale'\]; call it likewise"),
     "number": (lambda c: c(X, 3.0), "Layer: scale is 3.0, and was 2.0 at compile; compile it again"),
     "no tensor": (lambda c: c(1, 2.0), "Layer: x is 1, and was a tensor at compile; pass a tensor"),
-    "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted"),
+    "shape": (lambda c: c(torch.ones(5, 8), 2.0), "x: dim 0 is 5; 4 is wanted.*; or compile for sizes that change, with dynamic_shapes=$"),
     "dtype": (lambda c: c(torch.ones(4, 8, dtype=torch.float64), 2.0), r"x: expected f32\[4, 8\], got f64\[4, 8\]; cast it"),
     "captured without a group": (
         lambda c: c.capture(X, 2.0),
@@ -190,7 +197,7 @@ def test_a_module_that_was_changed_is_refused() -> None:
             program(X)
         module.eval()
         module.up.weight = nn.Parameter(torch.zeros(16, 8))
-        with pytest.raises(ArgumentError, match="Layer: weight is another tensor than at compile; compile again, or copy_ into"):
+        with pytest.raises(ArgumentError, match=r"Layer: up\.weight is another tensor than at compile; compile again, or copy_ into"):
             program(X)
 
 

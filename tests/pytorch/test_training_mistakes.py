@@ -79,7 +79,10 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
         r"ops that are not supported: aten.cumprod.default, 1 times, first at test_training_mistakes.py:\d+",
     ),
     "no parameters": (without_parameters, "no result depends on what requires grad; .* or compile without training=True"),
-    "branch": (branch_on_data, "(?s)Layer: torch.export: .*write what depends on data as tensor ops"),
+    "branch": (
+        branch_on_data,
+        r"^test_training_mistakes.py:\d+: Layer: what runs depends on the values of a tensor, .*, such as torch.where$",
+    ),
     "convolution": (
         transposed_convolution,
         r"test_training_mistakes.py:\d+: a transposed convolution, of kernel \[2, 2\], is not supported; write it as nn.Linear",
@@ -214,10 +217,13 @@ CALLS: dict[str, tuple[Callable[[Any], None], str]] = {
         r"Layer: x requires grad, and did not at compile; compile with example_inputs that .*, or detach",
     ),
     "frozen": (frozen, "Layer: down.weight has requires_grad=False, and had True at compile; compile it again"),
-    "replaced": (replaced, "Layer: weight is another tensor than at compile; compile again, or copy_ into the tensor that was there"),
+    "replaced": (
+        replaced,
+        "Layer: (up|down).weight is another tensor than at compile; compile again, or copy_ into the tensor that was there",
+    ),
     "evaluated": (evaluated, r"Layer: was compiled for train\(\) and is changed; compile it again"),
     "dtype": (lambda call: call(X.double()), r"x: expected f32\[4@dp, 8\], got f64\[4, 8\]; cast it"),
-    "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted"),
+    "shape": (lambda call: call(X[:3]), "x: dim 0 is 3; 4 is wanted.*; or compile once for each size$"),
     "captured": (lambda call: call.capture(X), r"Layer: capture: is compiled for training, .*; pass options=hw.Options\(graph="),
     "structure": (lambda call: call(X, 2.0), "Layer: the arguments have another structure than example_inputs; pass as many"),
 }

@@ -89,6 +89,10 @@ class ArgumentError(HostweaveError, ValueError):
     """A call with an array of the wrong dtype, shape, device or layout."""
 
 
+class SizeError(ArgumentError):
+    """A call with an array whose dim has another size than the program has there."""
+
+
 class BuildError(HostweaveError, RuntimeError):
     """A toolchain that is missing or that failed."""
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from numbers import Number
 
-from hostweave.base.errors import ArgumentError, did_you_mean
+from hostweave.base.errors import ArgumentError, SizeError, did_you_mean
 from hostweave.host_ir.ir import HostProgram, Parameter
 from hostweave.runtime.arrays import Array, Library, View, library_of, view
 from hostweave.targets.target import Target
@@ -174,4 +174,4 @@ def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> Non
         of_ranks = {len(local_range(whole, ranks, rank)) for rank in range(ranks)}
         if size != whole and size not in of_ranks:
             wanted = f"{whole}" + (f", or {' or '.join(map(str, sorted(of_ranks)))} on a rank," if ranks > 1 else "")
-            raise ArgumentError(f"{where}: dim {index} is {size}; {wanted} is wanted: pass an array of type {type_}")
+            raise SizeError(f"{where}: dim {index} is {size}; {wanted} is wanted: pass an array of type {type_}")

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hostweave.api import Program
-from hostweave.base.errors import ArgumentError
+from hostweave.base.errors import ArgumentError, SizeError
 from hostweave.runtime.arrays import library_of
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
@@ -88,7 +88,11 @@ class Part:
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
         given: dict[str, Any] = {**arrays, **({} if group else copies.blocks)}
-        return self.values(program(**given, group=group) if group else program.run(**given))
+        try:
+            return self.values(program(**given, group=group) if group else program.run(**given))
+        except SizeError as error:
+            remedy = "compile once for each size" if self._numbers else "compile for sizes that change, with dynamic_shapes="
+            raise SizeError(f"{error}; or {remedy}") from None
 
     def values(self, made: Any) -> list[Any]:
         """What the graph returns: results of the program, constants, and what is neither, such as None."""
@@ -248,11 +252,12 @@ class CompiledModule:
                 raise ArgumentError(f"{self._name}: {name} is another module than at compile; compile it again")
         for (tensors, key, tensor), memory in zip(self._places, self._memory, strict=True):
             if tensors.get(key) is not tensor:
+                path = path_in(self._module, tensors, key)
                 raise ArgumentError(
-                    f"{self._name}: {key} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
+                    f"{self._name}: {path} is another tensor than at compile; compile again, or copy_ into the tensor that was there"
                 )
             if memory_of(tensor) != memory:
-                why = f"{key} lies in other memory than at compile, as after .to() or a write to .data"
+                why = f"{path_in(self._module, tensors, key)} lies in other memory than at compile, as after .to() or a write to .data"
                 raise ArgumentError(f"{self._name}: {why}; compile again, or copy_ into the tensor as it was")
         if changed := self._folded.changed():
             why = f"{changed} has other values than at compile, where what is computed of it alone was computed"
@@ -302,6 +307,14 @@ def place_of(module: nn.Module, path: str) -> tuple[Mapping[str, Any], str, torc
     owner, tensor = module.get_submodule(parent), tensor_of(module, path)
     held = next(one for one in (owner._parameters, owner._buffers, vars(owner)) if one.get(key) is tensor)
     return held, key, tensor
+
+
+def path_in(module: nn.Module, held: Mapping[str, Any], key: str) -> str:
+    """The path of a tensor, by its place as `place_of` gives it."""
+    for path, owner in module.named_modules():
+        if any(held is one for one in (owner._parameters, owner._buffers, vars(owner))):
+            return f"{path}.{key}" if path else key
+    return key
 
 
 def _is_tensor(module: nn.Module, path: str) -> bool:

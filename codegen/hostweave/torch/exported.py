@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,15 +16,19 @@ import torch
 from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch.composed import COMPOSED
 from hostweave.torch.graph import location
 from hostweave.torch.ops import ops
 from hostweave.torch.repeats import Repeats
+
+_TORCH = str(Path(torch.__file__).parent)
 
 # Ops that stay as they are written: one op here, or a composite that the compiler knows.
 _KEPT = """
@@ -46,6 +53,7 @@ def exported(
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
+            _without_logs(),
         ):
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
@@ -61,14 +69,41 @@ def exported(
             return _without_empty_parts(program), repeats.how
     except ProgramError:
         raise
-    except Exception as error:  # torch.export raises errors of many kinds, which name the line of the module
-        why = str(error).strip()
-        raise ProgramError(
-            f"{type(module).__name__}: torch.export: {why}; write what depends on data as tensor ops (torch.where), and pass "
-            "example_inputs that the module takes"
-        ) from error
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+        why = "what runs depends on the values of a tensor, which are not known at compile; write it as tensor ops, such as torch.where"
+        raise ProgramError(f"{type(module).__name__}: {why}", _line_of(error)) from None
+    except Exception as error:  # torch.export raises errors of many kinds
+        why = " ".join(str(error).strip().partition("\n\n")[0].split())
+        why = f"torch.export: {why}; write other tensor ops, or pass example_inputs that the module takes"
+        raise ProgramError(f"{type(module).__name__}: {why}", _line_of(error)) from error
     finally:
         repeats.close()
+
+
+def _line_of(error: Exception) -> Location | None:
+    """The innermost line outside of torch and this package that an error came through."""
+    steps = [step for step in traceback.walk_tb(error.__traceback__) if not is_of_package(step[0])]
+    own = [(code.co_filename, line) for code, line in ((frame.f_code, line) for frame, line in steps) if _is_users(code.co_filename)]
+    return Location(Path(own[-1][0]).name, own[-1][1]) if own else None
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_TORCH, "<"))
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """While it lasts, torch neither logs what its errors say, too, nor prints the graph that it has of a module that fails."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with patch("torch.export._trace.print", lambda *_, **__: None, create=True):
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @cache
