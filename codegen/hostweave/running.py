@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -64,6 +66,12 @@ class Running:
     def _expect_open(self) -> None:
         if self._closed:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
+
+    def _module(self, ranks: int) -> ModuleType:
+        """The module for so many ranks in this process. Raises ExecutionError, before anything is built, if these cannot run here."""
+        if why := self.compiled.target.why_not_here(ranks):
+            raise ExecutionError(f"{self.name}: {why}")
+        return self.compiled.module
 
     # --- variants ---
 
@@ -180,7 +188,7 @@ class Running:
         with group.calling:
             if (local := group.programs.get(self)) is None:
                 on = stream_of_call(compiled.target, stream, arrays)
-                local = LocalProgram(compiled.host, compiled.target, lambda: compiled.module, compiled.options, group, on, self._lacks)
+                local = LocalProgram(compiled.host, compiled.target, partial(self._module, 1), compiled.options, group, on, self._lacks)
                 group.programs[self] = local
                 self._locals.add(local)
         return local
@@ -220,5 +228,7 @@ class Running:
             self._expect_open()
             if self._session is None or self._session.broken:
                 self._session = None
-                self._session = Session(compiled.module, compiled.target, compiled.host.mesh.size, compiled.options.tune)
+                self._session = Session(
+                    self._module(compiled.host.mesh.size), compiled.target, compiled.host.mesh.size, compiled.options.tune
+                )
             return self._session

@@ -2,19 +2,24 @@
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import hostweave as hw
-from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
+from hostweave.base.errors import ArgumentError, ExecutionError, HostweaveError, ProgramError
+from hostweave.build.cuda import Gpu
 from hostweave.build.toolchain import find_compiler
+from hostweave.cli.demo import demo
 from hostweave.runtime.cpu import parallel, schedule, seeded
 
 RANKS = 4
@@ -256,13 +261,32 @@ def test_what_compile_and_measure_take() -> None:
         PROGRAM.check(M="a")  # type: ignore[arg-type]
 
 
-def test_without_gpus() -> None:
-    from hostweave.build import cuda
+@pytest.mark.parametrize(
+    ("version", "gpus", "message"),
+    [
+        (None, 0, 'no GPU can be used: this machine has no NVIDIA driver, libcuda.so.1; install it, or compile with target="cpu"'),
+        ("13.0", 0, 'no GPU can be used: the driver offers none; is CUDA_VISIBLE_DEVICES set? Or compile with target="cpu"'),
+        ("13.0", 1, f"{RANKS} GPUs are needed, and this machine has 1; compile for a smaller mesh, or for the CPU"),
+    ],
+)
+def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said before anything is built, by a run, by a call in a group, and by the demo."""
 
-    if cuda.gpus() or cuda.find_cuda().missing:
-        pytest.skip("needs the CUDA libraries and no GPU")
-    with pytest.raises(ExecutionError, match=r"^ag_matmul: no GPU can be used: "):
-        hw.compile(ag_matmul, target="cuda").run(**arguments())
+    def build(*_: Any) -> None:
+        raise AssertionError("something is built")
+
+    program = hw.compile(ag_matmul, target="cuda")
+    monkeypatch.setattr("hostweave.build.cuda.driver_version", lambda: version)
+    monkeypatch.setattr("hostweave.build.cuda.gpus", lambda: (Gpu("H100", "sm_90"),) * gpus)
+    monkeypatch.setattr("hostweave.build.program.build", build)
+    with pytest.raises(ExecutionError, match=f"^ag_matmul: {re.escape(message)}$"):
+        program.run(**arguments())
+    with pytest.raises(HostweaveError, match=f"^demo: {re.escape(message)}$"):
+        demo("ag_matmul_p2p", RANKS, "cuda")
+    if not gpus:
+        one = hw.compile(hw.fusion(x=hw.f32["M"])(lambda x: x + 1), target="cuda")
+        with closing(hw.init(group="without GPUs")) as group, pytest.raises(ExecutionError, match=re.escape(message)):
+            one(np.ones(3, np.float32), group=group)
 
 
 def test_ctrl_c(broken) -> None:

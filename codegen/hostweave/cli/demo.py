@@ -30,7 +30,9 @@ def demo(name: str, ranks: int, target: str | None) -> int:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
     fusion = seeds[name]
     assert isinstance(fusion, Fusion)
-    able = [found for found in map(find_target, NAMES) if found.has_devices(ranks)]
+    able = [found for found in map(find_target, NAMES) if not found.why_not_here(ranks)]
+    if target and (why := find_target(target).why_not_here(ranks)):
+        raise HostweaveError(f"demo: {why}")
     chosen = find_target(target) if target else max(able, key=lambda found: found.demo_size)
     program = hw.compile(fusion, target=chosen.name)
     _title("fusion IR: math on global tensors, and its sharding")

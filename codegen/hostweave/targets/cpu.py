@@ -33,9 +33,6 @@ class _Cpu(Target):
         """One, which comes with the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
-    def has_devices(self, ranks: int) -> bool:
-        return True
-
     def device_name(self) -> str:
         return "cpu"
 

@@ -49,8 +49,13 @@ class _Cuda(Target):
             libraries.append(_library(f"attention_{self.name}", sources_of((attention,), self.name), with_cudnn))
         return tuple(libraries)
 
-    def has_devices(self, ranks: int) -> bool:
-        return len(cuda.gpus()) >= ranks
+    def why_not_here(self, ranks: int) -> str:
+        if cuda.driver_version() is None:
+            return 'no GPU can be used: this machine has no NVIDIA driver, libcuda.so.1; install it, or compile with target="cpu"'
+        if not (count := len(cuda.gpus())):
+            return 'no GPU can be used: the driver offers none; is CUDA_VISIBLE_DEVICES set? Or compile with target="cpu"'
+        needed = f"{ranks} GPU{'s' if ranks > 1 else ''}"
+        return "" if count >= ranks else f"{needed} are needed, and this machine has {count}; compile for a smaller mesh, or for the CPU"
 
     def device_name(self) -> str:
         return next((gpu.name for gpu in cuda.gpus()), "")

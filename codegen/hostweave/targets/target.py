@@ -38,7 +38,9 @@ class Target(Protocol):
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """What a program is linked with that wants more than all do. Raises BuildError where a part is missing, with what to install."""
 
-    def has_devices(self, ranks: int) -> bool: ...
+    def why_not_here(self, ranks: int) -> str:
+        """The reason, with a remedy, why so many ranks cannot run in this process; "" if they can. By default they can."""
+        return ""
 
     def report(self) -> Iterator[tuple[str, str]]:
         """What was found of the target on this machine, by title. Lines of what is missing end in what to install."""
