@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ from hostweave.build import cuda, figures
 from hostweave.cli import calibrate
 from hostweave.cli.calibrate import SHAPES, fit
 from hostweave.cli.main import main
+from hostweave.fusion_ir.choice import Choice, Way
 from hostweave.pipeline import lower
 from hostweave.runtime import search
 from hostweave.runtime.group import Group, current
@@ -24,6 +26,7 @@ from hostweave.runtime.local import LocalProgram
 from hostweave.targets.target import find_target
 from hostweave.transports.transport import Transport
 from hostweave.tune.cost import Product
+from hostweave.tune.explain import _times
 from hostweave.types.machine import H200
 
 # Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
@@ -103,6 +106,21 @@ def test_explain() -> None:
     assert len(lines) == 7
 
 
+def test_explain_says_what_a_faster_way_would_gain() -> None:
+    """Of a way that the model calls slower than another one: by how much, and how much would be enough, or that it was stated."""
+    options = hw.Options(sizes=SIZES, machine=SLOW)
+    program = hw.compile(layer(2), options=options)
+    (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
+    stated = hw.compile(layer(2), options=replace(options, ways={name: taken.name})).explain()
+    assert re.search(rf"{re.escape(fastest.name)} would gain \d+\.\d us, and this way was stated", stated)
+
+    ways = (Way("none", 0, 100.0), Way("put", 1, 96.0))
+    assert "; put(1) would gain 4.0 us, and at least 5.0 us are wanted" in _times(Choice("h", "layer", ways))
+    ways = (Way("none", 0, 1000.0), Way("put", 1, 960.0))
+    assert "; put(1) would gain 40.0 us, and at least 50.0 us are wanted" in _times(Choice("h", "layer", ways))
+    assert "gain" not in _times(Choice("h", "layer", ways[::-1]))
+
+
 def test_explain_why_not() -> None:
     def explained(**options: object) -> str:
         return hw.compile(layer(2), options=hw.Options(**options)).explain()  # type: ignore[arg-type]
@@ -124,13 +142,14 @@ def test_explain_why_not() -> None:
     assert "2 chunks by p2p, two_sided, as stated" in text
     assert "attention: one call of the library, without the matrix of scores in memory" in text
     assert "attention is composed of matmuls and a softmax, since it has dropout, or a mask that is not of its dtype" in text
-    assert "on a stream of its own: no matmul is beside it" in text
+    assert "beside other ops on a stream of its own: no adjacent matmul gathers or reduces along its outermost dim" in text
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
     def alone(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(hw.exp(x), "M", "K")
 
-    assert "in sequence: no matmul is beside it" in hw.compile(alone).explain()
+    why = "no adjacent matmul gathers .*, and no attention .* as its keys; other ops could hide 0.0 us of its .* us, and 10 us are wanted"
+    assert re.search(f"in sequence: {why}", hw.compile(alone).explain())
     with pytest.raises(ProgramError, match="was compiled from host IR, where nothing is chosen; see host_ir"):
         hw.compile(hw.HostProgram.parse(hw.compile(others).host_ir)).explain()
 

@@ -12,8 +12,8 @@ from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
 from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
-from hostweave.tune.cost import most_in_kernel
-from hostweave.tune.overlaps import Candidate, candidates
+from hostweave.tune.cost import most_in_kernel, seconds
+from hostweave.tune.overlaps import ENOUGH, Candidate, candidates, gain_wanted, hidden_beside
 from hostweave.types.tensor import f32
 
 
@@ -45,15 +45,16 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
     possible = {candidate.reshard.result.name: candidate for candidate in found}
     with_keys = {candidate.keys.values.result.name: candidate.reshard.result.name for candidate in found if candidate.keys}
     types = {name: value.type for name, value in body.values().items()}
+    times = seconds(body, options.sizes, options.figures, options.tf32)
     for choice in chosen.values():
         if choice.value not in types:
             yield f"%{choice.value} of keys in zigzag, and their values: in sequence{_times(choice)}"
-    for op in body.ops:
+    for place, op in enumerate(body.ops):
         name = op.result.name
         if name in with_keys:
             yield f"%{name} = all_gather of %{op.tensors[0]}: as %{with_keys[name]}, with which it would travel in a loop"
         elif op.kind in RESHARD_STEPS and op.kind != "shard":
-            how = _how(op, chosen.get(name), possible.get(name), options)
+            how = _how(op, chosen.get(name), possible.get(name), options, _hidden(body, place, times))
             if op.kind == "all_reduce" and name in in_kernels:
                 most = most_in_kernel(options.figures, body.mesh.size_of(op[MESH_AXES].names))
                 how = f"up to {most} bytes in the kernel that uses it, whose ranks send each other their terms; of more bytes {how}"
@@ -70,11 +71,19 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
 
 
-def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Options) -> str:
+def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
+    """How much of a communication other ops could hide, if that is too little for a stream of its own."""
+    could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
+    if body.ops[place].result.is_async or could >= ENOUGH:
+        return ""
+    return f"; other ops could hide {1e6 * could:.1f} us of its {1e6 * own:.1f} us, and {1e6 * ENOUGH:.0f} us are wanted"
+
+
+def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
     stream = op.result.stream
-    beside = ", beside other ops on a stream of its own" if op.result.is_async else ""
+    alone = "beside other ops on a stream of its own" if op.result.is_async else "in sequence"
     if choice:
-        taken = f"in sequence{beside}" if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
+        taken = alone if choice.taken.algorithm == IN_SEQUENCE else _loop(choice.taken, options)
         if op.result.is_async and choice.taken.chunks:
             apart = ", and multiplied shard by shard" if choice.taken.chunks > 1 else ""
             by = f"{choice.taken.algorithm}, {transport_of(choice.taken, options).name}"
@@ -82,12 +91,25 @@ def _how(op: Op, choice: Choice | None, candidate: Candidate | None, options: Op
         return f"{taken}{_times(choice)}"
     if stream and stream.algorithm:
         return f"{_loop(Way(stream.algorithm, stream.chunks or 0, 0.0), options)}, as stated"
-    return f"in sequence{beside}: {_why_not(stream, candidate, options)}"
+    return f"{alone}: {_why_not(stream, candidate, options, hidden)}"
 
 
 def _times(choice: Choice) -> str:
     others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in choice.ways[1:])
-    return f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}" if others else ""
+    if not others:
+        return ""
+    text = f", {'measured' if choice.is_measured else 'predicted'} {choice.taken.micros:.1f} us; instead of {others}"
+    best = min(choice.ways, key=lambda way: way.micros)
+    if best.micros >= choice.taken.micros:
+        return text
+    gain = choice.taken.micros - best.micros
+    return f"{text}; {best.name} would gain {gain:.1f} us{_too_little(choice, gain)}"
+
+
+def _too_little(choice: Choice, gain: float) -> str:
+    """Why a faster way was not taken: it gains too little, or another one was stated."""
+    is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
+    return f", and at least {wanted:.1f} us are wanted" if is_by_gain else ", and this way was stated"
 
 
 def _loop(way: Way, options: Options) -> str:
@@ -95,15 +117,15 @@ def _loop(way: Way, options: Options) -> str:
     return f"{chunks} by {way.algorithm}, {transport_of(way, options).name}"
 
 
-def _why_not(stream: Stream | None, candidate: Candidate | None, options: Options) -> str:
+def _why_not(stream: Stream | None, candidate: Candidate | None, options: Options, hidden: str) -> str:
     if stream:
         return "in a loop that does not communicate"
     if options.overlap == "off":
         return 'overlap="off"'
     if candidate is None:
-        of_keys = "no attention, under a causal mask or none, whose keys it gathers"
-        return f"no matmul is beside it whose outermost dim it gathers or reduces, and which alone takes or makes it, and {of_keys}"
+        of_keys = "no attention under a causal mask or none takes it as its keys"
+        return f"no adjacent matmul gathers or reduces along its outermost dim and is its only consumer, and {of_keys}{hidden}"
     if candidate.unknown:
         stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
         return f"sizes are not known; state them for a chunk loop, hw.Options(sizes={{{stated}}})"
-    return "its matmul is in the loop of another communication"
+    return f"its matmul is in the loop of another communication{hidden}"

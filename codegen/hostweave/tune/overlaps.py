@@ -1,6 +1,6 @@
 """Which reshards could be hidden behind matmuls or an attention in a chunk loop, and how long each way to do that takes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import prod
@@ -25,6 +25,7 @@ from hostweave.types.zigzag import pieces
 
 MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
 LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
+ENOUGH = 10e-6  # seconds of a communication outside of loops that must be hidden: what a fork and a wait cost, with room
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -244,12 +245,17 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
     """
     choice = Choice(reshard.result.name, fusion.name, possible)
     in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
-    is_worth = possible[0].micros <= min(MARGIN * in_sequence.micros, in_sequence.micros - LEAST)
+    is_worth = in_sequence.micros - possible[0].micros >= gain_wanted(in_sequence.micros)
     wanted = stated.get(choice.name, (possible[0] if is_worth else in_sequence).name)
     if wanted not in (names := [way.name for way in possible]):
         raise ProgramError(f"Options: ways: {choice.name}: {wanted} cannot be; one of {', '.join(names)}", reshard.location)
     taken = possible[names.index(wanted)]
     return Choice(choice.value, choice.function, (taken, *(way for way in possible if way != taken)))
+
+
+def gain_wanted(in_sequence: float) -> float:
+    """Microseconds that another way must gain over one in sequence of so many, to be chosen."""
+    return max(LEAST, (1 - MARGIN) * in_sequence)
 
 
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
@@ -286,3 +292,44 @@ def _is_made(name: str, fusion: Fusion) -> bool:
 
 def _micros(seconds: float) -> float:
     return round(seconds * 1e6, 1)
+
+
+# --- outside of loops -------------------------------------------------------------------------------------------------
+
+
+def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> tuple[int, float]:
+    """The earliest place for the communication at `place`, and the seconds of it that other ops hide from there on."""
+    earlier, name = _earliest(ops, place, times), ops[place].result.name
+    beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
+    return earlier, min(beside, times[name] + _in_flight(ops, place, times))
+
+
+def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
+    """Where the op at `place` may stand such that what it goes past hides it; no later than it stands."""
+    op, best, passed = ops[place], place, 0.0
+    for at in range(place - 1, -1, -1):
+        other = ops[at]
+        if passed >= times[op.result.name] or other.result.name in op.tensors or communicates(other):
+            break
+        passed += times[other.result.name]
+        in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
+        if times[other.result.name] and not in_loop:  # a loop stays in one piece
+            best = at
+    return best
+
+
+def _in_flight(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> float:
+    """How long the communications take that are not waited for before the one at `place`, which follows them in any case."""
+    flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
+    return sum(times[ops[at].result.name] for at in flying)
+
+
+def _first_use(ops: Sequence[Op], place: int) -> int:
+    """The place of the first op that takes what the op at `place` makes, or a view of it."""
+    views = {ops[place].result.name}
+    for at in range(place + 1, len(ops)):
+        if not views.isdisjoint(ops[at].tensors):
+            if not OPS[ops[at].kind].is_view:
+                return at
+            views.add(ops[at].result.name)
+    return len(ops)

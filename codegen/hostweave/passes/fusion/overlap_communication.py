@@ -24,11 +24,10 @@ from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.tune.cost import most_terms, seconds
-from hostweave.tune.overlaps import choice_of, reaches_memory, ways_outside_loops
+from hostweave.tune.overlaps import ENOUGH, choice_of, hidden_beside, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
 
 PRODUCTS = ("matmul", "attention", "attention_backward")
-ENOUGH = 10e-6  # seconds of communication that must be hidden, by the cost model: what a fork and a wait cost, with room
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
@@ -69,10 +68,9 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     transfers = _Transfers(fusion, options)
     alone: list[Op] = []
     for op in candidates:
-        place, name = ops.index(op), op.result.name
-        earlier = _earliest(ops, place, times)
-        beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
-        if min(beside, times[name] + _in_flight(ops, place, times)) >= ENOUGH:
+        place = ops.index(op)
+        earlier, hidden = hidden_beside(ops, place, times)
+        if hidden >= ENOUGH:
             del ops[place]
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
@@ -151,34 +149,3 @@ def _may_be_async(op: Op) -> bool:
     """Not on a mesh of some of the ranks: the others would wait for an event that they do not record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None
-
-
-def _earliest(ops: Sequence[Op], place: int, times: dict[str, float]) -> int:
-    """Where the op at `place` may stand such that what it goes past hides it; no later than it stands."""
-    op, best, passed = ops[place], place, 0.0
-    for at in range(place - 1, -1, -1):
-        other = ops[at]
-        if passed >= times[op.result.name] or other.result.name in op.tensors or communicates(other):
-            break
-        passed += times[other.result.name]
-        in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
-        if times[other.result.name] and not in_loop:  # a loop stays in one piece
-            best = at
-    return best
-
-
-def _in_flight(ops: Sequence[Op], place: int, times: dict[str, float]) -> float:
-    """How long the communications take that are not waited for before the one at `place`, which follows them in any case."""
-    flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
-    return sum(times[ops[at].result.name] for at in flying)
-
-
-def _first_use(ops: Sequence[Op], place: int) -> int:
-    """The place of the first op that takes what the op at `place` makes, or a view of it."""
-    views = {ops[place].result.name}
-    for at in range(place + 1, len(ops)):
-        if not views.isdisjoint(ops[at].tensors):
-            if not OPS[ops[at].kind].is_view:
-                return at
-            views.add(ops[at].result.name)
-    return len(ops)
