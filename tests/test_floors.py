@@ -12,9 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hostweave.base.paths import BENCHMARKS, EXAMPLES, PACKAGE, RUNTIME
+from hostweave.communication.schedules import SCHEDULES
 from hostweave.host_ir import ir, tree
 from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
+from hostweave.transports.transport import NAMES as TRANSPORTS
 
 # From the top down. `options` is what passes and users share.
 FLOORS = (
@@ -110,6 +112,22 @@ def test_targets_are_asked_and_not_compared() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Compare) and "target" in ast.unparse(node.left)
         if any(isinstance(side, ast.Constant) and side.value in NAMES for side in ast.walk(node))
+    ]
+    assert not compared
+
+
+def test_schedules_are_asked_and_not_compared() -> None:
+    """A schedule is an object, and so is a transport; which one communicates decides nothing elsewhere."""
+    names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
+        *TRANSPORTS
+    }  # a reshard to one rank, too
+    compared = [
+        f"{path.relative_to(PACKAGE)}:{ast.unparse(node)}"
+        for path in modules()
+        if path.parent.name not in ("communication", "transports")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Compare)
+        if names & {side.value for side in ast.walk(node) if isinstance(side, ast.Constant)}
     ]
     assert not compared
 

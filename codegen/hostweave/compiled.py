@@ -13,7 +13,7 @@ from typing import Any
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import check
-from hostweave.communication.schedules import transport_of
+from hostweave.communication.schedules import reach_memory
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -51,8 +51,7 @@ class Compiled:
     @property
     def reaches_memory(self) -> bool:
         """Whether loops or kernels were chosen whose ranks reach each other's memory."""
-        chosen = (transport_of(choice.taken, self.options) for choice in self.host.choices if choice.taken.chunks)
-        return any(transport.shares_memory for transport in chosen) or any(kernel.exchanges for kernel in self.host.kernels)
+        return reach_memory(self.host.choices, self.options) or any(kernel.exchanges for kernel in self.host.kernels)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:

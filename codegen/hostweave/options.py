@@ -8,7 +8,7 @@ from numbers import Integral
 
 from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked_arguments
-from hostweave.transports.transport import NAMES, PREFERRED, Transport, find_transport
+from hostweave.transports.transport import NAMES, PREFERRED, Transport, find_transport, first_carrying
 from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType, f32
 
@@ -87,15 +87,11 @@ class Options:
     def transports(self) -> tuple[Transport, ...]:
         """Those that may be, the preferred one first, and those that the machine does not have last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
-        return tuple(sorted(map(find_transport, names), key=lambda transport: bool(self.why_not(transport))))
+        return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 
     def transport_carrying(self, *needs: Set[str]) -> Transport | None:
-        """The first transport that carries all of any one of these."""
-        return next((transport for transport in self.transports if any(map(transport.carries.issuperset, needs))), None)
-
-    def why_not(self, transport: Transport) -> str:
-        """Why ranks of the machine cannot communicate by a transport; "" if they can."""
-        return dict(self.figures.refused).get(transport.name, self.figures.no_peers if transport.shares_memory else "")
+        """The preferred transport that carries all of any one of these."""
+        return first_carrying(self.transports, *needs)
 
     def __post_init__(self) -> None:
         if not isinstance(self.streams, int) or self.streams < 1:

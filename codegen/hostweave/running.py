@@ -102,7 +102,7 @@ class Running:
         """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
-        if not may_lie or not host.shares_memory:
+        if not may_lie or not host.memory_transports:
             return self
         outs = () if out is None else (out,) if len(host.outputs) == 1 else out
         names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
@@ -124,7 +124,7 @@ class Running:
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
         figures = self.compiled.options.figures
-        for transport in {channel.transport for channel in self.compiled.host.channels if channel.transport.shares_memory}:
+        for transport in self.compiled.host.memory_transports:
             figures = figures.without(transport.name, why)
         return self._by_sends(figures)
 
@@ -178,7 +178,7 @@ class Running:
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
         local = group.programs.get(self) or self._made_local(group, stream, arrays)
-        if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.shares_memory):
+        if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.memory_transports):
             return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
         return local
 

@@ -6,18 +6,34 @@ from dataclasses import replace
 
 import host_text
 import pytest
+from example_programs import one_sided_fusions
 
+import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.passes.host.serialize_channels import serialize_channels
+from hostweave.pipeline import lower
 from hostweave.transports.transport import find_transport
+from hostweave.types.machine import H200
+from hostweave.types.tensor import bf16
 
 MAIL = replace(
     find_transport("two_sided"), name="mail", carries=frozenset({"send", "recv"}), holds_multiprocessors=False, is_rendezvous=False
 )
+
+
+PEER = replace(find_transport("one_sided"), name="peer", since=())
+
+
+def of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists another transport with the calls of the one-sided one, in front of it."""
+    known = find_transport
+    monkeypatch.setattr("hostweave.options.PREFERRED", ("two_sided", "peer", "one_sided"))
+    for module in ("options", "host_ir.builder"):
+        monkeypatch.setattr(f"hostweave.{module}.find_transport", lambda name: PEER if name == "peer" else known(name))
 
 
 def by_mail(program: HostProgram, *names: str) -> HostProgram:
@@ -34,6 +50,20 @@ def test_a_transport_carries_what_it_says() -> None:
     verify_host(program)
     with pytest.raises(ProgramError, match=r"all_reduce sum %x -> %y on x: channel x is mail, which carries recv, send alone$"):
         verify_host(by_mail(program, "x"))
+
+
+def test_a_channel_gets_the_first_transport_that_carries_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two with the same calls the preferred one, unless the machine refuses it: nothing else knows of either."""
+    of_peers(monkeypatch)
+    stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
+    chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
+    for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):
+        for fusion in (stated, chosen):
+            host = lower(fusion, Options(sizes=sizes if fusion is chosen else {}, machine=machine))
+            assert {channel.transport.name for channel in host.channels} == {by}
+            check(host)
+    host = lower(chosen, Options(sizes=sizes, machine=H200.without_peers("here")))
+    assert {channel.transport.name for channel in host.channels} == {"two_sided"}
 
 
 def test_a_group_is_of_one_transport() -> None:

@@ -8,12 +8,13 @@ import pytest
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
+from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.options import Options
+from hostweave.passes.lower.loops import iterations, loops_of, shards
 from hostweave.passes.lower.lower_to_host import lower_to_host
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.steps import Dataflow, iterations, loops_of, shards
 from hostweave.pipeline import PASSES, lower
 
 

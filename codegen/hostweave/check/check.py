@@ -34,7 +34,7 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     device runs the streams of its rank as one queue, in the order in which the host issues, and signals do not add up. So it does in a
     CUDA graph, whose branches may run as one queue in any order that its edges allow.
     """
-    calls = 2 if program.shares_memory else 1
+    calls = 2 if program.memory_transports else 1
     with _without_collections():
         for chosen in sizes_to_check(program) if sizes is None else (sizes,):
             instances = instantiate(program, chosen, calls)

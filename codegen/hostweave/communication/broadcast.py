@@ -1,7 +1,36 @@
 """Schedules broadcast and reduce: in every step the owner of a block sends it to all, or gets the sum of it."""
 
-from hostweave.communication.schedule import Schedule
+from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
+from hostweave.communication.schedule import Lowering, Schedule
+from hostweave.communication.steps import Steps, expr_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Expr
 from hostweave.transports.transport import COLLECTIVES
 
-BROADCAST = Schedule("broadcast", "all_gather", (COLLECTIVES,))
-REDUCE = Schedule("reduce", "reduce_scatter", (COLLECTIVES,))
+
+class _Broadcast(Lowering):
+    def owner(self, steps: Steps) -> Expr:
+        """All ranks take the blocks in the order of their owners."""
+        return steps.index // expr_of(steps.subchunks)
+
+    def step(self, steps: Steps) -> None:
+        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        with packed_destination(b, target, steps) as landing:
+            contiguous = contiguous_source(b, source, steps)
+            b.emit(ir.Broadcast(contiguous, landing, steps.owned_by, b.channel(self.axes)))
+
+
+class _Reduce(_Broadcast):
+    """The owner of the step's block gets the reduction; on the others dst is not touched."""
+
+    def step(self, steps: Steps) -> None:
+        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        is_packed = not b.is_contiguous(target)
+        arriving = temporary(b, target, steps) if is_packed else target
+        b.emit(ir.Reduce(contiguous_source(b, source, steps), arriving, self.reduction.op, steps.owned_by, b.channel(self.axes)))
+        if is_packed:
+            branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(arriving, target)))
+
+
+BROADCAST = Schedule("broadcast", "all_gather", ((COLLECTIVES, _Broadcast),))
+REDUCE = Schedule("reduce", "reduce_scatter", ((COLLECTIVES, _Reduce),))

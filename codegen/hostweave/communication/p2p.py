@@ -1,7 +1,51 @@
 """Schedule p2p: in every step each rank sends a block to one rank while it receives from another."""
 
-from hostweave.communication.schedule import FIRST, LAST, Schedule
+from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
+from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.steps import Steps, chunk
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import MESSAGES
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
 
-GATHER = Schedule("p2p", "all_gather", (MESSAGES,), FIRST, tried=(1,))
-SCATTER = Schedule("p2p", "reduce_scatter", (MESSAGES,), LAST, tried=(1,))
+
+class _Swap(Lowering):
+    def swap(self, src: str, receiver: Expr, dst: str, sender: Expr, steps: Steps) -> None:
+        """Sends one block while another arrives; what the step's owner would send to itself is copied."""
+        b = self.b
+
+        def exchange() -> None:
+            with packed_destination(b, dst, steps) as landing:
+                channel = b.channel(self.axes, MESSAGES)
+                group(b, ir.Recv(landing, sender, channel), ir.Send(contiguous_source(b, src, steps), receiver, channel))
+
+        branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(src, dst)), exchange)
+
+
+class _Gather(_Swap):
+    """The owner of a block sends it to whoever takes it in this step."""
+
+    def step(self, steps: Steps) -> None:
+        source, target = self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        self.swap(source, (self.rank - steps.distance) % self.size, target, steps.owned_by, steps)
+
+
+class _Scatter(_Swap):
+    """Each rank sends its term of a block to the owner, where terms land side by side, one a rank, and are summed after the loop."""
+
+    def step(self, steps: Steps) -> None:
+        b, value = self.b, self.op.result
+        source, local = self.values.operand(self.op, 0, steps), self.flow.local(value)
+        self.landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(self.size), *local.shape)))
+        sender = Var(b.let("sender", (self.rank - 1 - steps.distance) % self.size))
+        terms = b.select(self.landing, 0, sender, f"{self.landing}_{steps.index.name}")
+        term = chunk(b, steps, terms, value, value.walked.dim, suffix="landing")
+        self.swap(source, steps.owned_by, term, sender, steps)
+
+    def after_join(self) -> None:
+        self.reduction.emit((self.landing,), self.values.buffer_of(self.op.result.name))
+
+
+GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _Gather),), FIRST, tried=(1,))
+SCATTER = Schedule("p2p", "reduce_scatter", ((MESSAGES, _Scatter),), LAST, tried=(1,))

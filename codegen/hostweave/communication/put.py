@@ -1,9 +1,207 @@
-"""Schedule put: copy engines write blocks to the memory of their readers, or read them from that of their owners."""
+"""Schedule put: a rank writes blocks to the memory of others, or reads theirs, and signals say when. Copy engines move them.
+
+All that a rank puts, signals and waits for is on one stream, in the order in which its peers do, since the branches of a CUDA graph may
+run as one queue in any order that its edges allow. A credit comes before the puts: the first signal of a call says that the memory that
+they go to is free. A rank waits for a piece of a peer before it puts the next one, as a signal is not given in a graph before its receiver
+has waited for the one before. What ranks read of each other is signalled to be there before, and to have been read afterwards.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from hostweave.communication.cost import BESIDE_COPIES, Overlap
-from hostweave.communication.schedule import FIRST, LAST, Schedule
+from hostweave.communication.packing import apart, branch, contiguous_source
+from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.signals import SIGNAL, Signals
+from hostweave.communication.steps import Steps, chunk_shape
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Const, Expr, Var, opposite
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.machine import Machine
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+PUTS = "puts"  # the stream of what a rank puts, reads, signals and waits for
+
+
+class _Loop(Lowering, Signals):
+    """The communication of one loop, of which `steps` are the iterations; their owner is known inside of the loop alone."""
+
+    def __init__(self, *known: Any):
+        Lowering.__init__(self, *known)
+        Signals.__init__(self, self.b, self.axes)
+        self.own = replace(self.steps, owner=self.rank)
+
+    def on(self, stream: str) -> AbstractContextManager[None]:
+        return self.b.inside(partial(ir.OnStream, stream, Const(0)))
+
+    def chunk_shape(self, name: str) -> tuple[Size, ...]:
+        """Of what an iteration takes of a value."""
+        return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
+
+
+class Gather(_Loop):
+    """An all-gather: the own shard is used where it lies, the others arrive one after another.
+
+    A shard that the program has computed is read by its peers, which copies nothing twice; what lies in no window is put to them.
+    """
+
+    def begin(self) -> None:
+        b = self.b
+        self.lands_in_place = self.take_landing()
+        self.shard = self.shard_in_window()
+        self.arrived = self.b.new_events("arrived", int(self.steps.count))
+        b.emit(ir.Fork(PUTS))
+        with self.on(PUTS):
+            self.signal(self.shard or self.landing)
+            if not self.shard:
+                self.wait(self.landing)
+
+    def take_landing(self) -> bool:
+        """Whether shards land where they are used; else in memory of their own, from where they are copied."""
+        b, value, dim = self.b, self.op.result, self.op.result.walked.dim
+        self.values.take_chunks(self.op, self.own)
+        memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
+        is_contiguous = value.name in self.values.by_step or all(size == Size() for size in b.types[memory].shape[:dim])
+        if is_contiguous and b.is_in_window(memory):
+            self.landing = memory
+            return True
+        shape = (self.steps.count, *self.chunk_shape(value.name))
+        self.landing = b.allocate(f"{value.name}_landing", BufferType(value.type.dtype, shape))
+        return False
+
+    def shard_in_window(self) -> str | None:
+        """The memory of this rank's shard, where that lies in a window, or will, and chunks of it are contiguous."""
+        b, dim, whole = self.b, self.op.result.walked.dim, self.values.buffer_of(self.op.tensors[0])
+        memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
+        is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
+        return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
+
+    def put(self, steps: Steps) -> None:
+        """A piece of this rank's shard, to whoever takes it in this step."""
+        own = replace(steps, owner=self.rank)
+        self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
+
+    def source(self, own: Steps) -> str:
+        """A piece of this rank's shard."""
+        return contiguous_source(self.b, self.values.operand(self.op, 0, own), None)
+
+    def sender(self, steps: Steps) -> Expr:
+        """From whom a piece arrives that is put."""
+        return steps.owned_by
+
+    def landed(self, steps: Steps) -> str:
+        if self.lands_in_place:
+            return self.values.destination(self.op, steps)
+        return self.b.select(self.landing, 0, steps.block, f"{self.landing}_{steps.index.name}")
+
+    def before_step(self, steps: Steps) -> None:
+        b = self.b
+
+        def arrive() -> None:
+            with self.on(PUTS):
+                if self.shard:
+                    self.read(steps)
+                else:
+                    landed = self.landed(steps)
+                    self.put(steps)
+                    self.wait_for(self.sender(steps), landed)
+                b.emit(ir.Record(self.arrived, steps.index))
+
+        branch(b, opposite(steps.owned_by.equals(self.rank)), arrive)
+
+    def read(self, steps: Steps) -> None:
+        assert self.shard
+        landed = self.landed(steps)
+        wait = ir.WaitSignal(SIGNAL, steps.owned_by, landed, self.channel)
+        if self.subchunks == 1:
+            self.b.emit(wait)
+        else:
+            branch(self.b, steps.subchunk.equals(0), lambda: self.b.emit(wait))
+        self.b.emit(ir.Get(self.values.operand(self.op, 0, steps), steps.owned_by, landed, self.channel))
+
+    def step(self, steps: Steps) -> None:
+        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+
+        def arrive() -> None:
+            b.emit(ir.Wait(self.arrived, steps.index))
+            if not self.lands_in_place:
+                b.emit(ir.Copy(self.landed(steps), target))
+
+        branch(b, steps.owned_by.equals(self.rank), lambda: b.emit(ir.Copy(source, target)), arrive)
+
+    def end(self) -> None:
+        if self.shard:
+            with self.on(PUTS):
+                self.signal(self.shard)
+                self.wait(self.shard)
+
+    def after_join(self) -> None:
+        self.b.emit(ir.Join(PUTS))
+
+
+class _Scatter(_Loop):
+    """A reduce-scatter: the blocks of the others come first, each put to its owner, and a kernel adds what landed to the own one."""
+
+    def begin(self) -> None:
+        b, result = self.b, self.op.result
+        shape = (Size(self.size - 1), Size(self.subchunks), *self.chunk_shape(self.op.tensors[0]))
+        self.landing = b.allocate(f"{result.name}_landing", BufferType(result.type.dtype, shape))
+        self.made = self.b.new_events("made", (self.size - 1) * self.subchunks)
+        b.emit(ir.Fork(PUTS))
+        with self.on(PUTS):
+            self.signal(self.landing)
+            self.wait(self.landing)
+
+    def term(self, steps: Steps) -> str:
+        return self.values.operand(self.op, 0, steps)
+
+    def others(self, steps: Steps) -> Expr:
+        """Whether a step's block is another rank's."""
+        return opposite(steps.owned_by.equals(self.rank))
+
+    def step(self, steps: Steps) -> None:
+        """After the term has been computed."""
+        branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
+
+    def after_step(self, steps: Steps) -> None:
+        b = self.b
+
+        def put() -> None:
+            with self.on(PUTS):
+                b.emit(ir.Wait(self.made, steps.index))
+                if self.subchunks > 1:
+                    sender = (self.rank - 1 - steps.distance) % self.size
+                    branch(b, opposite(steps.subchunk.equals(0)), lambda: self.wait_for(sender, self.landing))
+                source = contiguous_source(b, self.term(steps), None)
+                place = b.select(self.landing, 0, steps.distance, f"{self.landing}_by_sender")
+                place = b.select(place, 0, steps.subchunk, f"{self.landing}_{steps.index.name}")
+                b.emit(ir.Put(source, place, steps.owned_by, SIGNAL, self.channel))
+
+        branch(b, self.others(steps), put)
+
+    def end(self) -> None:
+        with self.on(PUTS):
+            self.wait(self.landing)
+
+    def after_join(self) -> None:
+        self.b.emit(ir.Join(PUTS))
+        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the pieces lie one behind the other
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size)))  # which no expression names then
+        else:
+            self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
+
+    def add(self, steps: Steps) -> None:
+        b, own, target = self.b, self.term(steps), self.values.destination(self.op, steps)
+        shape = (Size(self.size - 1), *b.types[own].shape)
+        if steps.subchunks == Size():
+            landed = b.reshape(self.landing, shape, f"{self.landing}_shards")
+        else:
+            landed = b.select(self.landing, 1, steps.subchunk, f"{self.landing}_{steps.index.name}")
+        terms = (own, *apart(b, landed, self.landing))
+        self.reduction.emit(terms, target)
 
 
 class _Put(Schedule):
@@ -16,5 +214,5 @@ class _Put(Schedule):
 
 # After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves as soon as it is multiplied,
 # which is later for the first blocks where several are at once.
-GATHER = _Put("put", "all_gather", (SIGNALS,), FIRST, most_streams=2, tried=(1, 2, 4))
-SCATTER = _Put("put", "reduce_scatter", (SIGNALS,), LAST, most_streams=1, tried=(1, 2, 4))
+GATHER = _Put("put", "all_gather", ((SIGNALS, Gather),), FIRST, most_streams=2, tried=(1, 2, 4))
+SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _Scatter),), LAST, most_streams=1, tried=(1, 2, 4))

@@ -1,7 +1,152 @@
 """Schedule ring: each rank passes on to the next one what it has received from the one before."""
 
-from hostweave.communication.schedule import FIRST, LAST, Schedule
-from hostweave.transports.transport import MESSAGES, SIGNALS
+from collections.abc import Callable
+from dataclasses import replace
 
-GATHER = Schedule("ring", "all_gather", (MESSAGES, SIGNALS), FIRST)
-SCATTER = Schedule("ring", "reduce_scatter", (MESSAGES, SIGNALS), LAST)
+from hostweave.base.errors import ProgramError
+from hostweave.communication import put
+from hostweave.communication.packing import branch, group
+from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
+from hostweave.communication.signals import SIGNAL, Signals
+from hostweave.communication.steps import Steps, chunk, expr_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Expr, Var
+from hostweave.transports.transport import MESSAGES, SIGNALS
+from hostweave.types.size import Size
+
+
+class _Ring(Lowering):
+    def owner(self, steps: Steps) -> Expr:
+        if self.op.kind == "reduce_scatter":
+            return Var(self.b.let("q", (self.rank - 1 - steps.distance) % steps.shards))
+        return Var(self.b.let("p", (self.rank - steps.distance) % steps.shards))
+
+
+class _PassedOn(_Ring):
+    """A ring whose values are used where they arrive."""
+
+    def pass_on(self, src: str, name: str, steps: Steps, event: str) -> None:
+        """Sends to the next rank while what a later step uses arrives, which the event of this step marks."""
+
+        def exchange() -> None:
+            self.exchange(src, self.next_chunk(name, steps))
+            self.b.emit(ir.Record(event, steps.index))
+
+        branch(self.b, steps.index.less(expr_of(steps.count) - expr_of(steps.subchunks)), exchange)
+
+    def exchange(self, src: str, arriving: str) -> None:
+        channel = self.b.channel(self.axes, MESSAGES)
+        group(self.b, ir.Recv(arriving, (self.rank - 1) % self.size, channel), ir.Send(src, (self.rank + 1) % self.size, channel))
+
+    def next_chunk(self, name: str, steps: Steps) -> str:
+        """The chunk that the neighbour sends in this iteration."""
+        value, values = self.flow.values[name], self.values
+        dim = value.walked.dim
+        if name in values.by_step and name == self.op.result.name:  # where shards lie one behind the other
+            return values.chunk(name, dim, steps.next_hop)
+        if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
+            raise ProgramError(
+                f"{self.op.kind}: a ring passes contiguous blocks on, so it streams the outermost dim; use algorithm='p2p'",
+                self.op.location,
+            )
+        return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim, suffix="next")
+
+    def arrivals(self, steps: Steps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
+        """Does the first step of a shard, and others once what they use has arrived. Gives the events, one a step."""
+        if not steps.count.is_int:
+            why = "a ring needs a number of steps that is known at compile time: give chunks="
+            raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
+        event = self.b.new_events("arrived", int(steps.count))
+
+        def wait() -> None:
+            self.b.emit(ir.Wait(event, steps.index - expr_of(steps.subchunks)))
+            arrived()
+
+        branch(self.b, steps.distance.equals(0), first, wait)
+        return event
+
+
+class _Gather(_PassedOn):
+    """What the rank before has sent, or this rank has, goes on to the next one."""
+
+    def step(self, steps: Steps) -> None:
+        b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        event = self.arrivals(steps, lambda: b.emit(ir.Copy(source, target)), lambda: None)
+        self.pass_on(target, self.op.result.name, steps, event)
+
+
+class _Sums(_PassedOn):
+    """The sum of a block grows as it passes from rank to rank, and ends in the memory of its owner's own term, from where it is taken
+    after the loop."""
+
+    @property
+    def adds(self) -> str:
+        """The matmul, seen through views, whose result the ring adds up."""
+        name = self.op.tensors[0]
+        while name in self.in_loop:
+            producer = self.flow.producer[name]
+            if producer.kind == "matmul":
+                return name
+            if not self.flow.is_view(producer):
+                break
+            name = producer.tensors[0]
+        why = "algorithm='ring' sums the results of a matmul in its loop; use algorithm='p2p' for other ops"
+        raise ProgramError(f"reshard: {why}", self.op.location)
+
+    def step(self, steps: Steps) -> None:
+        b, term, matmul = self.b, self.values.operand(self.op, 0, steps), self.matmul
+        assert matmul is not None
+        added = replace(matmul, accumulate=(matmul.dst,))
+        event = self.arrivals(steps, lambda: b.emit(matmul), lambda: b.emit(added))
+        self.pass_on(term, self.op.tensors[0], steps, event)
+
+    def after_join(self) -> None:
+        b, (name,), result = self.b, self.op.tensors, self.op.result
+        own = b.chunk(self.values.buffer_of(name), result.walked.dim, self.rank, Size(self.size), f"{name}_own")
+        b.emit(ir.Copy(own, self.values.buffer_of(result.name)))
+
+
+class _SumsByPuts(_Sums):
+    """The same where the one before adds to this rank's sums, and waits for the signal that it may write them."""
+
+    def begin(self) -> None:
+        peers, sums = Signals(self.b, self.axes), self.values.buffer_of(self.op.tensors[0])
+        peers.signal_to((self.rank - 1) % self.size, sums)
+        peers.wait_for((self.rank + 1) % self.size, sums)
+
+    def exchange(self, src: str, arriving: str) -> None:
+        """A block has one place on all ranks."""
+        channel = self.b.channel(self.axes, SIGNALS)
+        self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
+        self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
+
+
+class _GatherByPuts(_Ring, put.Gather):
+    """Each rank puts to the next one its own shard, then what has arrived from the one before."""
+
+    def shard_in_window(self) -> str | None:
+        """Nothing is read."""
+        return None
+
+    def signal(self, buffer: str) -> None:
+        self.signal_to((self.rank - 1) % self.size, buffer)
+
+    def wait(self, buffer: str) -> None:
+        self.wait_for((self.rank + 1) % self.size, buffer)
+
+    def sender(self, steps: Steps) -> Expr:
+        return (self.rank - 1) % self.size
+
+    def put(self, steps: Steps) -> None:
+        """What this rank had as many steps before as a shard has pieces."""
+        before = replace(steps, owner=(steps.owned_by + 1) % self.size)
+        place = self.landed(before)
+
+        def put(source: str) -> None:
+            self.b.emit(ir.Put(source, place, (self.rank + 1) % self.size, SIGNAL, self.channel))
+
+        branch(self.b, steps.index.less(2 * self.subchunks), lambda: put(self.source(before)), lambda: put(place))
+
+
+GATHER = Schedule("ring", "all_gather", ((MESSAGES, _Gather), (SIGNALS, _GatherByPuts)), FIRST)
+SCATTER = Schedule("ring", "reduce_scatter", ((MESSAGES, _Sums), (SIGNALS, _SumsByPuts)), LAST)

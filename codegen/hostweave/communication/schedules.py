@@ -1,10 +1,10 @@
 """All schedules of chunk loops, and which of them options allow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hostweave.communication import broadcast, p2p, put, ring, slices
 from hostweave.communication.schedule import Schedule
-from hostweave.fusion_ir.choice import Way
+from hostweave.fusion_ir.choice import Choice, Way
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS, Transport
 
@@ -24,8 +24,20 @@ def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transp
             yield schedule, transport
 
 
+def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Schedule]:
+    """Those that the compiler may choose on the machine of the options. Memory that ranks share holds shards of one size."""
+    for schedule, transport in schedules_of(kind, options):
+        if not transport.why_not(options.figures) and (is_even or not transport.shares_memory):
+            yield schedule
+
+
 def find_schedule(kind: str, name: str) -> Schedule:
     return next(schedule for schedule in SCHEDULES if (schedule.kind, schedule.name) == (kind, name))
+
+
+def reach_memory(choices: Iterable[Choice], options: Options) -> bool:
+    """Whether ranks reach each other's memory by what was chosen."""
+    return any(choice.taken.chunks and transport_of(choice.taken, options).shares_memory for choice in choices)
 
 
 def transport_of(way: Way, options: Options) -> Transport:

@@ -1,10 +1,24 @@
 """Schedules across shards: every step does one collective, or one move to another mesh, of a slice of each rank's shard."""
 
+from hostweave.communication.collective import Collective
 from hostweave.communication.cost import BESIDE_KERNELS, Overlap, communication, kernels_beside
-from hostweave.communication.schedule import Schedule
+from hostweave.communication.schedule import Lowering, Schedule
+from hostweave.communication.steps import Steps
+from hostweave.communication.transfers import send_and_receive
 from hostweave.fusion_ir.resharding import ReshardStep
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS, Transport
 from hostweave.types.machine import Machine
+
+
+class _Slice(Lowering):
+    def step(self, steps: Steps) -> None:
+        Collective(self.b, self.flow, self.values, self.op, self.reduction).run(steps)
+
+
+class _Move(Lowering):
+    def step(self, steps: Steps) -> None:
+        values, op = self.values, self.op
+        send_and_receive(self.b, self.flow, op, lambda: values.operand(op, 0, steps), lambda: values.destination(op, steps), steps)
 
 
 class _Slices(Schedule):
@@ -21,9 +35,10 @@ class _Slices(Schedule):
         return overlap.in_chunks(machine, chunks, 0, transfer, kernels_beside(overlap.ranks), BESIDE_KERNELS, 0.0)
 
 
+_BY = ((COLLECTIVES, _Slice), (SIGNALS, _Slice))
 SCHEDULES = (
-    *(_Slices(kind, kind, (COLLECTIVES, SIGNALS)) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
-    _Slices("all_reduce", "all_reduce", (COLLECTIVES, SIGNALS), tried=(2, 4)),
-    _Slices("collective_permute", "permute_shards", (COLLECTIVES, SIGNALS)),
-    _Slices("transfer", "transfer", (MESSAGES,)),
+    *(_Slices(kind, kind, _BY) for kind in ("all_gather", "reduce_scatter", "all_to_all")),
+    _Slices("all_reduce", "all_reduce", _BY, tried=(2, 4)),
+    _Slices("collective_permute", "permute_shards", _BY),
+    _Slices("transfer", "transfer", ((MESSAGES, _Move),)),
 )

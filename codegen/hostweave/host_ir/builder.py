@@ -5,7 +5,7 @@ Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import eliminate_dead_code
-from hostweave.transports.transport import DEFAULT, Transport, find_transport
+from hostweave.transports.transport import COLLECTIVES, MESSAGES, Transport, find_transport, first_carrying
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
@@ -38,9 +38,9 @@ class _Scope:
 
 
 class Builder:
-    def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transport: str = DEFAULT) -> None:
+    def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
         self._program, self._channels = program, channels  # those of all bodies of the program, by name
-        self.transport = find_transport(transport)  # of channels, but for loops that state another one
+        self.transports = transports  # the preferred one first, which channels have that can
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
         self.location: Location | None = None  # of the op that is being lowered
@@ -99,10 +99,10 @@ class Builder:
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Channels of that transport for what is emitted, "" for the usual one."""
-        outer, self.transport = self.transport, find_transport(transport) if transport else self.transport
+        """Prefers that transport for what is emitted, "" the usual one."""
+        outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
-        self.transport = outer
+        self.transports = outer
 
     @contextmanager
     def nested(self) -> Iterator[list[tree.Instruction]]:
@@ -150,17 +150,23 @@ class Builder:
         """That of the ranks that do what is emitted."""
         return self.mesh or self._program
 
-    def channel(self, axes: tuple[str, ...], transport: Transport | None = None) -> str:
-        """The name of the channel of the present mesh along these axes."""
-        return self._channel(self.present_mesh, axes, transport or self.transport)
+    def carrying(self, *needs: Set[str]) -> Transport:
+        """The preferred transport that carries all of any one of these."""
+        transport = first_carrying(self.transports, *needs)
+        assert transport, f"no transport carries any of {needs}"
+        return transport
+
+    def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
+        """The name of the channel of the present mesh along these axes, on a transport that carries what is needed."""
+        return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
         """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
-        return self._channel(self._program, tuple(name for name, _ in self._program.axes), self.transport)
+        return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
-    def _channel(self, mesh: Mesh, axes: tuple[str, ...], transport: Transport) -> str:
-        wanted = (mesh, axes, transport)
+    def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
+        wanted = (mesh, axes, self.carrying(needs))
         found = next((name for name, known in self._channels.items() if (known.mesh, known.axes, known.transport) == wanted), None)
         if found is None:
             along = "_".join(axes)

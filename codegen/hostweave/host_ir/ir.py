@@ -210,9 +210,9 @@ class HostProgram:
         return next(channel for channel in self.channels if channel.name == name)
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether ranks touch each other's memory over its channels."""
-        return any(channel.transport.shares_memory for channel in self.channels)
+    def memory_transports(self) -> frozenset[Transport]:
+        """The transports of its channels by which ranks touch each other's memory."""
+        return frozenset(channel.transport for channel in self.channels if channel.transport.shares_memory)
 
     @property
     def libraries(self) -> frozenset[str]:

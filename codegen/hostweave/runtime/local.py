@@ -58,7 +58,7 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
-        gives_signals = host.shares_memory
+        gives_signals = bool(host.memory_transports)
         self._common_graphs = CommonGraphs() if options.graph == "auto" and gives_signals else None
         for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self._common_graphs)):
             if is_set and group.count > 1 and not group.can_meet:

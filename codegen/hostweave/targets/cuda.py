@@ -16,7 +16,7 @@ from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Library, Toolchain, find_compiler
 from hostweave.targets.target import Target, runtime_sources, sources_of
-from hostweave.transports.transport import NAMES, Transport, find_transport
+from hostweave.transports.transport import NAMES, SIGNALS, Transport, find_transport
 from hostweave.types.machine import H200, Machine
 
 
@@ -100,7 +100,7 @@ def _nccl_to_build_with() -> tuple[int, ...]:
 
 def why_no_puts(ranks: int) -> str:
     """Why ranks of programs that are built here cannot put into each other's memory; "" where they can."""
-    return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.shares_memory) or why_no_peers(ranks)
+    return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 
 def why_not(transport: Transport) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+
+from hostweave.types.machine import Machine
 
 PREFERRED = ("two_sided", "one_sided")  # all transports; transport="auto" takes the first one that carries what is asked of a channel
 DEFAULT = PREFERRED[0]
@@ -31,6 +33,15 @@ class Transport:
     shares_memory: bool = False  # ranks touch the memory of others: the arena of a program is registered with its channels
     since: tuple[int, ...] = ()  # the first version of the library that has its calls, where not all have them
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
+
+    def why_not(self, machine: Machine) -> str:
+        """Why ranks of a machine cannot communicate by it; "" if they can."""
+        return dict(machine.refused).get(self.name, machine.no_peers if self.shares_memory else "")
+
+
+def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transport | None:
+    """The first transport that carries all of any one of these."""
+    return next((transport for transport in transports if any(map(transport.carries.issuperset, needs))), None)
 
 
 @cache

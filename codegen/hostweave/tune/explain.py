@@ -34,7 +34,7 @@ def _basis(options: Options) -> Iterator[str]:
     faster = options.transport_carrying(SIGNALS)
     if faster is None:
         yield f'two-sided transport alone, by transport="{DEFAULT}"'
-    elif why := options.why_not(faster):
+    elif why := faster.why_not(options.figures):
         yield f"two-sided transport alone: {why}"
     else:
         yield "one-sided transport where it is faster"

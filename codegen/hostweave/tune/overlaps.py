@@ -8,7 +8,7 @@ from math import prod
 from hostweave.base.errors import ProgramError
 from hostweave.communication.cost import Overlap, by_collective, by_copies
 from hostweave.communication.schedule import Schedule
-from hostweave.communication.schedules import schedules_of
+from hostweave.communication.schedules import choosable
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
@@ -180,7 +180,7 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
     """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
     finder, transport = _Finder(fusion, options.sizes), options.transport_carrying(SIGNALS)
-    is_possible = options.transport == "auto" and transport is not None and not options.why_not(transport)
+    is_possible = options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
     return is_possible and finder.is_on_all_ranks and finder.is_even()
 
 
@@ -261,9 +261,8 @@ def gain_wanted(in_sequence: float) -> float:
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
     """Schedules that can be chosen, and numbers of chunks that divide the dim, or each rank's part of it; of keys one chunk a rank."""
     size, rest = divmod(candidate.size.bind(options.sizes), candidate.shards)
-    for schedule, transport in schedules_of(candidate.reshard.kind, options):
-        can_be = candidate.is_even or not transport.shares_memory
-        for chunks in schedule.chunks(candidate.ranks) if can_be and not options.why_not(transport) else ():
+    for schedule in choosable(candidate.reshard.kind, options, candidate.is_even):
+        for chunks in schedule.chunks(candidate.ranks):
             if size and not rest and size % chunks == 0 and chunks <= (candidate.ranks if candidate.keys else MAX_STEPS):
                 yield schedule, chunks
 

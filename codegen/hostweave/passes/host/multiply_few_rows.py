@@ -23,13 +23,13 @@ from dataclasses import replace
 from hostweave.analysis.def_use import DefUse, Place, def_use
 from hostweave.analysis.kernel_indices import NotOneKernel, iteration
 from hostweave.base.names import claim_unique, unique_name
+from hostweave.communication.steps import expr_of
 from hostweave.fusion_ir.ir import Op, Value
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched
 from hostweave.host_ir.expr import Binary, Const
 from hostweave.options import Options
-from hostweave.passes.lower.steps import expr_of
 from hostweave.types.size import Size, Sum, product
 from hostweave.types.tensor import strides_of
 

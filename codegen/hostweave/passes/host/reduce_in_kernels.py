@@ -32,7 +32,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
     """After it an all_reduce that is known to be of few bytes is part of a kernel, and one that may be is under a condition on its size."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
-    if options.transport != "auto" or options.figures.no_peers or beside or program.shares_memory:
+    if options.transport != "auto" or options.figures.no_peers or beside or program.memory_transports:
         return program
     return joined([_Reducing(part, options).program() for part in parts])
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
-from hostweave.passes.lower.steps import Dataflow
 
 COMM = "comm"  # the stream of what communicates beside the rest
 COPIES = "copies"  # and that of what a rank copies for it, where the next communication need not wait

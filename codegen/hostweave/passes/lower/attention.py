@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.packing import branch, contiguous_source, packed_destination
+from hostweave.communication.steps import Dataflow, Steps, expr_of, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attention import BIAS_GRADIENT, BOTTOM_RIGHT, COUNTS, GRADIENTS, is_by_kernels, kernels_for, masks_of
 from hostweave.fusion_ir.ops.attributes import CAUSAL, KEY_BLOCKS, PIECES, REVERSED, SCALE, WINDOW
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
-from hostweave.passes.lower import communication
 from hostweave.passes.lower.buffers import Buffers
-from hostweave.passes.lower.steps import Dataflow, Steps, expr_of, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
@@ -76,7 +76,7 @@ class Attentions:
             if seen is not None:
                 query, own = half(q, -2, seen.rows), half(result, -2, seen.rows)
                 key, value = half(k, -2, seen.columns), half(v, -2, seen.columns)
-                with communication.packed_destination(b, half(lse, -1, seen.rows), None) as sums:
+                with packed_destination(b, half(lse, -1, seen.rows), None) as sums:
                     b.emit(ir.Attention(query, key, value, op[SCALE], own, seen.diagonal, kernels=kernels, lse=(sums,)))
 
         if not op[CAUSAL]:
@@ -86,9 +86,9 @@ class Attentions:
         before, after = (Seen(columns=0), Seen(rows=1)) if op[PIECES] else (Seen(), None)
 
         def of_others() -> None:
-            communication.branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
+            branch(b, steps.owned_by.less(rank), lambda: attend(before), lambda: attend(after))
 
-        communication.branch(b, steps.owned_by.equals(rank), lambda: attend(Seen(diagonal=Const(0))), of_others)
+        branch(b, steps.owned_by.equals(rank), lambda: attend(Seen(diagonal=Const(0))), of_others)
 
     def at_once(self, op: Op, made: Mapping[str, Op]) -> None:
         if op[PIECES]:
@@ -123,7 +123,7 @@ class Attentions:
                     return self.b.allocate_here(f"{op.result.name}_unused", BufferType(self.b.types[like].dtype, self.b.types[like].shape))
                 whole = own(self.buffers.buffer_of(made[kind].result.name))
                 is_left = self.is_aligned(whole, step) and not is_packed
-                return whole if is_left else copies.enter_context(communication.packed_destination(self.b, whole, None))
+                return whole if is_left else copies.enter_context(packed_destination(self.b, whole, None))
 
             if op.kind in GRADIENTS:
                 q, k, v, o, gradient = map(self.source, operands[:5])
@@ -146,7 +146,7 @@ class Attentions:
         return self.aligned(self.buffers.buffer_of(name), None, step)
 
     def aligned(self, buffer: str, steps: Steps | None, step: int = ALIGNED) -> str:
-        return buffer if self.is_aligned(buffer, step) else communication.contiguous_source(self.b, buffer, steps)
+        return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
         """Whether the elements of a row lie side by side, and rows of 16 bits begin at multiples of so many elements."""

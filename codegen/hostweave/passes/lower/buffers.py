@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.steps import Dataflow, Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
 from hostweave.fusion_ir.ops.shapes import padded_dims
@@ -13,7 +14,6 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.passes.lower.asynchronous import Asynchronous
 from hostweave.passes.lower.placement import Placement, reversed_view
-from hostweave.passes.lower.steps import Dataflow, Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 

@@ -15,7 +15,15 @@ Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is de
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+from hostweave.communication.collective import permute, take_shard
+from hostweave.communication.packing import contiguous_source
+from hostweave.communication.put import PUTS
+from hostweave.communication.schedule import Lowering
+from hostweave.communication.schedules import find_schedule
+from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, rank_in_group
+from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
@@ -26,40 +34,23 @@ from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
 from hostweave.options import Options
-from hostweave.passes.lower import attention, communication
+from hostweave.passes.lower import attention
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
-from hostweave.passes.lower.exchanges import with_reached, with_windows
 from hostweave.passes.lower.kernels import Kernels
+from hostweave.passes.lower.loops import Loop, gathered_beside, iterations, loops_of, shards
 from hostweave.passes.lower.placement import placement_of
-from hostweave.passes.lower.puts import PUTS
-from hostweave.passes.lower.reshards import Reshards, owner, ring_term
-from hostweave.passes.lower.steps import (
-    Dataflow,
-    Loop,
-    Steps,
-    algorithm_of,
-    dim_of_chunk,
-    gathered_beside,
-    iterations,
-    loops_of,
-    rank_in_group,
-    shards,
-)
+from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
-from hostweave.transports.transport import DEFAULT
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32, strides_of
 
 RING = "ring"
-# Streams of a loop of puts. After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves
-# as soon as it is multiplied, which is later for the first blocks where several are at once.
-STREAMS_OF_PUTS = {"all_gather": 2, "reduce_scatter": 1}
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
     """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
-    uneven = uneven_sizes(fusion, transport_for(options))
+    uneven = uneven_sizes(fusion, options.transports[0])
     channels: dict[str, ir.Channel] = {}
     windows = _in_windows(fusion, frozenset(options.windows))
     bodies = [_Lowering(Dataflow(body, uneven), options, channels, windows[body.name]) for body in (*fusion.functions, fusion)]
@@ -85,17 +76,12 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
     return found
 
 
-def transport_for(options: Options) -> str:
-    """That of channels which no loop states."""
-    return DEFAULT if options.transport == "auto" else options.transport
-
-
 class _Lowering:
     """Writes the instructions of one body."""
 
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
         self.windows = windows
-        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, transport_for(options))
+        self.flow, self.options, self.b = flow, options, Builder(flow.mesh, channels, options.transports)
         self.loops = loops_of(flow)
         self.placement = placement_of(flow, self.loops)
         self.asynchronous = Asynchronous(flow, self.b)
@@ -103,7 +89,7 @@ class _Lowering:
         self.kernels = Kernels(self.b.types)
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
-        self.ring_term: str | None = None  # in the present loop: the matmul whose term a ring of sums adds when it comes to it
+        self.lowering: Lowering | None = None  # of the communication of the present loop
 
     def is_loop(self, loop: Loop) -> bool:
         """Whether there is anything to call in it."""
@@ -115,7 +101,8 @@ class _Lowering:
 
     def streams_of(self, loop: Loop) -> int:
         count, op = iterations(self.flow, loop.ops[0])[0], loop.communication
-        most = STREAMS_OF_PUTS[op.kind] if op and algorithm_of(loop) == "put" else self.options.streams
+        stated = find_schedule(op.kind, op.result.walked.algorithm or "").most_streams if op else None
+        most = stated or self.options.streams
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
@@ -138,7 +125,7 @@ class _Lowering:
                     self.op(op, None)
         b.location = None
         self.asynchronous.join()
-        self.reshards.wait_for_readers()
+        self.reshards.transfers.wait_for_readers()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -167,28 +154,29 @@ class _Lowering:
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
         b.hoists_views = len(meshes) == 1
         with b.on(meshes.pop() if b.hoists_views else None):
-            self.reshards.begin_loop(loop, steps)
-            puts = self.reshards.puts
+            self.lowering = lowering = self.reshards.begin_loop(loop, steps)
+            if lowering:
+                lowering.begin()
             with b.looped() as body:
-                if loop.by_block:
-                    steps = replace(steps, owner=owner(b, flow, loop, steps))
-                if puts:
-                    puts.before_step(steps)
+                if lowering and loop.by_block:
+                    steps = replace(steps, owner=lowering.owner(steps))
+                if lowering:
+                    lowering.before_step(steps)
                 with b.nested() as on_stream:
-                    self.ring_term = ring_term(flow, loop)
                     for op in loop.ops:
                         self.op(op, steps)
                 b.location = loop.ops[-1].location
                 b.emit(ir.OnStream(RING, Const(0) if reached == 1 else steps.index, tuple(on_stream)))
-                if puts:
-                    puts.after_step(steps)
+                if lowering:
+                    lowering.after_step(steps)
             b.emit(ir.Fork(RING, used))
             b.emit(ir.For(steps.index.name, count, tuple(body)))
-            if puts:
-                puts.end()
+            if lowering:
+                lowering.end()
             b.emit(ir.Join(RING, used))
-            self.reshards.end_of_loop()
-        b.hoists_views = True
+            if lowering:
+                lowering.after_join()
+        b.hoists_views, self.lowering = True, None
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: Loop, gather: Op) -> None:
@@ -202,7 +190,8 @@ class _Lowering:
         b.location = loop.ops[0].location
         with b.looped() as body:
             steps = replace(steps, owner=Var(b.let("p", (rank_in_group(mesh, axes) + steps.index) % ranks)))
-            shard = self.reshards.take_shard(gather, steps, lambda: self.asynchronous.wait_for(gather.result.name))
+            arrived = partial(self.asynchronous.wait_for, gather.result.name)
+            shard = take_shard(b, self.flow, self.buffers, gather, steps, arrived)
             self.buffers.chunks[weights] = shard if view is gather else b.permute(shard, view[ORDER], f"{weights}_{steps.index.name}")
             for op in loop.ops:
                 self.op(op, steps)
@@ -266,11 +255,11 @@ class _Lowering:
             type = self.b.types[matrix]
             dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
             is_dense = any(Size() in dim for dim in dims)
-            dense.append(matrix if is_dense else communication.contiguous_source(self.b, matrix, steps))
+            dense.append(matrix if is_dense else contiguous_source(self.b, matrix, steps))
         a, b, dst = self.stack_shards(op, steps, [*dense, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
-        if op.result.name == self.ring_term:
-            self.reshards.term = matmul
+        if self.lowering and op.result.name == self.lowering.adds:
+            self.lowering.matmul = matmul
         else:
             self.b.emit(matmul)
 
@@ -282,7 +271,7 @@ class _Lowering:
         try:
             return self.b.reshape(source, merged, f"{source}_matrix")
         except ValueError:  # no strides give this shape
-            return self.b.reshape(communication.contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
+            return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
         """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
@@ -302,7 +291,7 @@ class _Lowering:
     def call(self, op: Op, function: Fusion) -> None:
         """All ranks make it: what a function does on a mesh of some of them, it does by itself."""
         if any(inner.kind in TO_OTHER_MESHES for inner in function.all_ops):
-            self.reshards.wait_for_readers()  # its moves give signals of the same numbers
+            self.reshards.transfers.wait_for_readers()  # its moves give signals of the same numbers
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -330,7 +319,7 @@ class _Lowering:
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
-            communication.collective_permute(self.b, source, target, places, axes, steps)
+            permute(self.b, source, target, places, axes, steps)
             return
         dim, count = dim_of_chunk(axis, op, self.flow.values[op.tensors[0]], steps), Size(len(sources))
         for number, place in enumerate(sources):

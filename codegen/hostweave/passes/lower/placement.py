@@ -15,13 +15,14 @@ makes %h through a view of the memory of %t, so that nothing is copied.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.index_map import ONE, groups
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attention import COUNTS
 from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.host_ir import ir
-from hostweave.passes.lower.steps import Dataflow, Loop, gathered_beside
+from hostweave.passes.lower.loops import Loop, gathered_beside
 from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements

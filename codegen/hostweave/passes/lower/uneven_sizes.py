@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from hostweave.base.errors import ProgramError
+from hostweave.communication.transfers import needs_equal_blocks
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS
-from hostweave.transports.transport import DEFAULT, find_transport
-from hostweave.types.blocks import shared_dims
+from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
@@ -15,7 +15,7 @@ from hostweave.types.zigzag import Zigzag
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
 
-def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
+def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
     """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
 
     Raises ProgramError for an int that the ranks cannot share evenly, where they must.
@@ -37,11 +37,11 @@ def uneven_sizes(fusion: Fusion, transport: str = DEFAULT) -> tuple[str, ...]:
     return tuple(name for name in sharded if name not in even)
 
 
-def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: str) -> Iterator[Even]:
+def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
     """The dims that an op needs to be shared evenly."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
-        if not why and find_transport(transport).shares_memory and _is_cut(types[op.tensors[0]], op.result.type, fusion.mesh):
+        if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
             why = "a move between meshes by reading"
         for type in (types[op.tensors[0]], op.result.type) if why else ():
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
@@ -51,11 +51,6 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: str) 
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
-
-
-def _is_cut(source: TensorType, target: TensorType, mesh: Mesh) -> bool:
-    """Whether blocks of a tensor may differ in size where two meshes share its dims."""
-    return any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 
 def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Dim, str]]:

@@ -26,77 +26,27 @@ which a kernel adds to its own term where that lies; few elements it reads all, 
 round alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 
-from hostweave.host_ir import ir, tree
-from hostweave.host_ir.builder import Builder
-from hostweave.host_ir.expr import Const, Expr, Var, opposite
-from hostweave.passes.lower.steps import expr_of, rank_in_group
-from hostweave.transports.transport import find_transport
-from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
+from hostweave.communication.packing import Reduction, apart
+from hostweave.communication.signals import SIGNAL, Signals
+from hostweave.communication.steps import expr_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.expr import Const, Expr, opposite
+from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-SIGNAL = 0  # the only number that all libraries with signals have
-NUMBERS = 64  # of signals, for moves between meshes
-MOST_TERMS = 8  # that a kernel adds up as operands of its own
 SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
-
-Reduce = Callable[[Sequence[str], str], None]  # emits the reduction of terms, and of all along the last one's outermost dim, into a buffer
-
-
-@dataclass(eq=False)
-class Signals:
-    """A process group with windows, seen from one of its ranks."""
-
-    b: Builder
-    axes: tuple[str, ...]  # of the present mesh
-
-    def __post_init__(self) -> None:
-        mesh = self.b.present_mesh
-        self.rank, self.size = rank_in_group(mesh, self.axes), mesh.size_of(self.axes)
-        self.channel = self.b.channel(self.axes, find_transport("one_sided"))
-
-    def each(self, count: int, emit: Callable[[Var], None]) -> None:
-        """A loop of its own."""
-        assert count > 0
-        index = Var(self.b.loop_index())
-        with self.b.looped() as body:
-            emit(index)
-        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
-
-    def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """For each peer, and its number among the peers of this rank."""
-        if self.size == 2:
-            emit((self.rank + 1) % self.size, Const(0))
-        elif self.size > 2:
-            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size, hop))
-
-    def each_peer(self, emit: Callable[[Expr], None]) -> None:
-        self.each_hop(lambda peer, _: emit(peer))
-
-    def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
-        self.b.emit(ir.Signal(number, peer, buffer, self.channel))
-
-    def wait_for(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
-        self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
-
-    def signal(self, buffer: str) -> None:
-        """To all peers."""
-        self.each_peer(lambda peer: self.signal_to(peer, buffer))
-
-    def wait(self, buffer: str) -> None:
-        """For one signal of each peer."""
-        self.each_peer(lambda peer: self.wait_for(peer, buffer))
 
 
 class Exchange(Signals):
-    """One communication of all ranks of a process group, whose buffers are contiguous."""
+    """Communication of all ranks of a process group by reading and writing each other's memory, as `Posted` does it by collectives."""
+
+    takes_uneven = False  # in an all_to_all, where a block depends on two ranks
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
-        """Of the dim `along` blocks may differ in size."""
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
         src = src if puts else self.in_window(src)
         shape, is_outside = self.b.types[src].shape, self.b.is_outside(src) and self.b.is_outside(dst)
@@ -112,13 +62,13 @@ class Exchange(Signals):
         else:
             self.read(src, copy_own, lambda peer: (src, self.block(self.by_rank(dst, shape), peer) if along is None else dst), along)
 
-    def all_to_all(self, src: str, dst: str) -> None:
+    def all_to_all(self, src: str, dst: str, cut_along: int | None, joined_along: int | None) -> None:
         blocks, src = self.by_rank(dst), self.by_rank(self.in_window(src))
         own = self.block(src, self.rank)
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
-    def reduce_scatter(self, src: str, dst: str, reduce: Reduce, along: int | None = None) -> None:
-        """The terms of others lie one after another; of the dim `along` blocks may differ in size."""
+    def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
+        """The terms of others lie one after another."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         own = self.own_block(src, shape, along)
         terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
@@ -127,9 +77,9 @@ class Exchange(Signals):
         self.signal(src)
         self.wait(src)
         own = self.b.reshape(own, shape, f"{src}_own")
-        reduce((own, *apart(self.b, terms, terms)), dst)
+        reduction.emit((own, *apart(self.b, terms, terms)), dst)
 
-    def all_reduce(self, src: str, dst: str, reduce: Reduce) -> None:
+    def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
         """Each rank reduces its part, which the others read; where that is little, or ranks may not share it evenly, all of it."""
         type = self.b.types[dst]
         count = product(type.shape)
@@ -137,14 +87,13 @@ class Exchange(Signals):
         if part is None or (count.is_int and int(count) * type.dtype.itemsize <= SMALL):
             terms = self.b.allocate_here(f"{dst}_terms", BufferType(type.dtype, (Size(self.size), *type.shape)))
             self.all_gather(src, terms)
-            reduce((terms,), dst)
+            reduction.emit((terms,), dst)
             return
         reduced = self.b.allocate_here(f"{dst}_part", BufferType(type.dtype, (part,)))
-        self.reduce_scatter(src, reduced, reduce)
+        self.reduce_scatter(src, reduced, reduction)
         self.all_gather(reduced, dst)
 
-    def reduce(self, src: str, dst: str, root: int, on_root: Callable[[], AbstractContextManager[None]], reduce: Reduce) -> None:
-        """At root; that stands in a body of its own, of a mesh of such ranks."""
+    def reduce(self, src: str, dst: str, reduction: Reduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
         others, elsewhere = [Const(rank) for rank in range(self.size) if rank != root], partial(ir.If, opposite(self.rank.equals(root)))
         src, type = self.in_window(src), self.b.types[dst]
         with self.b.inside(elsewhere):
@@ -154,7 +103,7 @@ class Exchange(Signals):
             self.copy(src, self.block(terms, Const(root)))
             for peer in others:
                 self.get(peer, src, self.block(terms, peer))
-            reduce((terms,), dst)
+            reduction.emit((terms,), dst)
         with self.b.inside(elsewhere):
             self.wait_for(Const(root), src)
 
@@ -252,69 +201,3 @@ class Exchange(Signals):
         own = Size(1, (LocalSize(shape[along], self.axes, self.b.mesh),))
         own_rows = self.b.slice(rows, 0, own, self.rank * expr_of(shape[along].ceil_div(self.size)), f"{packed}_own")
         return self.b.reshape(own_rows, block, f"{packed}_block")
-
-
-def apart(b: Builder, terms: str, name: str) -> list[str]:
-    """Few terms along an outermost dim as operands of a kernel each, so that it goes on to what takes their sum, whatever that reduces."""
-    count = int(b.types[terms].shape[0])
-    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
-
-
-def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Of the parameters that may lie in windows those that peers do reach, also in functions that are called, are said to."""
-    named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
-    for i in tree.walk(part.body):
-        for function in tree.names(i, "call"):
-            pairs = zip(tree.names(i, "read"), functions[function].inputs, strict=True)
-            named += [name for name, parameter in pairs if parameter.in_window]
-    roots = roots_of(part.body, named)
-    inputs, outputs = (
-        tuple(replace(p, in_window=p.in_window and p.name in roots) for p in parameters) for parameters in (part.inputs, part.outputs)
-    )
-    return replace(part, inputs=inputs, outputs=outputs)
-
-
-def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
-    """The memory behind views."""
-    roots = tree.AliasRoots()
-    for i in tree.walk(body):
-        roots.define(i)
-    return {root for name in names for root in roots.all_of(name)}
-
-
-def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Memory of one size on all ranks: where some have less than others, as much as those have, of which a view is what they need."""
-    count, mesh = product(type.shape), b.present_mesh
-    shared = [part for part in count.factors if isinstance(part, LocalSize)]
-    parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
-    if not parts:
-        yield ir.AllocateWindow(name, type)
-        return
-    window, own = b.name(f"{name}_window"), b.name(f"{name}_elements")
-    yield ir.AllocateWindow(window, BufferType(type.dtype, (count.replaced(parts),)))
-    yield ir.Slice(own, window, 0, count, Const(0))
-    yield ir.Reshape(name, own, type.shape)
-
-
-def with_windows(b: Builder) -> tree.Body:
-    """The body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
-    body = b.body()
-    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
-    roots = roots_of(body, named)
-    on_some: list[tree.Instruction] = []
-    made: set[tree.Instruction] = set()
-
-    def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:
-        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner in made]):
-            on_some.extend(windows)
-            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if each not in made))
-            return i if any(tree.bodies(i)) else ()
-        (name,) = tree.names(i, "allocate") or ("",)
-        if name not in roots:
-            return None
-        window = tuple(replace(each, location=i.location) for each in _window(b, name, i.defined({})[name]))
-        made.update(window)
-        return window
-
-    rest = tree.rewrite(body, moved)
-    return (*on_some, *rest)

@@ -1,16 +1,15 @@
-"""Facts about the values of a fusion (producers, consumers, local types, which ops are views), which ops share a stream loop, and one
-iteration of it: which chunk it covers, which rank owns it, the views of its chunk.
+"""Facts about the values of a fusion (producers, consumers, local types, which ops are views), and one iteration of a stream loop: which
+chunk it covers, which rank owns it, the views of its chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Fusion, Op, Value
-from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, index_map, operand_types
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import BLOCKS
 from hostweave.fusion_ir.ops.reductions import is_one_element
 from hostweave.fusion_ir.rewriting import consumers
@@ -208,108 +207,3 @@ def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:
     if steps is None or stream is None or dim <= stream.dim:
         return dim
     return dim + (steps.splits(op.result, stream.dim) or steps.splits(source, stream.dim)) - steps.drops_dim
-
-
-# --- which ops share a loop -------------------------------------------------------------------------------------------
-# Consecutive streamed ops with the same iterations, each reading what its own iteration produced.
-#
-#     %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
-#     %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
-#     %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
-#
-# is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Neighbouring ops of one loop; an op outside of every loop stands alone."""
-
-    ops: tuple[Op, ...]
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.ops[0].result.stream is not None
-
-    @property
-    def communication(self) -> Op | None:
-        """The op whose communication decides which block a step takes."""
-        return next((op for op in self.ops if op.result.stream and op.result.stream.algorithm), None)
-
-    @property
-    def by_block(self) -> bool:
-        """Whether the blocks of a communication are walked; a loop that has none takes its steps in order."""
-        stream = self.ops[0].result.stream
-        return stream is not None and stream.chunking == "by_shard" and self.communication is not None
-
-    def makes(self, name: str) -> bool:
-        return any(op.result.name == name for op in self.ops)
-
-
-def gathered_beside(flow: Dataflow, op: Op) -> Op | None:
-    """The gather outside of loops of whose shards a product takes one a step, if it is one that does (`multiply_shards`)."""
-    stream, last = op.result.stream, len(op.result.type.dims) - 1
-    if op.kind != "matmul" or stream is None or (stream.dim, stream.chunking, stream.rotation) != (last, "by_shard", "local_first"):
-        return None
-    made = flow.producer.get(flow.viewed(op.tensors[1]))
-    return made if made and made.kind == "all_gather" and made.result.is_async and not made.result.stream else None
-
-
-def algorithm_of(loop: Loop) -> str | None:
-    op = loop.communication
-    return op.result.stream.algorithm if op and op.result.stream else None
-
-
-def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
-    """Ops in order, neighbours with the same loop together. Views cost nothing, so they go before a loop that they would cut."""
-    result: list[Loop] = []
-    for op in flow.fusion.ops:
-        last = result[-1] if result else None
-        if last and _joins(flow, op, last):
-            result[-1] = Loop((*last.ops, op))
-        elif last and last.is_streamed and op.result.stream is None and flow.is_view(op) and not last.makes(op.tensors[0]):
-            result.insert(-1, Loop((op,)))
-        else:
-            result.append(Loop((op,)))
-    return tuple(result)
-
-
-def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
-    """How many steps a streamed op takes, and whether each drops the dim."""
-    stream = op.result.walked
-    if stream.chunks is not None:
-        return Size(stream.chunks), False
-    size = op.result.type.dims[stream.dim].size
-    return (size if stream.chunking == "by_shard" else size // shards(flow, (op,))), True
-
-
-def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Into how many shards the streamed dim is split, before or after the communication of these ops."""
-    split = [1]
-    for op in ops:
-        dims = [op.result.type.dims[op.result.walked.dim]]
-        if op.kind in RESHARD_STEPS and op.kind not in TO_OTHER_MESHES:
-            dims.append(flow.types[op.tensors[0]].dims[op.result.walked.dim])
-        split.extend(flow.mesh_of(op).size_of(dim.axes) for dim in dims)
-    return max(split)
-
-
-def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
-    """Whether an op can take its steps in this loop."""
-    stream, other = op.result.stream, loop.ops[0].result.stream
-    if stream is None or other is None or gathered_beside(flow, op) or iterations(flow, op) != iterations(flow, loop.ops[0]):
-        return False
-    if (stream.chunking, stream.rotation) != (other.chunking, other.rotation):
-        return False
-    fed = (user.result.stream for user in flow.consumers[op.result.name])
-    if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):
-        return False  # a step can follow the rotation of one communication
-    for number, operand in enumerate(op.operands):
-        if not isinstance(operand, str) or not loop.makes(operand):
-            continue
-        produced = flow.values[operand].stream
-        if produced is None or flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-            return False  # it reads more than the chunk of its own step
-        is_communicated = loop.communication is not None and loop.communication.result.name == operand
-        if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
-            return False  # the shard is complete only after the last step
-    return True

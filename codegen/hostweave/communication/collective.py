@@ -1,0 +1,144 @@
+"""One collective of a complete value, or of the chunk of a step: what stands around it, and which one it is."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from hostweave.communication.packing import (
+    Reduction,
+    Shards,
+    branch,
+    contiguous_source,
+    destination_blocks,
+    packed_destination,
+    source_blocks,
+)
+from hostweave.communication.posted import collectives_on
+from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, rank_in_group
+from hostweave.communication.values import Values
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.transports.transport import DEFAULT, find_transport
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType, Dim
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """The communication of a reshard on one mesh."""
+
+    b: Builder
+    flow: Dataflow
+    values: Values
+    op: Op
+    reduction: Reduction
+
+    def run(self, steps: Steps | None) -> None:
+        """One collective, in a loop one a step."""
+        change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
+        shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
+        if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
+            with self._padded(src, dst) as padded:
+                self._emit(*padded, replace(shards, is_uneven=False), steps)
+        else:
+            self._emit(src, dst, shards, steps)
+
+    def _emit(self, src: str, dst: str, shards: Shards, steps: Steps | None) -> None:
+        b, change, reduction = self.b, step_of(self.op), self.reduction
+        match change.kind:
+            case "all_reduce" if change.reduction not in find_transport(DEFAULT).reduces:
+                reduction.emit((self._gathered(src, shards, steps),), dst)
+            case "all_reduce":
+                with packed_destination(b, dst, steps) as landing:
+                    collectives_on(b, shards.axes).all_reduce(contiguous_source(b, src, steps), landing, reduction)
+            case "reduce_scatter":
+                blocks = source_blocks(b, src, shards, steps, b.types[dst])
+                with packed_destination(b, dst, steps) as landing:
+                    collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
+            case "all_to_all":  # dim `to` of src goes out block by block, and what comes in stands along the other dim of dst
+                cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
+                blocks = source_blocks(b, src, cut, steps)
+                with destination_blocks(b, dst, shards, steps) as landing:
+                    collectives_on(b, shards.axes).all_to_all(blocks, landing, cut.along, shards.along)
+            case "permute_shards":
+                assert change.sources is not None
+                permute(b, src, dst, change.sources, change.axes, steps)
+            case "all_gather":
+                gather(b, src, dst, shards, steps)
+
+    def _gathered(self, src: str, shards: Shards, steps: Steps | None) -> str:
+        """Memory with what each rank has of `src`, one after another."""
+        b, type, wanted = self.b, self.b.types[src], f"{self.op.tensors[0]}_terms"
+        shape = (Size(shards.size), *type.shape)
+        if steps is None:
+            terms = b.allocate_here(wanted, BufferType(type.dtype, shape))
+        else:
+            terms = b.allocate(wanted, BufferType(type.dtype, (steps.count, *shape)))
+            terms = b.select(terms, 0, steps.block, f"{wanted}_{steps.index.name}")
+        gather(b, src, terms, replace(shards, dim=0), steps)
+        return terms
+
+    def _dim_of_chunk(self, dim: int | None, steps: Steps | None) -> int | None:
+        return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
+
+    def _is_uneven(self) -> bool:
+        """Whether ranks may hold different shares of a dim that the op changes."""
+        dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
+        mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
+        return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
+
+    # --- blocks of one size ---
+
+    @contextmanager
+    def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
+        """Memory that is alike on all ranks, as windows are, for what is not: each block has the size of the largest one."""
+        b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
+        pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
+        shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)
+
+        def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
+            """Memory for it, and the part in which it lies there."""
+            sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
+            made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
+            return made, b.first(made, b.types[name].shape, f"{name}_part")
+
+        (sent, given), (landing, wanted) = padded(src, source), padded(dst, target)
+        if given != sent:
+            b.emit(ir.Fill(sent, 0.0))
+        b.emit(ir.Copy(src, given))
+        yield sent, landing
+        b.emit(ir.Copy(wanted, dst))
+
+
+def gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None, wants_own: bool = True) -> None:
+    """`wants_own` says whether this rank's block of `dst` has to be there, too."""
+    with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
+        collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
+
+
+def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str, ...], steps: Steps | None) -> None:
+    with packed_destination(b, dst, steps) as landing:
+        collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
+
+
+# --- shards that stay apart -------------------------------------------------------------------------------------------
+
+
+def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
+    """One gather of what lies one shard after another, of which this rank's own is used where it was."""
+    shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
+    src = contiguous_source(b, values.operand(op, 0, None), None)
+    type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
+    landing = values.by_step[op.result.name] = b.allocate(op.result.name, type)
+    gather(b, src, landing, shards, None, wants_own=False)
+
+
+def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, arrived: Callable[[], None]) -> str:
+    """The shard that a step takes of what lies so: this rank's own, else one of those that have `arrived`."""
+    source = values.operand(op, 0, None)
+    shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
+    own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))
+    branch(b, own, lambda: b.emit(ir.Copy(source, shard)), arrived)
+    return shard

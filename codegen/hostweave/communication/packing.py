@@ -1,0 +1,141 @@
+"""Memory as communication needs it: contiguous, with one block a rank outermost; copies where a value lies in another way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hostweave.communication.steps import Steps
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr
+from hostweave.types.blocks import Cut, Cuts, is_in_order
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType
+
+MOST_TERMS = 8  # that a kernel adds up as operands of its own
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`sum`, say, and what emits it of terms, and of all along the last one's outermost dim, into a buffer."""
+
+    op: str
+    emit: Callable[[Sequence[str], str], None]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    dim: int | None = None
+    is_uneven: bool = False  # blocks may differ in size
+
+    @property
+    def along(self) -> int | None:
+        """The dim, where an instruction has to name it."""
+        return self.dim if self.is_uneven else None
+
+    def cuts(self, type: BufferType) -> Cuts:
+        """How a tensor that all ranks share along the dim is cut."""
+        return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(type.shape))
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size_of(self.axes)
+
+
+def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> str:
+    """Memory with a block of `src` a rank, one after another."""
+    if shards.is_uneven:
+        return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
+    return contiguous_source(b, equal_blocks(b, src, shards, block), steps)
+
+
+@contextmanager
+def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
+    """Memory for a block of `dst` a rank, one after another, which are put where they belong afterwards."""
+    view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
+    with packed_destination(b, view, steps) as landing:
+        cuts = shards.cuts(b.types[dst])
+        if not shards.is_uneven or is_in_order(cuts):
+            yield landing
+            return
+        packed = temporary(b, landing, steps)
+        yield packed
+        b.emit(ir.Unpack(packed, landing, cuts))
+
+
+def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
+    """Memory with the blocks of a contiguous `src`: its own where they lie in order."""
+    if is_in_order(cuts):
+        return src
+    packed = temporary(b, src, steps)
+    b.emit(ir.Pack(src, packed, cuts))
+    return packed
+
+
+def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
+    """The view of `full` with one block a rank outermost, as collectives lay them out; `full` itself where it already is.
+
+    It has a dim of their number there where nobody says what a `block` is.
+    """
+    dim, shape, blocks = shards.dim, b.types[full].shape, full
+    assert dim is not None
+    if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
+        return full
+    if not block or len(shape) == len(block.shape):  # one dim still has the blocks of all ranks
+        blocks = b.split(full, dim, Size(shards.size), f"{full}_blocks")
+    return b.permute(blocks, (dim, *(i for i in range(len(b.types[blocks].shape)) if i != dim)), f"{full}_by_rank")
+
+
+def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
+    """`src`, or a contiguous copy of it where it is not."""
+    if b.is_contiguous(src):
+        return src
+    packed = temporary(b, src, steps)
+    b.emit(ir.Copy(src, packed))
+    return packed
+
+
+@contextmanager
+def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[str]:
+    """`dst`, or contiguous memory that is copied to it afterwards where it is not."""
+    if b.is_contiguous(dst):
+        yield dst
+        return
+    packed = temporary(b, dst, steps)
+    yield packed
+    b.emit(ir.Copy(packed, dst))
+
+
+def temporary(b: Builder, like: str, steps: Steps | None) -> str:
+    """Contiguous memory of the shape of `like`: its own in every iteration."""
+    type = b.types[like]
+    if steps is None:
+        return b.allocate_here(f"{like}_packed", type)
+    ring = b.allocate(f"{like.removesuffix('_' + steps.index.name)}_packed", BufferType(type.dtype, (steps.count, *type.shape)))
+    return b.select(ring, 0, steps.block, f"{like}_packed")
+
+
+def apart(b: Builder, terms: str, name: str) -> list[str]:
+    """Few terms along an outermost dim as operands of a kernel each, so that it goes on to what takes their sum, whatever that reduces."""
+    count = int(b.types[terms].shape[0])
+    return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
+
+
+def group(b: Builder, *communications: tree.Instruction) -> None:
+    with b.inside(ir.Group):
+        for communication in communications:
+            b.emit(communication)
+
+
+def branch(b: Builder, condition: Expr, then: Callable[[], None], otherwise: Callable[[], None] | None = None) -> None:
+    with b.nested() as taken:
+        then()
+    with b.nested() as not_taken:
+        if otherwise:
+            otherwise()
+    b.emit(ir.If(condition, tuple(taken), tuple(not_taken)))

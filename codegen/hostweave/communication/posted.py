@@ -1,0 +1,45 @@
+"""Communication of all ranks of a process group by collectives, one instruction each. Buffers are contiguous."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from hostweave.communication.exchanges import Exchange
+from hostweave.communication.packing import Reduction
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const
+from hostweave.transports.transport import COLLECTIVES, SIGNALS
+
+
+class Posted:
+    """One collective. Along a dim `along` the blocks of ranks may differ in size."""
+
+    takes_uneven = True
+
+    def __init__(self, b: Builder, axes: tuple[str, ...]):
+        self.b, self.channel = b, b.channel(axes)
+
+    def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
+        """`wants_own` says whether this rank's block of `dst` has to be there, too."""
+        self.b.emit(ir.AllGather(src, dst, self.channel, along))
+
+    def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
+        self.b.emit(ir.ReduceScatter(src, dst, reduction.op, self.channel, along))
+
+    def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
+        self.b.emit(ir.AllReduce(src, dst, reduction.op, self.channel))
+
+    def all_to_all(self, src: str, dst: str, cut_along: int | None, joined_along: int | None) -> None:
+        self.b.emit(ir.AllToAll(src, dst, self.channel, cut_along, joined_along))
+
+    def collective_permute(self, src: str, dst: str, sources: ir.Sources) -> None:
+        self.b.emit(ir.CollectivePermute(src, dst, sources, self.channel))
+
+    def reduce(self, src: str, dst: str, reduction: Reduction, root: int, on_root: Callable[[], AbstractContextManager[None]]) -> None:
+        """At root; what that alone does stands in a body of its own, of a mesh of such ranks."""
+        self.b.emit(ir.Reduce(src, dst, reduction.op, Const(root), self.channel))
+
+
+def collectives_on(b: Builder, axes: tuple[str, ...]) -> Posted | Exchange:
+    """What does a collective of these ranks on the transport that is preferred."""
+    return Posted(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else Exchange(b, axes)

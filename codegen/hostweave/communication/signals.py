@@ -1,0 +1,55 @@
+"""Signals between the ranks of a process group."""
+
+from collections.abc import Callable
+
+from hostweave.communication.steps import rank_in_group
+from hostweave.host_ir import ir
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Var
+from hostweave.transports.transport import SIGNALS
+from hostweave.types.size import Size
+
+SIGNAL = 0  # the only number that all libraries with signals have
+NUMBERS = 64  # of signals, for moves between meshes
+
+
+class Signals:
+    """A process group whose ranks reach each other's memory, seen from one of them."""
+
+    def __init__(self, b: Builder, axes: tuple[str, ...]):
+        """`axes` are of the present mesh."""
+        self.b, self.mesh, self.axes = b, b.present_mesh, axes
+        self.rank, self.size = rank_in_group(self.mesh, axes), self.mesh.size_of(axes)
+        self.channel = b.channel(axes, SIGNALS)
+
+    def each(self, count: int, emit: Callable[[Var], None]) -> None:
+        """A loop of its own."""
+        assert count > 0
+        index = Var(self.b.loop_index())
+        with self.b.looped() as body:
+            emit(index)
+        self.b.emit(ir.For(index.name, Size(count), tuple(body)))
+
+    def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
+        """For each peer, and its number among the peers of this rank."""
+        if self.size == 2:
+            emit((self.rank + 1) % self.size, Const(0))
+        elif self.size > 2:
+            self.each(self.size - 1, lambda hop: emit((self.rank + 1 + hop) % self.size, hop))
+
+    def each_peer(self, emit: Callable[[Expr], None]) -> None:
+        self.each_hop(lambda peer, _: emit(peer))
+
+    def signal_to(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.Signal(number, peer, buffer, self.channel))
+
+    def wait_for(self, peer: Expr, buffer: str, number: int = SIGNAL) -> None:
+        self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
+
+    def signal(self, buffer: str) -> None:
+        """To all peers."""
+        self.each_peer(lambda peer: self.signal_to(peer, buffer))
+
+    def wait(self, buffer: str) -> None:
+        """For one signal of each peer."""
+        self.each_peer(lambda peer: self.wait_for(peer, buffer))

@@ -1,0 +1,231 @@
+"""Moves between meshes: each side in the bodies of its own mesh, or both in one group if a rank may be on both.
+
+Where ranks may share a dim unevenly, blocks end where a shard of either mesh does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+
+from hostweave.base.errors import ProgramError
+from hostweave.communication.exchanges import Exchange
+from hostweave.communication.packing import Reduction, contiguous_source, group, packed_destination, packed_source, temporary
+from hostweave.communication.posted import collectives_on
+from hostweave.communication.signals import NUMBERS
+from hostweave.communication.steps import Dataflow, Steps
+from hostweave.communication.values import Values
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ops.attributes import BLOCKS
+from hostweave.fusion_ir.resharding import step_of
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const, Expr, Rank
+from hostweave.transports.transport import MESSAGES, SIGNALS, Transport
+from hostweave.types.blocks import Cut, Cuts, Route, Transfer, is_in_order, shared_dims
+from hostweave.types.mesh import Mesh
+from hostweave.types.size import LocalSize, Size, product
+from hostweave.types.tensor import TensorType
+
+COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
+
+Buffer = Callable[[], str]  # names what is sent or received, in the body of its mesh
+
+
+class Transfers:
+    """The moves of one body, and what ranks have to wait for after them."""
+
+    def __init__(self, b: Builder, flow: Dataflow, values: Values):
+        self.b, self.flow, self.values = b, flow, values
+        self.unread: list[Callable[[], None]] = []  # by which ranks wait until others have read what they were sent
+
+    def move(self, op: Op) -> None:
+        operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
+        if self.b.carrying(MESSAGES, SIGNALS).carries >= MESSAGES:
+            send_and_receive(self.b, self.flow, op, operand, destination, None)
+            return
+        if len(self.unread) == NUMBERS - 1:
+            self.wait_for_readers()
+        self.unread.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
+
+    def reduce(self, op: Op, reduction: Reduction) -> None:
+        """To the one rank of the mesh that the result is on."""
+        b, change, dst = self.b, step_of(op), self.values.destination(op, None)
+        with b.on(self.flow.types[op.tensors[0]].mesh):
+            src = contiguous_source(b, self.values.operand(op, 0, None), None)
+            collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
+
+    def wait_for_readers(self) -> None:
+        """Ranks wait for those that they have sent something to, as late as can be: these may need something else of them before."""
+        for wait in self.unread:
+            wait()
+        self.unread.clear()
+
+
+def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
+    """Whether a transport moves a tensor between two meshes only if its blocks are known to be of one size."""
+    return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
+
+
+def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, steps: Steps | None) -> None:
+    source, target = flow.types[op.tensors[0]], op.result.type
+    apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
+    blocks = op[BLOCKS]
+    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
+        _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
+        return
+    to_send, to_receive = _cuts(flow, op)
+    distance = blocks.distance(source.mesh_in(flow.mesh).size) if apart else None
+    with b.on(source.mesh):
+        sent = _blocks_to_send(b, src(), blocks, to_send, steps)
+        if apart:
+            b.emit(_send(b, sent, blocks, to_send, distance))
+    with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, to_receive, steps) as landing:
+        recv = _recv(b, landing, blocks, to_receive, distance)
+        if apart:
+            b.emit(recv)
+        else:
+            with b.on(None):
+                group(b, _send(b, sent, blocks, to_send, distance), recv)
+
+
+def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, number: int) -> Callable[[], None]:
+    """The same on a one-sided channel: what a rank sends lies in a window, from where others read it. Gives what has ranks wait for that.
+
+    A rank tells those that read, which tell it, by a signal each of a `number` that no other move has which is not waited for.
+    """
+    source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
+    if any(_cuts(flow, op)):
+        why = f"transport one_sided: {len(source.mesh_in(flow.mesh).all_ranks)} ranks and {len(target.mesh_in(flow.mesh).all_ranks)}"
+        remedy = 'shard a dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
+        raise ProgramError(f"{op.kind}: {why} share a dim of {source} in blocks that may differ in size; {remedy}", op.location)
+    world = tuple(name for name, _ in flow.mesh.axes)
+    with b.on(None):
+        ranks = Exchange(b, world)
+    first, last = ({(route.sender, route.receiver): route for route in order}.values() for order in (blocks.moved[::-1], blocks.moved))
+
+    def block(name: str, count: int, number: int) -> str:
+        size = product(b.types[name].shape) // count
+        return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
+
+    def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
+        """Has each rank do its part of the routes, in their order."""
+        for route in chosen:
+            with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
+                emit(route)
+
+    def take(route: Route) -> None:
+        sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
+        if route.sender == route.receiver:
+            ranks.copy(sent, landed)
+            return
+        if route in first:  # of those between two ranks, which signal once
+            ranks.wait_for(Const(route.sender), sent, number)
+        b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
+        if route in last:
+            ranks.signal_to(Const(route.sender), sent, number)
+
+    with b.on(source.mesh):
+        packed = ranks.in_window(_blocks_to_send(b, src(), blocks, None, None))
+    each(source.mesh, lambda route: ranks.signal_to(Const(route.receiver), packed, number), lambda route: route.sender, last)
+    with b.on(target.mesh), _blocks_to_receive(b, dst, blocks, None, None) as landing:
+        each(target.mesh, take, lambda route: route.receiver, blocks.routes)
+    return lambda: each(source.mesh, lambda route: ranks.wait_for(Const(route.receiver), packed, number), lambda route: route.sender, last)
+
+
+def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
+    """How what a rank holds of either side is cut; None into equal blocks."""
+    source, target = flow.values[op.tensors[0]], op.result
+    dims = shared_dims(source.type, target.type, flow.mesh)
+    if not any(dim.is_uneven(flow.uneven) for dim in dims):
+        return None, None
+
+    def cuts(value: Value, counts: tuple[int, ...]) -> Cuts:
+        parts = [
+            Size(1, (LocalSize(own.size, own.axes, value.type.mesh),)) if dim.is_uneven(flow.uneven) and count > 1 and own.axes else held
+            for dim, own, held, count in zip(dims, value.type.dims, flow.local(value).shape, counts, strict=True)
+        ]
+        return tuple(map(Cut, counts, parts))
+
+    return cuts(source, op[BLOCKS].sent), cuts(target, op[BLOCKS].received)
+
+
+def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
+    """Each rank that sends and those that receive from it are a process group; no rank is in two of them."""
+    with b.on(source):
+        full = src()
+        sent, shape = _blocks_to_send(b, full, blocks, None, None), b.types[full].shape
+    with b.on(target), _blocks_to_receive(b, dst, blocks, None, None) as landing:
+        wanted = b.types[dst()].shape
+        for sender, receivers in blocks.receivers.items():
+            group = Mesh(((COPIES, 1 + len(receivers)),), (sender, *receivers))
+            with b.on(group):
+                b.emit(ir.BroadcastToOthers(sent, landing, Const(0), b.channel((COPIES,))))
+        if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
+            with b.on(Mesh(((COPIES, len(there)),), there)):
+                kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # by the name that it has on the other mesh
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
+    """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
+    in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
+    in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
+    if steps is not None or b.is_memory(in_order):
+        return in_order
+    packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
+    b.emit(ir.Copy(in_order, packed))
+    return packed
+
+
+@contextmanager
+def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> Iterator[str]:
+    """Memory for the blocks of `dst()` one after the other, copied to it afterwards where it is not its own."""
+    by_block = dst() if cuts else _cut(b, dst(), blocks.received)
+    if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
+        yield b.memory_of(by_block)
+        return
+    landing = temporary(b, by_block, steps)
+    yield landing
+    if cuts is None:
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
+        return
+    with packed_destination(b, dst(), steps) as target:
+        b.emit(ir.Unpack(landing, target, cuts))
+
+
+def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
+    """The view of `whole` with the blocks of all dims outermost, in row-major order; one block is `whole`, or the chunk of a loop."""
+    if set(cuts) <= {1}:
+        return whole
+    shape: list[Size] = []
+    outer: list[int] = []
+    inner: list[int] = []
+    for size, blocks in zip(b.types[whole].shape, cuts, strict=True):
+        if blocks > 1:
+            outer.append(len(shape))
+            shape.append(Size(blocks))
+        inner.append(len(shape))
+        shape.append(size // blocks)
+    return b.permute(b.reshape(whole, tuple(shape), f"{whole}_blocks"), (*outer, *inner), f"{whole}_by_block")
+
+
+def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
+    """All sends of this rank; to the rank that is so much further, where each block goes that far."""
+    if distance is not None:
+        return ir.Send(src, _neighbor(distance), b.channel_of_all)
+    return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)
+
+
+def _recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
+    """All that this rank receives."""
+    if distance is not None:
+        return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
+    return ir.RecvBlocks(dst, cuts or prod(blocks.received), blocks.routes, b.channel_of_all)
+
+
+def _neighbor(distance: int) -> Expr:
+    return Rank() + distance if distance >= 0 else Rank() - -distance

@@ -1,0 +1,70 @@
+"""Memory that lies in windows, which peers reach: what they read or write, and what is put from."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.builder import Builder
+from hostweave.host_ir.expr import Const
+from hostweave.types.size import CeilDiv, Factor, LocalSize, Size, product
+from hostweave.types.tensor import BufferType
+
+
+def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
+    """Of the parameters that may lie in windows those that peers do reach, also in functions that are called, are said to."""
+    named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
+    for i in tree.walk(part.body):
+        for function in tree.names(i, "call"):
+            pairs = zip(tree.names(i, "read"), functions[function].inputs, strict=True)
+            named += [name for name, parameter in pairs if parameter.in_window]
+    roots = roots_of(part.body, named)
+    inputs, outputs = (
+        tuple(replace(p, in_window=p.in_window and p.name in roots) for p in parameters) for parameters in (part.inputs, part.outputs)
+    )
+    return replace(part, inputs=inputs, outputs=outputs)
+
+
+def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
+    """The memory behind views."""
+    roots = tree.AliasRoots()
+    for i in tree.walk(body):
+        roots.define(i)
+    return {root for name in names for root in roots.all_of(name)}
+
+
+def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
+    """Memory of one size on all ranks: where some have less than others, as much as those have, of which a view is what they need."""
+    count, mesh = product(type.shape), b.present_mesh
+    shared = [part for part in count.factors if isinstance(part, LocalSize)]
+    parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
+    if not parts:
+        yield ir.AllocateWindow(name, type)
+        return
+    window, own = b.name(f"{name}_window"), b.name(f"{name}_elements")
+    yield ir.AllocateWindow(window, BufferType(type.dtype, (count.replaced(parts),)))
+    yield ir.Slice(own, window, 0, count, Const(0))
+    yield ir.Reshape(name, own, type.shape)
+
+
+def with_windows(b: Builder) -> tree.Body:
+    """The body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    body = b.body()
+    named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
+    roots = roots_of(body, named)
+    on_some: list[tree.Instruction] = []
+    made: set[tree.Instruction] = set()
+
+    def moved(i: tree.Instruction) -> tree.Instruction | tree.Body | None:
+        if i.ranks and (windows := [inner for inner in tree.bodies(i)[0] if inner in made]):
+            on_some.extend(windows)
+            i = tree.with_bodies(i, lambda inner: tuple(each for each in inner if each not in made))
+            return i if any(tree.bodies(i)) else ()
+        (name,) = tree.names(i, "allocate") or ("",)
+        if name not in roots:
+            return None
+        window = tuple(replace(each, location=i.location) for each in _window(b, name, i.defined({})[name]))
+        made.update(window)
+        return window
+
+    rest = tree.rewrite(body, moved)
+    return (*on_some, *rest)
