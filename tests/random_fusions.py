@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -377,9 +378,21 @@ def without_kernels(fusion: Fusion) -> Fusion:
     return map_functions(fusion, of_body)
 
 
+def collided(fusion: Fusion) -> Fusion:
+    """The same program with names of sizes and inputs that generated code composes of others: `M_x` of M and x, `x0_e` of x0 and e."""
+    axis = fusion.mesh.axes[0][0]
+    names = {"N": f"M_{axis}", "K": f"M_block_{fusion.mesh.size}", "x1": "x0_e", "x2": "x0_i"}
+    return Fusion.parse(re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(fusion)))
+
+
 def wider(seed: int) -> Generator:
-    """Of more ranks, with places that are computed: the programs of `Generator` alone stay as they are."""
-    return Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [_updated] * 6)
+    """Of more ranks, with places that are computed and another mesh over the same ranks: the programs of `Generator` alone stay as
+    they are."""
+    generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [_updated] * 6)
+    ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)
+    axes = {"u": 2, "v": len(ranks) // 2} if len(ranks) % 2 == 0 else {"u": len(ranks)}
+    generator.meshes.append(generator.mesh.ranks(generator.zigzag.choice([ranks, sorted(ranks)]), **axes))
+    return generator
 
 
 OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from whole_programs import compiled, expect, integer_arrays
 
+import hostweave as hw
 from hostweave.api import compile
 from hostweave.emit import render
 from hostweave.emit.names import Names
@@ -73,6 +75,36 @@ def test_no_name_of_the_user_collides() -> None:
     program.close()
     np.testing.assert_array_equal(product, -x @ w)
     np.testing.assert_array_equal(negative, -x)
+
+
+def test_no_composed_name_collides() -> None:
+    """Local sizes are named after a size and axes, elements in kernels after a value and an index."""
+    mesh = hw.Mesh(a=2, b=2, a_b=2)
+    sizes = {"x": hw.f32["N@a,b"], "y": hw.f32["N@a_b"], "z": hw.f32["N_a@a_b"], "w": hw.f32["N_block_2@a", "N_a_b@b"]}
+
+    @hw.fusion(mesh=mesh, **sizes, p_e=hw.f32[()], p_i=hw.f32["N"])
+    def collide(x: hw.Tensor, y: hw.Tensor, z: hw.Tensor, w: hw.Tensor, p_e: hw.Tensor, p_i: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        p = x * 2
+        return p, (p + p_e * p_e) * p_e, hw.reshard(y, "N") + p_i, z * 2, hw.reshard(w, "N_block_2", "N_a_b@a_b")
+
+    arrays = integer_arrays(collide, {"N": 5, "N_a": 3, "N_block_2": 3, "N_a_b": 7}, seed=0)
+    expect(collide, arrays, compiled(collide).run(**arrays, ranks=True))
+
+
+def test_two_meshes_over_the_same_ranks() -> None:
+    """As with attention that is data-parallel beside a tensor-parallel MLP; also with the same axes in another order."""
+    world = hw.Mesh(x=4)
+    square, turned, line = world.ranks(range(4), u=2, v=2), world.ranks(range(4), v=2, u=2), world.ranks([3, 1, 2, 0], u=4)
+
+    @hw.fusion(mesh=world, x=hw.f32["M@x", 3])
+    def moved(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        first = hw.reshard(x, "M@u", 3, mesh=square) * 2
+        second = hw.reshard(first, "M@u", 3, mesh=turned) + 1
+        return first, second, hw.reshard(second, "M@u", 3, mesh=line) @ hw.reshard(second, "M", 3, mesh=line).T, x
+
+    for rows in (8, 5, 1):
+        arrays = integer_arrays(moved, {"M": rows}, seed=rows)
+        expect(moved, arrays, compiled(moved).run(**arrays, ranks=True))
 
 
 def test_source_keeps_the_names_of_the_user() -> None:

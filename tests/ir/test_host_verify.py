@@ -106,6 +106,10 @@ BODIES = {
     ),
     "%v = permute %x by [0, 0]": "text:2: @t: %v = permute %x by [0, 0]: %x is f32[M/2, 4]: the order must name each of its dims once",
     # compute
+    "%a = allocate f32[4, 4, 2]\n%b = select %a[2: 0]\n%c = permute %x by [1, 0]\nmatmul %c, %x -> %b": (
+        "text:5: @t: matmul %c, %x -> %b: "
+        "neither the rows nor the columns of %b lie side by side: copy it to a buffer of its own, or from one"
+    ),
     "matmul %x, %n -> %y": (
         "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
     ),

@@ -66,7 +66,25 @@ def in_loops(ranks: int, t: DType) -> Fusion:
     return in_loops
 
 
-PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops)
+def products(ranks: int, t: DType) -> Fusion:
+    """Their rows and columns are neither dim that lies side by side in the results."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["J", "M@x", "K"], w=t["N", "M"], z=t["J", "K", "M@x"])
+    def products(x, w, z):  # type: ignore[no-untyped-def]
+        y = hw.matmul(x, z)
+        squares = hw.matmul(x[0], x[1].T)
+        return (
+            hw.permute_dims(hw.reshard(y, "J", "M", "M"), (1, 2, 0)),
+            hw.einsum("bqd,bkd->qkb", x, hw.reshard(x, "J", "M", "K")),
+            hw.reshape(hw.permute_dims(2 * hw.matmul(w, x), (2, 1, 0)), "K", "N*J"),
+            hw.stack([squares, hw.relu(hw.matmul(x[1], x[0].T)) * 3], axis=2),
+            hw.pad(hw.expand_dims(hw.matmul(x[2], x[1].T), 2), (0, 1)),
+        )
+
+    return products
+
+
+PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops, products)
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (3, hw.bf16)], ids=str)

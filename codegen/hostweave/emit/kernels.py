@@ -204,7 +204,7 @@ class KernelEmitter:
 
     def elements(self, name: str) -> str:
         """The local of an input's elements that a thread takes together."""
-        return self.names.of(self.indexed(name, name), "elements")
+        return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, place: str) -> str:
         """`x_ij`"""

@@ -63,7 +63,10 @@ class Names:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names."""
+        """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names.
+
+        A name that is composed, as `M_x` and `x_i` are, may be that of another value: its kind names the value.
+        """
         if (kind, name) not in self._given:
             free = self._free(name, apart)
             self._given[kind, name] = free

@@ -79,7 +79,7 @@ class Program:
         """With arrays of `structs` for what calls of a function take in turn."""
         names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
-        sizes |= {part: names.of(part_name(part), "size") for part in parts_of(flat)}
+        sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
         self.title = f"{program.name}: {_signature(program)} on {program.mesh}"

@@ -62,7 +62,7 @@ class Section:
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
             if self.is_wide and place in self.kernel.loops.packed:
-                local = self.kernel.names.of(self.kernel.indexed(name, place), "elements to store")
+                local = self.kernel.names.of(self.kernel.indexed(name, place), f"elements to store of {name}")
                 self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
                 self.stores.append(f"hw::store({shifted(pointer, self.kernel.loops.first(place))}, {local});")
@@ -150,8 +150,8 @@ class Section:
             return self.kernel.names.of(name, "local")
         place = name if name in self.kernel.pointers else stored(name)
         if self.is_wide and place in self.kernel.loops.packed:
-            return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", "element")
-        return self.kernel.names.of(self.kernel.indexed(name, place), "element")
+            return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", f"element of {name}")
+        return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
         """A value's text, and whether it reads well inside another."""
@@ -247,7 +247,7 @@ class Section:
         x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
         if self.is_wide and x in loops.packed and not loops.moves_inside(op):
-            local = kernel.names.of(f"{op.result.name}_elements", "elements")
+            local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
             load = f"hw::load<kWidth>({shifted(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"
             self.begin.append(f"const auto {local} = {f'{held} ? {load} : {nothing}' if held else load};")

@@ -420,6 +420,11 @@ def strides_of(buffer: BufferType) -> tuple[Size, ...]:
     return row_major(buffer.shape) if buffer.strides is None else buffer.strides
 
 
+def is_matrix(buffer: BufferType) -> bool:
+    """True if the elements of a row or of a column of the last two dims lie side by side, as cuBLASLt takes and gives matrices."""
+    return any(Size() in pair for pair in zip(buffer.shape[-2:], strides_of(buffer)[-2:], strict=True))
+
+
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
     """A view's type, without strides where it is contiguous. The stride of a dim of size 1 has no effect."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))

@@ -12,7 +12,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
 from hostweave.host_ir.size_requirements import slack
 from hostweave.types.size import LocalSize, Size
-from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32, strides_of
+from hostweave.types.tensor import MAX_DIMS, BufferType, f32, i32, is_matrix, strides_of
 
 
 def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
@@ -69,6 +69,8 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
         c.fail(f"leading dims do not broadcast: {c.types[i.a]} x {c.types[i.b]}")
     if dst != (*batch, a[-2], b[-1]):
         c.fail(f"%{i.dst} is {c.types[i.dst]}, not {BufferType(c.types[i.dst].dtype, (*batch, a[-2], b[-1]))}")
+    if scattered := next((name for name in (i.a, i.b, i.dst) if not is_matrix(c.types[name])), None):
+        c.fail(f"neither the rows nor the columns of %{scattered} lie side by side: copy it to a buffer of its own, or from one")
     if i.precision and i.precision != "tf32":
         c.fail(f"there is no precision {i.precision}: write tf32, or leave it out")
     if i.precision and c.types[i.a].dtype.name != "f32":

@@ -26,6 +26,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import launched
 from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
+from hostweave.types.tensor import is_matrix
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
 HIDES_TANH = 2  # bytes: the gelu of cuBLASLt is off by some 5e-6, which f32 would show
@@ -120,7 +121,9 @@ class _Matmuls:
         """Whether cuBLASLt computes it, and writes over nothing that it reads."""
         types, root = self.uses.types, self.uses.root
         dst = types[matmul.dst]
-        if any(types[name] != dst for name in matmul.accumulate) or any(types[name].strides is not None for name in matmul.bias):
+        if not is_matrix(dst) or any(types[name] != dst for name in matmul.accumulate):
+            return False
+        if any(types[name].strides is not None for name in matmul.bias):
             return False
         if (matmul.bias or matmul.activation) and why_no_epilogue(types[matmul.a], types[matmul.b], dst):
             return False

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from hostweave.communication.collective import permute, take_shard
-from hostweave.communication.packing import contiguous_source
+from hostweave.communication.packing import contiguous_source, packed_destination
 from hostweave.communication.put import PUTS
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
@@ -43,7 +43,7 @@ from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import TensorType, f32, strides_of
+from hostweave.types.tensor import TensorType, f32, is_matrix
 
 RING = "ring"
 
@@ -249,19 +249,19 @@ class _Lowering:
     # --- matmuls ---
 
     def matmul(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
-        dense = []
-        for number, source in enumerate(sources):  # cuBLASLt takes matrices whose rows or columns lie side by side
+        matrices = []
+        for number, source in enumerate(sources):
             matrix = self.matrix(op, source, number, steps)
-            type = self.b.types[matrix]
-            dims = zip(type.shape[-2:], strides_of(type)[-2:], strict=True)
-            is_dense = any(Size() in dim for dim in dims)
-            dense.append(matrix if is_dense else contiguous_source(self.b, matrix, steps))
-        a, b, dst = self.stack_shards(op, steps, [*dense, target])
+            matrices.append(matrix if is_matrix(self.b.types[matrix]) else contiguous_source(self.b, matrix, steps))
+        a, b, dst = self.stack_shards(op, steps, [*matrices, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if self.lowering and op.result.name == self.lowering.adds:
             self.lowering.matmul = matmul
-        else:
+        elif is_matrix(self.b.types[dst]):
             self.b.emit(matmul)
+        else:
+            with packed_destination(self.b, dst, steps) as packed:
+                self.b.emit(replace(matmul, dst=packed))
 
     def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
         """An operand with the dims that are contracted as one: the last ones of the first operand, of the second those before its last."""
