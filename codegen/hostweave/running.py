@@ -16,6 +16,7 @@ from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
+from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
 from hostweave.transports.transport import DEFAULT
@@ -148,7 +149,11 @@ class Running:
 
         def call(one: Running) -> Any:
             local = one._local(group, bound, arrays, stream, out)
-            return (local.capture if captures else local)(bound, arrays, out, stream, sizes)
+            try:
+                return (local.capture if captures else local)(bound, arrays, out, stream, sizes)
+            except ExecutionError as error:
+                name_users_lines(error, local.module)
+                raise
 
         return self._or_in_sequence(call)
 
@@ -200,7 +205,12 @@ class Running:
 
         def run(one: Running) -> list[Call]:
             made = [one._call_of(held, *arrays) for arrays in calls]
-            one._ready().run(made, poison)
+            session = one._ready()
+            try:
+                session.run(made, poison)
+            except ExecutionError as error:
+                name_users_lines(error, one.compiled.module)
+                raise
             return made
 
         return self._here()._or_in_sequence(run)

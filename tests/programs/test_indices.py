@@ -316,15 +316,26 @@ def test_an_index_that_is_out_of_range() -> None:
     def looked_up(ids, table):  # type: ignore[no-untyped-def]
         return hw.embedding(ids, table)
 
-    compiled = hw.compile(looked_up)
+    compiled, line = hw.compile(looked_up), rf"test_indices\.py:{looked_up.ops[0].location.line}"
     table = np.arange(12, dtype=np.float32).reshape(4, 3)
     for wrong in (4, -1, 2**31 - 1, -(2**31)):
         ids = np.array([0, wrong], np.int32)
-        with pytest.raises(ExecutionError, match=rf"rank \d .*kernel \w+ \(program.cpp:\d+\): index {wrong} is out of range: .* 0 to 3"):
+        with pytest.raises(
+            ExecutionError, match=rf"rank \d .*kernel \w+ \({line}, program.cpp:\d+\): index {wrong} is out of range: .* 0 to 3"
+        ):
             compiled.run(ids=ids, table=table)
         with pytest.raises(IndexError, match=f"index {wrong} is out of range: it goes from 0 to 3"):
             run_reference(looked_up, {"ids": ids, "table": table})
     np.testing.assert_array_equal(compiled.run(ids=np.array([3, 0], np.int32), table=table), table[[3, 0]])
+
+    ranks = hw.Threads(2)
+
+    def rank(number: int) -> None:
+        hw.init(ranks)
+        compiled(np.array([4], np.int32), table[2 * number : 2 * number + 2])
+
+    with pytest.raises(ExecutionError, match=rf"\({line}, program.cpp:\d+\): index 4 is out of range"):
+        ranks.run(rank)
     compiled.close()
 
 

@@ -81,16 +81,16 @@ class LocalProgram:
             return loaded, group.member(loaded, self._target)
 
         self._intent = replace(self._intent, bound=lacks)
-        (self._module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
+        (self.module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
         self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
-        graphs = self._module.Graphs
+        graphs = self.module.Graphs
         self._graphs = graphs.noted if self._common_graphs else graphs.repeated if options.graph == "auto" else graphs.never
         self._device = self._target.device_of_arrays(self._member)
-        self._arguments = Arguments(host, self._target, group.rank, self._device, self._module.Table, self._meets, group.windows)
-        self._native: Any = None if lacking else group.connected(self._member, self._module, options.tune)
+        self._arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
+        self._native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
         # Why its ranks cannot reach each other's memory; the same on all.
-        self.out_of_reach: str = lacking[0] if lacking else self._module.out_of_reach(self._member)
-        self._measured = Measured(self._module, self._target.device_name()) if options.tune else None
+        self.out_of_reach: str = lacking[0] if lacking else self.module.out_of_reach(self._member)
+        self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
 
@@ -176,7 +176,7 @@ class LocalProgram:
         taken = self._ready_together(take) if self._meets else self._ready_alone(take)
         outputs, addresses = self._outputs_of(taken, stream is not None)
         common = self._common_graphs
-        if common and common.is_due and not self._module.is_captured(taken.stream):
+        if common and common.is_due and not self.module.is_captured(taken.stream):
             self._decide_graphs(common, taken, addresses)
         where = taken.table.native, taken.addresses, addresses, taken.stream
         if self._compared:
@@ -197,7 +197,7 @@ class LocalProgram:
         wants = common.wants(unseen) and (common.agreed or self._can_capture(taken, addresses))
         answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)
         common.decide([answer == str(True) for answer in answers], unseen)
-        self._graphs = self._module.Graphs.all if common.agreed else self._module.Graphs.noted
+        self._graphs = self.module.Graphs.all if common.agreed else self.module.Graphs.noted
 
     def _can_capture(self, taken: Taken, addresses: tuple[int, ...]) -> bool:
         try:
@@ -365,7 +365,7 @@ class LocalProgram:
                     f"{self._host.name}: seeded schedules, buffered sends and the check of dependencies are of ranks that are threads of "
                     f"one process; group {self._group.name!r} has {self._group.count} processes: use hw.Threads or program.run for them"
                 )
-            self._native_schedule = wanted, self._module.Schedule(**vars(wanted))
+            self._native_schedule = wanted, self.module.Schedule(**vars(wanted))
         return self._native_schedule[1]
 
 
