@@ -342,6 +342,19 @@ def test_an_output_that_overlaps_an_array_of_another_rank(out_of: Callable[[int,
         np.testing.assert_array_equal(result, 2 * x_of(at))
 
 
+def test_an_interrupted_call_says_so_to_the_others() -> None:
+    """KeyboardInterrupt has no text."""
+    group = hw.init(hw.Threads(1))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        group.run("program", SimpleNamespace(stopped="", abort=lambda _: None), interrupted)
+    with pytest.raises(ExecutionError, match="rank 0: KeyboardInterrupt; call hw.init again"):
+        group.expect_working()
+
+
 def test_without_a_group_and_after_close() -> None:
     with pytest.raises(ExecutionError) as caught:
         ALONE(X)

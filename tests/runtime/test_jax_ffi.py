@@ -157,6 +157,12 @@ def test_ranks_that_are_threads() -> None:
     assert threads.run(rank_main) == ["refused"] * 2
 
 
+def test_a_run_is_no_function_of_jax() -> None:
+    remedy = r"mlp: x: is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi\(\) gives$"
+    with pytest.raises(ArgumentError, match=remedy):
+        jax.jit(MLP.run)(X, W, V)
+
+
 @pytest.mark.usefixtures("group")
 def test_what_fails_at_a_call_is_raised_with_its_message() -> None:
     program = hw.compile(mlp_on(1))

@@ -113,6 +113,11 @@ class OverlapWarning(UserWarning):
     """A stream that the user stated overlaps no communication."""
 
 
+def reason_of(error: BaseException) -> str:
+    """The text of an error, or its kind if it has no text, as KeyboardInterrupt has none."""
+    return str(error) or type(error).__name__
+
+
 def users_frames(traceback: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of this package."""
     if traceback is None:

@@ -190,6 +190,8 @@ class _Jax(NumpyLibrary):
         return None
 
     def accept(self, array: Array) -> Array:
+        if isinstance(array, sys.modules["jax"].core.Tracer):
+            raise TypeError("is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi() gives")
         return np.asarray(array)
 
     def give(self, array: Array) -> Array:

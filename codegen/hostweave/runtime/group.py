@@ -15,7 +15,7 @@ from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.base.signatures import checked
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
@@ -324,7 +324,7 @@ class Group:
         except CaptureError:  # of this call alone: nothing was enqueued
             raise
         except BaseException as error:
-            reason = f"rank {self.rank}: {error}"
+            reason = f"rank {self.rank}: {reason_of(error)}"
             first = self._told() or member.stopped or reason
             self.fail(first)
             if first != reason:  # but led to it
@@ -339,7 +339,7 @@ class Group:
         try:
             yield
         except BaseException as error:
-            self.fail(f"rank {self.rank}: {error}")
+            self.fail(f"rank {self.rank}: {reason_of(error)}")
             raise
 
     def _told(self) -> str | None:

@@ -10,7 +10,7 @@ from math import prod
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError
+from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
@@ -225,7 +225,7 @@ class LocalProgram:
             return (), taken.given[0]
         except BaseException as error:
             if self._meets:  # the others are on their way
-                self._group.fail(f"rank {self._group.rank}: {error}")
+                self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 
     def _ready_alone(self, take: Callable[[], Taken]) -> Taken:
