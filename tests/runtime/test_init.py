@@ -351,7 +351,7 @@ def test_an_interrupted_call_says_so_to_the_others() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         group.run("program", SimpleNamespace(stopped="", abort=lambda _: None), interrupted)
-    with pytest.raises(ExecutionError, match="rank 0: KeyboardInterrupt; call hw.init again"):
+    with pytest.raises(ExecutionError, match=r"rank 0: KeyboardInterrupt; call hw\.init again"):
         group.expect_working()
 
 

@@ -158,7 +158,7 @@ def test_ranks_that_are_threads() -> None:
 
 
 def test_a_run_is_no_function_of_jax() -> None:
-    remedy = r"mlp: x: is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi\(\) gives$"
+    remedy = r"mlp: x: is traced by JAX, and has no values; inside jax.jit call the function that program.as_jax_ffi\(\) gives"
     with pytest.raises(ArgumentError, match=remedy):
         jax.jit(MLP.run)(X, W, V)
 
