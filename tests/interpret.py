@@ -164,7 +164,7 @@ class _Rank:
         sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
-        if isinstance(instruction, ir.AllToAll) or (isinstance(instruction, ir.Collective) and instruction.blocks == "src"):
+        if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
             sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[rank_in_group]] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 

@@ -425,7 +425,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
         return None  # a loop that cannot be
     assert HostProgram.parse(str(host)) == host
     try:
-        check(host)
+        check(host, fusion=fusion)
     except ProgramError as error:
         if "choose sizes that it divides" in str(error):  # there are none, as of N and N - 1 that are both even
             return None

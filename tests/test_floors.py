@@ -205,12 +205,15 @@ def test_what_benchmarks_import_is_there() -> None:
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
-    """NumPy and the rendezvous take longer to import than a program takes to compile."""
+    """NumPy and the rendezvous take longer to import than a program takes to compile. The check of results computes with NumPy."""
     compile_one = """if True:
         import sys, hostweave as hw
         x = hw.f32["M@x", "K"]
-        hw.compile(hw.fusion(mesh=hw.Mesh(x=2), x=x)(lambda x: hw.relu(x)))
+        relu = hw.fusion(mesh=hw.Mesh(x=2), x=x)(lambda x: hw.relu(x))
+        hw.compile(relu, options=hw.Options(check=False))
         print(*{"numpy", "asyncio", "hostweave.runtime"} & sys.modules.keys())
+        hw.compile(relu)
+        print(*{"asyncio", "hostweave.runtime"} & sys.modules.keys())
     """
     run = subprocess.run([sys.executable, "-c", compile_one], capture_output=True, text=True, timeout=60, check=False)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "\n", "")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "\n\n", "")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.signatures import checked
-from hostweave.check.check import check
 from hostweave.check.sizes import minimal_sizes
 from hostweave.compiled import Compiled, compiled
 from hostweave.fusion_ir.choice import Choice
@@ -161,17 +160,24 @@ class Program:
         _ = self.module
 
     @checked
-    def check(self, **sizes: int) -> None:
-        """Proves the program free of races, deadlocks and unmatched communication on every rank, at these `sizes`.
+    def check(self, **sizes: int) -> tuple[str, ...]:
+        """Proves the program free of races, deadlocks and unmatched communication on every rank, and checks its results, at these `sizes`.
 
-        Sizes that are not given are small ones. It is done by vector clocks over the operations of all ranks (Fidge 1988, Mattern 1989).
+        Sizes that are not given are small ones. The order is proven by vector clocks over the operations of all ranks (Fidge 1988, Mattern
+        1989). The results are compared with those of the fusion by random numbers over a finite field (Schwartz 1980, Zippel 1979).
+        Returns what the comparison leaves out, a text each: lines of the host program that did not run, and kernels of the user.
         Raises ProgramError for the first fault, with rank and instruction, ArgumentError for sizes that the program does not have.
 
         Example: `program.check(M=8192, N=4096)`.
         """
         self._compiled.expect_sizes("check", sizes)
-        host = self._host if are_divided(self._host, sizes) else self._compiled.in_sequence.host
-        check(host, {**minimal_sizes(host), **sizes})
+        made = self._compiled if are_divided(self._host, sizes) else self._compiled.in_sequence
+        return made.check({**minimal_sizes(made.host), **sizes})
+
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """What the check at compile left out, a text each: lines that did not run, kernels of the user, or everything."""
+        return self._compiled.unchecked
 
     @checked
     def bind(self, **arrays: Any) -> Program:

@@ -12,16 +12,20 @@ from typing import Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.build.toolchain import MODULE_FILE
-from hostweave.check.check import check
+from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.communication.schedules import reach_memory
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import Options
-from hostweave.pipeline import lower
+from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
+from hostweave.types.mesh import Sizes
 
+NOTHING_CHECKED = "everything: the program was compiled without a check"
+NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
+ASKED = 10  # times as many elements are compared where the user asks for it
 MAX_CHECKED_RANKS = 16  # of programs that are checked by default
 OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
 
@@ -34,6 +38,14 @@ class Compiled:
     host: HostProgram
     target: Target
     options: Options
+    unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # what the check at compile left out
+
+    def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
+        """Proves the order of what the ranks do, and compares their results with the fusion's. Returns what is left out."""
+        if not isinstance(self.given, Fusion):
+            return (*check(self.host, sizes), NO_FUSION)
+        most = MOST_ELEMENTS * (ASKED if is_asked else 1)
+        return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, **options: Any) -> Compiled:
         """The same by other options."""
@@ -98,6 +110,7 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Comp
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
             raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
+    made = Compiled(given, host, find_target(target), options)
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
-        check(host)
-    return Compiled(given, host, find_target(target), options)
+        made.unchecked = made.check(is_asked=options.check is True)
+    return made

@@ -22,7 +22,8 @@ class Options:
     """Options of one `hw.compile`.
 
     - `streams`: number of CUDA streams of a stream loop, used round robin.
-    - `check`: whether the host program is proven free of races and deadlocks; by default on meshes of up to 16 ranks.
+    - `check`: whether the host program is proven free of races and deadlocks, and its results are compared with those of the fusion; by
+      default on meshes of up to 16 ranks.
     - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
       bytes at these sizes is taken.
     - `overlap`: "auto" computes matmuls beside a reshard in a chunk loop, where all sizes that count are known, by `sizes` or as ints,

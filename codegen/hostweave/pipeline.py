@@ -115,6 +115,18 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
     return stage
 
 
+def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
+    """What a program is after each pass that changes it, with the pass's name."""
+    found: list[tuple[str, Fusion | HostProgram]] = []
+
+    def note(name: str, stage: Fusion | HostProgram) -> None:
+        if not found or stage != found[-1][1]:
+            found.append((name, stage))
+
+    lower(program, options, note)
+    return found[1:]
+
+
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
     """Raises ProgramError where a dim cannot be at the sizes that the options state, as M/2 where M is 7, and for sizes of other names."""
     if not sizes:

@@ -1,11 +1,13 @@
-"""Proves, without running it, that a host program is free of races, deadlocks and reads of memory that was never written."""
+"""Proves that a host program is free of races, deadlocks and reads of memory that was never written, and checks its results."""
+
+from __future__ import annotations
 
 import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hostweave.analysis.kernel_indices import may_overwrite
 from hostweave.check.channel_order import InTurn, Posted
@@ -15,12 +17,28 @@ from hostweave.check.memory import Memory, Pieces, Place, TaskAccess
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_to_check
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, shares
 
+if TYPE_CHECKING:
+    from hostweave.check.results.results import Stages
 
-def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
+MOST_ELEMENTS = 4e6  # of a fusion whose results are compared unasked
+
+
+def check(
+    program: ir.HostProgram,
+    sizes: Sizes | None = None,
+    fusion: Fusion | None = None,
+    stages: Stages | None = None,
+    most_elements: float = MOST_ELEMENTS,
+) -> tuple[str, ...]:
     """Raises ProgramError for the first fault that `program` has on some rank of its mesh, for these sizes or small ones.
+
+    With a `fusion` the results of all ranks are compared with those of the fusion, over a finite field. Returns what that leaves out:
+    lines that never ran, and kernels of the user. `stages` gives what each pass has made of the fusion, for the name of the one that is
+    to blame. Sizes at which the fusion makes more than `most_elements` are left out.
 
     A fault is: two accesses of the same bytes, one of them a write, that no stream, event or arriving data orders, including the
     caller's before and after the call; memory freed while in use, or reused before its last use is known to have ended; a send
@@ -35,6 +53,11 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
     CUDA graph, whose branches may run as one queue in any order that its edges allow.
     """
     calls = 2 if program.memory_transports else 1
+    results = None
+    if fusion:
+        from hostweave.check.results.results import Results  # with NumPy, which the rest does not need
+
+        results = Results(fusion, program, stages, most_elements)
     with _without_collections():
         for chosen in sizes_to_check(program) if sizes is None else (sizes,):
             instances = instantiate(program, chosen, calls)
@@ -45,6 +68,9 @@ def check(program: ir.HostProgram, sizes: Sizes | None = None) -> None:
             for task, clock in run(ordered):
                 checker.start(task, clock)
             checker.finish()
+            if results:
+                results.compare(instances, met, chosen)
+    return results.unchecked() if results else ()
 
 
 @contextmanager

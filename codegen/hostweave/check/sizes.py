@@ -11,6 +11,7 @@ from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import Size, Sum
+from hostweave.types.zigzag import pieces
 
 POWERS = tuple(2**power for power in range(24))
 
@@ -46,7 +47,7 @@ def _steps(program: ir.HostProgram, evenly: bool) -> Steps:
     needed = set(all_sizes(program))
     for parameter in (*program.inputs, *program.outputs) if evenly else ():
         mesh = parameter.type.mesh_in(program.mesh)
-        needed.update(dim.size // mesh.size_of(dim.axes) for dim in parameter.type.dims)
+        needed.update(dim.size // pieces(dim.axes, mesh) for dim in parameter.type.dims)
     for kernel in program.kernels:
         needed.update(dim_size for op in kernel.ops for dim_size in op.result.type.shape)
     for dim_size in sorted(needed, key=lambda e: (len(e.factors), tuple(map(str, e.factors)), e.divisor)):
@@ -106,8 +107,10 @@ def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     small = (least, *_uneven(program, least))
     times: dict[str, int] = {}  # of the least size
     for condition in filter(None, (i.condition_of_body for body in bodies(program) for i in tree.walk(body.body))):
-        for name in _decides(condition):
-            times[name] = max(times.get(name, 1), _times_until_other(condition, name, RankSizes(least, program.mesh)))
+        found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
+        if deciding := [name for name, factor in found.items() if factor > 1]:
+            name = min(deciding, key=lambda name: (name not in times, found[name]))  # one of them is enough
+            times[name] = max(times.get(name, 1), found[name])
     if not times:
         return small
     larger = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
@@ -138,6 +141,9 @@ def _uneven(program: ir.HostProgram, least: Mapping[str, int]) -> tuple[dict[str
     for dim_size in all_sizes(program):
         if len(dim_size.atoms) == 1 and (name := dim_size.atoms[0]) in steps and isinstance(name, str):
             steps[name] = lcm(steps[name], dim_size.divisor)
+    for dim, mesh in ((dim, p.type.mesh_in(program.mesh)) for p in (*program.inputs, *program.outputs) for dim in p.type.dims):
+        if dim.size.name in steps and pieces(dim.axes, mesh) > mesh.size_of(dim.axes):  # in zigzag shards are equal
+            steps[dim.size.name] = lcm(steps[dim.size.name], pieces(dim.axes, mesh))
     uneven = {name: (steps.get(name, 0), size + steps.get(name, 0)) for name, size in least.items()}
     return (_with_room(program, uneven) or dict(least),)
 

@@ -1,6 +1,7 @@
 """Computes a fusion with NumPy on global arrays: the reference result for every rank of every target."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,37 +32,54 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
             raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
     values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
-    return _results(fusion, values, sizes)
+    return evaluate(fusion, values, sizes, _NUMPY)
 
 
-def _results(fusion: Fusion, inputs: Mapping[str, Array], sizes: Mapping[str, int]) -> tuple[Array, ...]:
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a fusion is computed: the functions of NumPy, the dtype that stands for one of ours, casts, and calls of an op's function."""
+
+    np: Any
+    dtype: Callable[[DType], np.dtype[Any]]
+    cast: Callable[[Any, DType], Any]
+    apply: Callable[..., Any] = lambda function, *operands: function(*operands)
+    function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
+    kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # the results of a user's kernel
+
+
+def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
+    """The outputs for these global inputs, in the dtypes of the arithmetic."""
     values = dict(inputs)
     for op in fusion.ops:
-        if op.callee and op.kind == "output":
+        several = op.callee or (op.user_kernel and arithmetic.kernel)
+        if op.kind == "output" and f"{op.tensors[0]}.{op[INDEX]}" in values:
             values[op.result.name] = values[f"{op.tensors[0]}.{op[INDEX]}"]
             continue
-        result = _run(op, values, sizes)
-        first, *rest = result if op.callee else (result,)
+        result = _run(op, values, sizes, arithmetic)
+        first, *rest = result if several else (result,)
         values |= {op.result.name: first, **{f"{op.result.name}.{i}": more for i, more in enumerate(rest, 1)}}
     return tuple(values[name] for name in fusion.outputs)
 
 
-def _run(op: Op, values: Mapping[str, Array], sizes: Mapping[str, int]) -> Any:
+def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> Any:
     """What an op gives: an array, of a call a tuple of them."""
     tensors = [values[name] for name in op.tensors]
-    operands = [values[o] if isinstance(o, str) else np.asarray(o, tensors[-1].dtype) for o in op.operands]
+    if op.user_kernel and arithmetic.kernel:
+        return arithmetic.kernel(op, tensors)
+    operands = [values[o] if isinstance(o, str) else arithmetic.np.asarray(o, tensors[-1].dtype) for o in op.operands]
     definition, type = OPS[op.kind], op.result.type
-    stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), _computing_dtype(type.dtype))
+    stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), arithmetic.dtype(type.dtype))
     keywords: dict[str, Any] = {**bound_attributes(op, sizes), **stated}
     if op.callee:
-        keywords["run"] = partial(_call, op.callee, sizes)
+        keywords["run"] = partial(_call, op.callee, sizes, arithmetic)
     if op.kind == "astype":
-        return _cast(operands[0], type.dtype)
-    return definition.numpy(np, *operands, **keywords)
+        return arithmetic.cast(operands[0], type.dtype)
+    return arithmetic.apply(partial(arithmetic.function(op), arithmetic.np, **keywords), *operands)
 
 
-def _call(function: Fusion, sizes: Mapping[str, int], *arrays: Array) -> tuple[Array, ...]:
-    return _results(function, {value.name: array for value, array in zip(function.inputs, arrays, strict=True)}, sizes)
+def _call(function: Fusion, sizes: Mapping[str, int], arithmetic: Arithmetic, *arrays: Any) -> tuple[Any, ...]:
+    inputs = {value.name: array for value, array in zip(function.inputs, arrays, strict=True)}
+    return evaluate(function, inputs, sizes, arithmetic)
 
 
 def _cast(array: Array, dtype: DType) -> Array:
@@ -71,3 +89,6 @@ def _cast(array: Array, dtype: DType) -> Array:
 
 def _computing_dtype(dtype: DType) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
+
+
+_NUMPY = Arithmetic(np, _computing_dtype, _cast)

@@ -30,6 +30,7 @@ class Collective(Communication):
     """
 
     posts = "collective"
+    sends_blocks: ClassVar[bool] = False  # a rank that receives gets its own block of what each sender has
     sent_along: int | None = None  # the dim of src that its blocks share
     received_along: int | None = None  # and that of dst
 
@@ -119,6 +120,7 @@ class ReduceScatter(FromTo, Reduction):
     syntax = "reduce_scatter {op} %{src} along {sent_along} -> %{dst} on {channel}"
     in_place = "block of src"
     blocks = "src"
+    sends_blocks = True
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ class Scatter(FromTo):
     channel: str
     syntax = "scatter %{src} -> %{dst} from {root} on {channel}"
     blocks = "src"
+    sends_blocks = True
     grouped = True
     at_root = "src"
 
@@ -190,6 +193,7 @@ class AllToAll(FromTo):
     sent_along: int | None = None
     received_along: int | None = None
     syntax = "all_to_all %{src} along {sent_along} -> %{dst} along {received_along} on {channel}"
+    sends_blocks = True
     grouped = True
 
 

@@ -1,0 +1,104 @@
+"""How fusions and host programs are computed in lanes: casts, calls of ops, and kernels of the user, which are random functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from hostweave.check.results import field
+from hostweave.check.results.dual import DUAL
+from hostweave.check.results.field import PRIME, P
+from hostweave.check.results.lanes import LANES, Exact, Functions, Lanes, Real, apply
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.reference import Arithmetic, evaluate
+from hostweave.types.mesh import Mesh, Sizes
+from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import DType, TensorType, block_of, global_shape
+
+HASHED, JOINED = LANES, DUAL  # exp is a random function, or exp of a sum the product of exps
+
+
+@cache
+def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
+    """The dtype that stands for one of ours: every float is a Real."""
+    return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
+
+
+def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
+    """Casts between floats change nothing."""
+    if dtype.kind == "float":
+        return functions.real.of(x)
+    exact = x if isinstance(x, Lanes) else Exact.of(x)
+    wanted = dtype_in_lanes(dtype)
+    return exact if exact.dtype == wanted else exact.astype(wanted)
+
+
+def results_of_kernel(
+    name: str, inputs: Sequence[Lanes], outputs: Sequence[tuple[tuple[int, ...], DType]], functions: Functions
+) -> tuple[Lanes, ...]:
+    """The results of a user's kernel: each element is a random function of all that the kernel reads."""
+    digest = np.zeros(1, np.uint64)
+    for x in inputs:
+        elements = x.element if isinstance(x, Real) else field.of_integers(x.value)
+        flat = elements.reshape(len(elements), -1)
+        places = np.arange(flat.shape[1], dtype=np.uint64)
+        digest = field.hashed(name, digest, field.hashed("of input", flat, places).sum(axis=1) % P)
+    results: list[Lanes] = []
+    for number, (shape, dtype) in enumerate(outputs):
+        places = np.arange(int(np.prod(shape)), dtype=np.uint64)
+        elements = field.hashed(f"{name} {number}", digest[:, None], places).reshape(len(digest), *shape)
+        if dtype.kind == "float":
+            results.append(functions.real.exactly(elements / (PRIME / 4) - 2, elements))
+        else:
+            results.append(Exact((elements % np.uint64(2)).astype(dtype_in_lanes(dtype))))
+    return tuple(results)
+
+
+def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
+    """An index out of range, for which a program fails, is taken modulo the dim."""
+    places: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
+    return places
+
+
+_OTHERWISE = {"index": _index}
+
+
+def function_of(op: Op) -> Any:
+    """The function of an op, over LANES."""
+    return _OTHERWISE.get(op.kind, OPS[op.kind].numpy)
+
+
+def run_fusion(fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
+    """The outputs of a fusion for these global inputs."""
+
+    def kernel(op: Op, tensors: Sequence[Lanes]) -> tuple[Lanes, ...]:
+        return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)
+
+    arithmetic = Arithmetic(functions, dtype_in_lanes, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel)
+    with np.errstate(all="ignore"):
+        return evaluate(fusion, inputs, sizes, arithmetic)
+
+
+def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
+    """What the ranks' kernels make of their blocks, as global arrays."""
+    kernel = op.user_kernel
+    assert kernel is not None
+    shapes = [global_shape(type, sizes) for type in kernel.outputs]
+    lanes = max((x.lanes for x in tensors), default=1)
+    wholes = [functions.zeros(shape, dtype_in_lanes(type.dtype)) for shape, type in zip(shapes, kernel.outputs, strict=True)]
+    wholes = [whole.map(lambda part: np.repeat(part, lanes, axis=0)) for whole in wholes]
+    for rank in mesh.all_ranks:
+
+        def places(type: TensorType, shape: tuple[int, ...], rank: int = rank) -> tuple[Any, ...]:
+            return block_of(TensorType(type.dtype, type.dims), mesh, rank, shape)
+
+        blocks = [x[places(type, x.shape)] for type, x in zip(kernel.inputs, tensors, strict=True)]
+        at = [places(type, shape) for type, shape in zip(kernel.outputs, shapes, strict=True)]
+        stated = [(whole[place].shape, type.dtype) for whole, place, type in zip(wholes, at, kernel.outputs, strict=True)]
+        for whole, place, block in zip(wholes, at, results_of_kernel(kernel.name, blocks, stated, functions), strict=True):
+            whole[place] = block
+    return tuple(wholes)

@@ -1,0 +1,94 @@
+"""The field of integers modulo a prime: arrays of its elements as uint64.
+
+Sums and products are exact, so that they are the same in any order. `hashed` is a random function: equal elements give equal results.
+"""
+
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Elements = NDArray[np.uint64]
+
+PRIME = 2**26 - 5  # 4096 products of two elements can be added up in 64 bits
+P = np.uint64(PRIME)
+ZERO, ONE = np.uint64(0), np.uint64(1)
+_SUMMED = 2**12
+_HALF = np.uint64(13)  # bits of an element
+_LOW = np.uint64(2**13 - 1)
+_SMALL = 2**14  # products, up to which the loops of NumPy are faster than BLAS
+_EXPONENTS = 1200  # of f64, on both sides of 1
+
+
+@cache
+def _powers_of_two() -> Elements:
+    return np.array([pow(2, e, PRIME) for e in range(-_EXPONENTS, _EXPONENTS)], np.uint64)
+
+
+def of_floats(x: NDArray[Any]) -> Elements:
+    """The elements that finite f64 numbers are exactly, as integers times powers of two; 0 for others."""
+    mantissa, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
+    whole = np.ldexp(mantissa, 53).astype(np.int64) % PRIME
+    elements: Elements = whole.astype(np.uint64) * _powers_of_two()[exponent + (_EXPONENTS - 53)] % P
+    return elements
+
+
+def of_integers(x: NDArray[Any]) -> Elements:
+    if x.dtype == np.uint64:
+        return x % P
+    return (x.astype(np.int64) % PRIME).astype(np.uint64)
+
+
+def negative(x: Elements) -> Elements:
+    return (P - x) % P
+
+
+def inverse(x: Elements) -> Elements:
+    """x to the power of PRIME - 2 = 8 (2^23 - 1) + 1; of 0 it is 0."""
+    ones = {1: x}  # by n: x to the power of 2^n - 1
+    for more, n in ((1, 1), (2, 2), (1, 4), (5, 5), (1, 10), (11, 11), (1, 22)):
+        ones[n + more] = _squared(ones[n], more) * ones[more] % P
+    return _squared(ones[23], 3) * x % P
+
+
+def _squared(x: Elements, times: int) -> Elements:
+    for _ in range(times):
+        x = x * x % P
+    return x
+
+
+def matmul(x: Elements, y: Elements) -> Elements:
+    """The product of matrices, of as many leading dims."""
+    rows, inner, columns = *x.shape[-2:], y.shape[-1]
+    if inner <= _SUMMED and rows * inner * columns <= _SMALL:
+        product: Elements = np.matmul(x, y) % P
+        return product
+    total = np.zeros((), np.uint64)
+    right = y.astype(np.float64)
+    for start in range(0, inner, _SUMMED):  # of halves the sums are exact in f64
+        part = slice(start, start + _SUMMED)
+        high, low = ((half[..., part]).astype(np.float64) @ right[..., part, :] for half in (x >> _HALF, x & _LOW))
+        total = total + ((high.astype(np.uint64) % P << _HALF) + low.astype(np.uint64)) % P
+    return total % P
+
+
+def hashed(word: str, *parts: Elements) -> Elements:
+    """An element that depends on a word and elements, and is random otherwise."""
+    h: Any = _seed(word)
+    for part in parts:
+        h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))
+    result: Elements = h % P
+    return result
+
+
+@cache
+def _seed(word: str) -> np.uint64:
+    return np.uint64(int.from_bytes(blake2b(word.encode(), digest_size=8).digest()))
+
+
+def _mixed(x: Any) -> Any:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

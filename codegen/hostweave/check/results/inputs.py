@@ -1,0 +1,97 @@
+"""Random inputs of a fusion: floats of the field, and integers over all values that decide what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from hostweave.check.results.arithmetic import dtype_in_lanes
+from hostweave.check.results.field import PRIME
+from hostweave.check.results.lanes import Exact, Functions, Lanes
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attention import masks_of
+from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.types.mesh import Sizes
+from hostweave.types.tensor import TensorType, global_shape
+
+OTHERS = range(3)  # values of integers that steer nothing
+ANY, PLACES, STARTS, LENGTHS, OFFSETS = "any", "places", "starts", "lengths", "offsets"
+
+
+def random_inputs(
+    fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, steering: Mapping[str, tuple[str, int]]
+) -> dict[str, Lanes]:
+    """Global inputs, a lane a seed. The shadow of a float is independent of its element."""
+    random = np.random.default_rng(39)
+    return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
+
+
+def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: int, functions: Functions, role: str, most: int) -> Lanes:
+    shape = (seeds, *global_shape(type, sizes))
+    if type.dtype.kind == "float":
+        return functions.real.exactly(random.standard_normal(shape), random.integers(1, PRIME, shape, np.uint64))
+    if type.dtype.kind == "bool":
+        return Exact(random.integers(0, 2, shape).astype(bool))
+    low, high = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1)}.get(
+        role, (OTHERS.start, OTHERS.stop)
+    )
+    values: Any = random.integers(low, max(high, low + 1), shape)
+    if role == OFFSETS:
+        values.sort(axis=-1)
+        values[..., :1], values[..., -1:] = 0, most
+    if role == LENGTHS and values.size > 1:
+        values.flat[0] = most
+    return Exact(values.astype(dtype_in_lanes(type.dtype)))
+
+
+def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
+    """The integer inputs that say where elements are, or how many: what each is, and the largest value."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, role, most in _steering(fusion, sizes):
+        before = found.get(name, (role, most))
+        found[name] = (role, min(most, before[1]))
+    return {v.name: found[v.name] for v in fusion.inputs if v.name in found}
+
+
+def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
+    """Each value of a body that steers, from its uses; values that only move the elements of others stand for these."""
+    moved: dict[str, str] = {}
+
+    def source(name: str) -> str:
+        while name in moved:
+            name = moved[name]
+        return name
+
+    values = fusion.values()
+
+    def size(name: str, dim: int) -> int:
+        return int(values[name].type.shape[dim].bind(sizes))
+
+    for op in fusion.ops:
+        if op.callee:
+            if op.kind != "output":
+                inner = steering_integers(op.callee, sizes)
+                for given, parameter in zip(op.tensors, op.callee.inputs, strict=True):
+                    if parameter.name in inner:
+                        yield (source(given), *inner[parameter.name])
+        elif op.kind in ("index", "start"):
+            yield source(op.tensors[0]), PLACES if op.kind == "index" else STARTS, size(op.tensors[1], 0)
+        elif op.kind.startswith("attention"):
+            for word, name in masks_of(op, op.tensors).items():
+                if word in (LENGTHS, OFFSETS):
+                    yield source(name), word, size(op.tensors[1], -2)
+        elif len(op.tensors) == 1 and _moves(op):
+            moved[op.result.name] = op.tensors[0]
+
+
+def _moves(op: Op) -> bool:
+    definition = OPS[op.kind]
+    return (
+        definition.is_view or definition.is_reshard_step or op.kind in ("astype", "copy", "reshard", "broadcast_to", "collective_permute")
+    )
+
+
+del INDEX

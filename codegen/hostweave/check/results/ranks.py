@@ -1,0 +1,337 @@
+"""Runs a host program on all ranks at once, in lanes: ranks that come to one instruction with equal layouts do it together.
+
+A rank goes on until it waits for another one. Of those that can go on, the ones that have done the least are next, with those that have
+come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from hostweave.base.errors import ExecutionError
+from hostweave.check.match_collectives import Meeting
+from hostweave.check.operations import Access, Instances, Layout, Operation
+from hostweave.check.results import field
+from hostweave.check.results.arithmetic import cast_in_lanes, dtype_in_lanes, function_of, results_of_kernel
+from hostweave.check.results.lanes import Exact, Functions, Lanes, apply
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.definition import bound_attributes
+from hostweave.host_ir import ir, tree
+from hostweave.types.mesh import Sizes, shares
+from hostweave.types.tensor import global_shape
+
+REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum", "avg": "add"}
+REDUCTIONS |= {word: f"bitwise_{word}" for word in ("and", "or", "xor")}
+
+
+class Ranks:
+    """The memory of all ranks, and how far each has come. `lanes` is the number of lanes of a rank: one a seed."""
+
+    def __init__(self, instances: Instances, met: Sequence[Meeting], lanes: int, functions: Functions):
+        self.instances, self.lanes, self.functions = instances, lanes, functions
+        self.meeting_of = {part: meeting for meeting in met for part in meeting.parts}
+        self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
+        self.buffers: dict[str, Buffer] = {}
+        self.posted: dict[Operation, Lanes | None] = {}  # what each communication that was reached sends
+        self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # what comes from these, reduced where it is to be
+        self.bound: dict[tuple[str, int], list[tuple[Any, ...]]] = {}  # the ops of each kernel, at the sizes of a rank
+        self.ran: set[tree.Instruction] = set()
+
+    # --- memory ---
+
+    def buffer(self, root: str) -> Buffer:
+        if root not in self.buffers:
+            roots = [of[root] for of in self.instances.roots if root in of]
+            most = max(of.layout.count for of in roots)
+            self.buffers[root] = Buffer(roots[0].layout, len(self.instances.ranks), self.lanes, most, self.functions)
+        return self.buffers[root]
+
+    def put(self, rank: int, root: str, block: Lanes) -> None:
+        """Fills an input."""
+        self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).fill(block)
+
+    def whole(self, rank: int, root: str) -> Lanes:
+        return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
+
+    def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> View:
+        """What each rank's access of one layout names."""
+        first = accesses[0].region
+        owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
+        offsets = {access.region.offset for access in accesses}
+        buffer = self.buffer(first.root)
+        if len(offsets) == 1:
+            return buffer.view(owners, first.offset, first.layout)
+        return Views([buffer.view([o], a.region.offset, a.region.layout) for o, a in zip(owners, accesses, strict=True)])
+
+    # --- control ---
+
+    def run(self) -> None:
+        """Raises ExecutionError where all ranks that are left wait for one another."""
+        queues = [_Queue(operations) for operations in self.instances.ranks]
+        with np.errstate(all="ignore"):
+            while left := [rank for rank, queue in enumerate(queues) if queue.now]:
+                ready = [rank for rank in left if self.is_ready(queues[rank])]
+                if not ready:
+                    waiting = "\n".join(f"  {queues[rank].now}" for rank in left)
+                    raise ExecutionError(f"deadlock: no rank can go on:\n{waiting}")
+                first = min(ready, key=lambda rank: queues[rank].done)
+                together = [rank for rank in ready if self.is_alike(queues, first, rank)]
+                self.step(together, [operation for rank in together if (operation := queues[rank].now)], queues[first].is_posted)
+                for rank in together:
+                    queues[rank].advance()
+
+    def is_alike(self, queues: Sequence[_Queue], one: int, other: int) -> bool:
+        """True if two ranks do the same instruction on buffers of the same layouts."""
+        a, b = queues[one].now, queues[other].now
+        if a is b or not a or not b:
+            return a is b
+        if self.instances.roots[one] is not self.instances.roots[other] or queues[one].is_posted != queues[other].is_posted:
+            return False
+        if a.instruction is not b.instruction and a.instruction != b.instruction:
+            return False
+        if any(cut.local for cut in a.instruction.packed):  # which depends on where the shard of a rank begins
+            return False
+        return [access.region.layout for access in a.accesses] == [access.region.layout for access in b.accesses]
+
+    def is_ready(self, queue: _Queue) -> bool:
+        """True if a rank can go on: it posts what it sends, and ends once what it gets was posted."""
+        operation = queue.now
+        assert operation
+        if not operation.communications or (not queue.is_posted and not isinstance(operation.instruction, ir.OneSided)):
+            return True
+        return all(source in self.posted for source in queue.awaited(self.meeting_of))
+
+    def step(self, ranks: Sequence[int], operations: Sequence[Operation], is_posted: bool) -> None:
+        instruction = operations[0].instruction
+        if not operations[0].communications:
+            self.compute(ranks, operations)
+        elif isinstance(instruction, ir.OneSided):
+            self.move(ranks, operations)
+        elif not is_posted:
+            self.post(ranks, operations)
+        elif instruction.exchanges:
+            self.exchange(ranks, operations)
+        else:
+            self.receive(ranks, operations)
+
+    # --- communications ---
+
+    def post(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+        for rank, operation in zip(ranks, operations, strict=True):
+            self.ran.add(operation.instruction)
+            for part in operation.communications:
+                read = next((access for access in part.accesses if access.reads), None)
+                self.posted[part] = self.view([rank], [read]).read().copy() if read else None
+                self.ran.add(part.instruction)
+
+    def receive(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+        for rank, operation in zip(ranks, operations, strict=True):
+            for part in operation.communications:
+                for access in part.accesses:
+                    if access.writes:
+                        self.view([rank], [access]).fill(self.received(rank, part))
+
+    def received(self, rank: int, part: Operation) -> Lanes:
+        """What a communication brings to a rank, in the order of its elements."""
+        instruction, sources = part.instruction, self.meeting_of[part].sources(part)
+        if sources not in self.arrived:
+            sent = [self.total(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
+            is_cut = isinstance(instruction, ir.Collective) and instruction.sends_blocks
+            self.arrived[sources] = sent if is_cut or len(sent) < 2 else [self.functions.concatenate([array.ravel() for array in sent])]
+        arrays = self.arrived[sources]
+        if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
+            number = part.process_group.index(rank)
+            blocks = (shares(array.shape, instruction.sent_along, part.process_group)[number] for array in arrays)
+            arrays = [array.ravel()[block.start : block.stop] for array, block in zip(arrays, blocks, strict=True)]
+        arrays = arrays or [self.functions.zeros((1,), np.int64)]
+        arrived: Lanes = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        return arrived
+
+    def sent(self, sources: Sequence[Operation]) -> list[Lanes]:
+        return [array for source in sources if (array := self.posted[source]) is not None]
+
+    def total(self, op: str, sources: Sequence[Operation]) -> Lanes:
+        terms = self.sent(sources)
+        total: Lanes = reduce(getattr(self.functions, REDUCTIONS[op]), terms)
+        return self.functions.divide(total, len(terms)) if op == "avg" else total
+
+    def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+        """What a kernel makes of the sum of all ranks' terms."""
+        for rank, operation in zip(ranks, operations, strict=True):
+            _, *others = [access for access in operation.accesses if access.reads]
+            total = self.total("sum", self.meeting_of[operation].sources(operation))
+            (kernel,) = tree.names(operation.instruction, "launch")
+            reads = [total, *(self.view([rank], [access]).read() for access in others)]
+            self.write([rank], [operation], self.launched(kernel, rank, reads))
+
+    def move(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+        """What it reads goes to where it writes, of whatever rank that is, and its signal is given."""
+        for rank, operation in zip(ranks, operations, strict=True):
+            read = [access for access in operation.accesses if access.reads]
+            written = [access for access in operation.accesses if access.writes]
+            for source, target in zip(read, written, strict=False):
+                self.view([rank], [target]).fill(self.view([rank], [source]).read())
+            self.posted[operation] = None
+            self.ran.add(operation.instruction)
+
+    # --- what a rank computes ---
+
+    def compute(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
+        operation = operations[0]
+        instruction = operation.instruction
+        accesses = zip(*(each.accesses for each in operations), strict=True)
+        reads = [self.view(ranks, column).read() for column in accesses if column[0].reads]
+        names = tree.names(instruction, "launch")
+        self.ran.add(instruction)
+        if names:
+            results = [result for name in names for result in self.of_kernel(name, ranks[0], operation, reads)]
+        else:
+            results = apply(partial(instruction.computed, self.functions, self.instances.sizes[ranks[0]]), *reads)  # type: ignore[attr-defined]
+        self.write(ranks, operations, results)
+
+    def of_kernel(self, name: str, rank: int, operation: Operation, reads: Sequence[Lanes]) -> tuple[Lanes, ...]:
+        if name in self.kernels:
+            return self.launched(name, rank, reads)
+        written = [access.region.layout for access in operation.accesses if access.writes]
+        return results_of_kernel(name, reads, [(layout.shape, layout.dtype) for layout in written], self.functions)
+
+    def launched(self, name: str, rank: int, arrays: Sequence[Lanes]) -> tuple[Lanes, ...]:
+        kernel = self.kernels[name]
+        values: dict[str, Any] = {parameter.name: array for parameter, array in zip(kernel.inputs, arrays, strict=True)}
+        for result, function, operands, dtype in self.ops_of(name, rank):
+            computed = apply(function, *(values[operand] if isinstance(operand, str) else operand for operand in operands))
+            values[result] = cast_in_lanes(computed, dtype, self.functions)
+        return tuple(values[result.name] for result in kernel.results)
+
+    def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
+        """The ops of a kernel, bound to the sizes of a rank: their results, functions, operands and dtypes."""
+        holder = next(other for other, roots in enumerate(self.instances.roots) if roots is self.instances.roots[rank])
+        if (name, holder) not in self.bound:
+            self.bound[name, holder] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
+        return self.bound[name, holder]
+
+    def bound_op(self, op: Op, sizes: Sizes) -> tuple[Any, ...]:
+        definition, type = OPS[op.kind], op.result.type
+        stated = definition.stated_type(partial(global_shape, type, sizes), dtype_in_lanes(type.dtype))
+        function = partial(function_of(op), self.functions, **bound_attributes(op, sizes), **stated)
+        return op.result.name, function, op.operands, type.dtype
+
+    def write(self, ranks: Sequence[int], operations: Sequence[Operation], results: Sequence[Any]) -> None:
+        columns = [column for column in zip(*(each.accesses for each in operations), strict=True) if column[0].writes]
+        if len(columns) > 1:  # one may lie where another one was read
+            results = [result.copy() if isinstance(result, Lanes) else result for result in results]
+        for column, result in zip(columns, results, strict=True):
+            self.view(ranks, column).fill(cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
+
+
+class _Queue:
+    """The operations of a rank that compute or communicate, in one call, and the one that is next."""
+
+    def __init__(self, operations: Sequence[Operation]):
+        self.left = iter(operations)
+        self.now: Operation | None = None
+        self.done = -1
+        self.step()
+
+    def step(self) -> None:
+        self.is_posted, self.done, self.now = False, self.done + 1, None
+        for operation in self.left:
+            if type(operation.instruction) is tree.Instruction:  # the next call
+                return
+            if operation.communications or operation.instruction.work:
+                self.now = operation
+                return
+
+    def advance(self) -> None:
+        """A communication is done in two steps."""
+        if self.now and self.now.communications and not isinstance(self.now.instruction, ir.OneSided) and not self.is_posted:
+            self.is_posted = True
+        else:
+            self.step()
+
+    def awaited(self, meeting_of: Mapping[Operation, Meeting]) -> Sequence[Operation]:
+        """What has to be posted before the operation ends."""
+        assert self.now
+        return [source for part in self.now.communications if part in meeting_of for source in meeting_of[part].sources(part)]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+_ODD = np.uint64(0x9E3779B1)
+
+
+class Buffer:
+    """A buffer of all ranks: of each part [rank, lane, element]. What nothing wrote is random, and NaN."""
+
+    def __init__(self, layout: Layout, ranks: int, lanes: int, count: int, functions: Functions):
+        self.lanes, self.count = lanes, count
+        shape = (ranks, lanes, count)
+        if layout.dtype.kind == "float":
+            random = (np.arange(ranks * lanes * count, dtype=np.uint64) * _ODD % field.P).reshape(shape)
+            self.kind: type[Lanes] = functions.real
+            self.parts = [np.full(shape, np.nan), *(random.copy() for _ in range(functions.real.count - 1))]
+        else:
+            self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
+
+    def view(self, ranks: Sequence[int], offset: int, layout: Layout) -> View:
+        """Of one layout, at the same place on these ranks."""
+        if ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks):
+            return Views([self.view([rank], offset, layout) for rank in ranks])
+        start = offset // layout.dtype.itemsize
+        lanes = len(ranks) * self.lanes
+        parts = []
+        for part in self.parts:
+            size = part.itemsize
+            first = (ranks[0] * self.lanes * self.count + (start if layout.count else 0)) * size
+            strides = (self.count * size, *(stride * size for stride in layout.strides))
+            parts.append(np.ndarray((lanes, *layout.shape), part.dtype, part, first, strides))
+        return View(self.kind(*parts))
+
+
+class View:
+    def __init__(self, array: Lanes):
+        self.array = array
+
+    @property
+    def lanes(self) -> int:
+        return self.array.lanes
+
+    def read(self) -> Lanes:
+        """The array, not copied where it lies in one piece."""
+        return self.array
+
+    def fill(self, value: Lanes) -> None:
+        """Writes as many elements, or one everywhere."""
+        for part, new in zip(self.array.parts, self.array.like(value).parts, strict=True):
+            if new.shape[1:] != part.shape[1:]:
+                shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
+                new = new.reshape(len(new), *shape)
+            part[...] = new
+
+
+class Views(View):
+    """What ranks have at different places: the lanes of each, one after the other."""
+
+    def __init__(self, views: Sequence[View]):
+        self.views = views
+
+    @property
+    def lanes(self) -> int:
+        return sum(view.lanes for view in self.views)
+
+    def read(self) -> Lanes:
+        kind = type(self.views[0].array)
+        return kind(*(np.concatenate(parts) for parts in zip(*(view.array.parts for view in self.views), strict=True)))
+
+    def fill(self, value: Lanes) -> None:
+        at = 0
+        for view in self.views:
+            own = slice(at, at + view.lanes)
+            view.fill(value if value.lanes == 1 else type(value)(*(part[own] for part in value.parts)))
+            at = own.stop

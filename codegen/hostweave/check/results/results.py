@@ -1,0 +1,194 @@
+"""Finds results of a host program that are not those of its fusion, by random numbers over a finite field (Schwartz 1980, Zippel 1979)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+from typing import NoReturn
+
+import numpy as np
+
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.check.match_collectives import Meeting, meetings
+from hostweave.check.operations import Instances, instruction_text
+from hostweave.check.results.arithmetic import HASHED, JOINED, run_fusion
+from hostweave.check.results.inputs import random_inputs, steering_integers
+from hostweave.check.results.lanes import Functions, Lanes
+from hostweave.check.results.ranks import Ranks
+from hostweave.check.simulate import instantiate
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops.attributes import CONTRACTED
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import inlined
+from hostweave.host_ir.expr import Const
+from hostweave.types.mesh import Sizes
+from hostweave.types.tensor import block_of, global_shape, holds
+
+SEEDS = 3
+ENOUGH = 5 * 10**4  # elements of a program, from which on one seed does
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first element of an output that is not what the fusion says."""
+
+    output: str
+    rank: int
+    index: tuple[int, ...]  # of the global output
+    sizes: Sizes
+    seeds: int
+    got: float
+    want: float
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        element = f"%{self.output}[{', '.join(map(str, self.index))}]"
+        values = f"{self.got:.6g}, not {self.want:.6g}"
+        return f"rank {self.rank}: the output {element} is not what the fusion computes ({values}), at {sizes}"
+
+
+class Wanted:
+    """What a fusion gives at some sizes for random inputs."""
+
+    def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
+        self.fusion, self.sizes, self.functions = fusion, sizes, functions
+        self.seeds = seeds or (SEEDS if work(fusion, sizes) < ENOUGH else 1)
+
+    @cached_property
+    def inputs(self) -> dict[str, Lanes]:
+        return random_inputs(self.fusion, self.sizes, self.seeds, self.functions, steering_integers(self.fusion, self.sizes))
+
+    @cached_property
+    def outputs(self) -> tuple[Lanes, ...]:
+        return run_fusion(self.fusion, self.inputs, self.sizes, self.functions)
+
+    def of(self, functions: Functions) -> Wanted:
+        return Wanted(self.fusion, self.sizes, functions, self.seeds)
+
+
+def difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None = None) -> Difference | None:
+    """The first difference between a host program and its fusion, at one of the sizes of both.
+
+    exp is a random function first. Programs that join softmaxes by their log-sum-exps differ then, and are computed with exp as a
+    homomorphism.
+    """
+    if _difference(wanted, instances, met, ran) is None:
+        return None
+    return _difference(wanted.of(JOINED), instances, met, ran)
+
+
+@np.errstate(all="ignore")
+def _difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None) -> Difference | None:
+    program, mesh = instances.program, instances.program.mesh
+    ranks = Ranks(instances, met, wanted.seeds, wanted.functions)
+    for parameter in program.inputs:
+        whole = wanted.inputs[parameter.name]
+        for rank in range(mesh.size):
+            if holds(parameter.type, mesh, rank):
+                ranks.put(rank, parameter.name, whole[block_of(parameter.type, mesh, rank, whole.shape)])
+    ranks.run()
+    if ran is not None:
+        ran |= ranks.ran
+    for output, want in zip(program.outputs, wanted.outputs, strict=True):
+        for rank in range(mesh.size):
+            if not holds(output.type, mesh, rank):
+                continue
+            place = block_of(output.type, mesh, rank, want.shape)
+            got, block = ranks.whole(rank, output.memory or output.name), want[place]
+            wrong = got.differs(block)
+            if wrong.any():
+                seed, *at = (int(i) for i in np.argwhere(wrong)[0])
+                numbers = np.arange(want.size).reshape(want.shape)[place]
+                index = tuple(int(i) for i in np.unravel_index(numbers[tuple(at)], want.shape)) if want.shape else ()
+                values = (x.value[min(seed, x.lanes - 1)][tuple(at)] for x in (got, block))
+                return Difference(output.name, rank, index, dict(wanted.sizes), wanted.seeds, *map(float, values))
+    return None
+
+
+# --- a program at several sizes ---------------------------------------------------------------------------------------
+
+Stages = Callable[[], Iterable[tuple[str, Fusion | ir.HostProgram]]]  # what becomes of a fusion after each pass, with the pass's name
+
+
+class Results:
+    """The results of a host program, compared with those of its fusion at one size after another."""
+
+    def __init__(self, fusion: Fusion, program: ir.HostProgram, stages: Stages | None = None, most: float = inf):
+        """`most` bounds the work: sizes at which there are more elements are left out."""
+        self.most = most
+        self.fusion, self.program, self.stages = fusion, program, stages
+        self.ran: set[tree.Instruction] = set()
+        self.left_out: list[str] = []
+
+    def compare(self, instances: Instances, met: Sequence[Meeting], sizes: Sizes) -> None:
+        """Raises ProgramError for the first element of an output that differs, with the pass after which it does."""
+        if (elements := work(self.fusion, sizes)) > self.most:
+            at = "".join(f", {name}={size}" for name, size in sizes.items())
+            self.left_out.append(f"the results{at}: {elements:.1e} elements are more than {self.most:.1e}")
+            return
+        wanted = Wanted(self.fusion, sizes)
+        if found := difference(wanted, instances, met, self.ran):
+            self.fail(found)
+
+    def fail(self, found: Difference) -> NoReturn:
+        values = {op.result.name: op for op in self.fusion.ops}
+        output = [p.name for p in self.program.outputs].index(found.output)
+        op = values.get(self.fusion.outputs[output])
+        after = first_wrong_stage(self.fusion, self.stages(), found) if self.stages else ""
+        where = f"; it is first so after the pass {after}" if after else ""
+        remedy = "this is a bug of the compiler: please report it, and compile with Options(check=False) until it is mended"
+        raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
+
+    def unchecked(self) -> tuple[str, ...]:
+        """Sizes that were left out, the lines of the program that never ran, and the user's kernels."""
+        ran = {_without_values(i) for i in self.ran}
+        there = dict.fromkeys(i for i in tree.walk(inlined(self.program).body) if i.work or isinstance(i, ir.Communication))
+        lines = [f"never ran: {instruction_text(i)}" for i in there if ran and _without_values(i) not in ran]
+        return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
+
+
+def _without_values(i: tree.Instruction) -> tree.Instruction:
+    """An execution has values for the expressions of its instruction."""
+    return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
+
+
+def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> str:
+    """The pass after which a program first has another result; "" where no stage does."""
+    for name, stage in stages:
+        try:
+            if _is_wrong(fusion, stage, found):
+                return name
+        except (ExecutionError, ProgramError):
+            continue  # a stage that only later passes make whole
+    return ""
+
+
+@np.errstate(all="ignore")
+def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> bool:
+    wanted = Wanted(fusion, found.sizes, seeds=found.seeds)
+    if isinstance(stage, ir.HostProgram):
+        instances = instantiate(stage, found.sizes)
+        return difference(wanted, instances, meetings(instances)) is not None
+    for functions in (HASHED, JOINED):
+        at = wanted.of(functions)
+        results = run_fusion(stage, at.inputs, found.sizes, functions)
+        if not any(got.differs(want).any() for got, want in zip(results, at.outputs, strict=True)):
+            return False
+    return True
+
+
+def work(fusion: Fusion, sizes: Sizes) -> float:
+    """Elements that all ops make; of a product a hundred multiplications count as one."""
+    return sum(_work(fusion, op, sizes) for op in fusion.ops) + sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs)
+
+
+def _work(fusion: Fusion, op: Op, sizes: Sizes) -> float:
+    if op.callee:
+        return work(op.callee, sizes) if op.kind != "output" else 0
+    made: float = prod(global_shape(op.result.type, sizes))
+    if op.kind == "matmul":
+        left = next(v.type for v in (*fusion.inputs, *(o.result for o in fusion.ops)) if v.name == op.tensors[0])
+        made *= 1 + prod(size.bind(sizes) for size in left.shape[-op[CONTRACTED] :]) / 100
+    return made

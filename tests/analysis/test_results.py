@@ -1,0 +1,134 @@
+"""The results of host programs are compared with those of their fusions over a finite field: what differs is found and told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from whole_programs import fusion_of
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
+from hostweave.host_ir.ir import HostProgram
+from hostweave.options import Options
+from hostweave.pipeline import lower, stages
+
+Rule = Callable[[tree.Instruction], tree.Outcome]
+
+
+def changed(host: HostProgram, rule: Rule) -> HostProgram:
+    return replace(host, body=tree.rewrite(host.body, rule))
+
+
+def fault(fusion: Fusion, host: HostProgram) -> str:
+    with pytest.raises(ProgramError) as caught:
+        check(host, fusion=fusion)
+    return str(caught.value)
+
+
+def test_names_output_rank_and_element() -> None:
+    fusion = fusion_of("matmul_ar_unstreamed", 4, 3, hw.f32)
+    wrong = changed(lower(fusion, Options()), lambda i: replace(i, op="max") if isinstance(i, ir.AllReduce) else None)
+    message = fault(fusion, wrong)
+    assert "@matmul_ar_unstreamed: rank 0: the output %" in message
+    assert "[0, 0] is not what the fusion computes (" in message
+    assert "at M=2, K=4, N=2" in message
+
+
+def test_names_the_element_in_the_global_output() -> None:
+    fusion = fusion_of("reduce_scatter", 4, 3, hw.f32)
+
+    def from_next(i: tree.Instruction) -> tree.Outcome:
+        return (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.ReduceScatter) else None
+
+    found = fault(fusion, changed(lower(fusion, Options()), from_next))
+    assert "rank 0: the output" in found
+    assert "(0, not" in found
+
+
+def test_names_the_first_pass_with_another_result() -> None:
+    from hostweave.check.match_collectives import meetings
+    from hostweave.check.results.results import Wanted, difference, first_wrong_stage
+    from hostweave.check.simulate import instantiate
+    from hostweave.check.sizes import minimal_sizes
+
+    fusion = fusion_of("epilogues", 4, 3, hw.f32)
+    made = stages(fusion, Options())
+    names = [name for name, _ in made]
+
+    def scaled(i: tree.Instruction) -> tree.Outcome:
+        return replace(i, scale=i.scale * 2) if isinstance(i, ir.Matmul) else None
+
+    at = names.index("fold_epilogues")
+    broken = [(name, changed(stage, scaled) if number >= at else stage) for number, (name, stage) in enumerate(made)]  # type: ignore[arg-type]
+    last = broken[-1][1]
+    assert isinstance(last, HostProgram)
+    sizes = minimal_sizes(last)
+    instances = instantiate(last, sizes)
+    found = difference(Wanted(fusion, sizes), instances, meetings(instances))
+    assert found
+    assert first_wrong_stage(fusion, made, found) == ""
+    assert first_wrong_stage(fusion, broken, found) == "fold_epilogues"
+
+
+def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hostweave import pipeline
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])
+    def gathered(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "M", "N")
+
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], _with_zeros))
+    with pytest.raises(ProgramError, match="first so after the pass _with_zeros: this is a bug of the compiler"):
+        hw.compile(gathered)
+
+
+def _with_zeros(program: HostProgram, options: Options) -> HostProgram:
+    """A pass that is wrong: what is gathered is zero."""
+    return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
+
+
+def test_reports_what_it_leaves_out() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 4])
+    def doubled(x: hw.Tensor) -> hw.Tensor:
+        source = "__global__ void twice(const float* x, float* y, int64_t n) { for (int64_t i : hw::over_grid(4 * n)) y[i] = 2 * x[i]; }"
+        return hw.kernel(source, "twice", "M@x", [x, hw.f32["M@x", 4], "M@x"]) + 1
+
+    program = hw.compile(doubled)
+    assert program.unchecked == ("the C++ of the kernel twice",)
+    assert program.check(M=8) == ("the C++ of the kernel twice",)
+    assert hw.compile(doubled, options=hw.Options(check=False)).unchecked == ("everything: the program was compiled without a check",)
+    assert hw.compile(lower(doubled, Options())).unchecked[-1].startswith("the results: the program was compiled from host IR")
+    (first, _) = program.check(M=2**26)
+    assert first.startswith("the results, M=67108864: ")
+
+
+def test_reports_lines_that_never_ran() -> None:
+    fusion = fusion_of("matmul_ar_unstreamed", 4, 3, hw.f32)
+
+    def under_a_condition(i: tree.Instruction) -> tree.Outcome:
+        return ir.If(Const(1), (i,), (i,)) if isinstance(i, ir.Matmul) else None
+
+    host = changed(lower(fusion, Options()), under_a_condition)
+    assert check(host, fusion=fusion) == ()  # the same line runs
+    host = changed(host, lambda i: replace(i, orelse=(ir.Fill(i.body[0].dst, 0.0),)) if isinstance(i, ir.If) else None)  # type: ignore[attr-defined]
+    (line,) = check(host, fusion=fusion)
+    assert line.startswith("never ran: fill %")
+
+
+def test_a_kernel_of_the_user_is_a_function_of_all_that_it_reads() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", 4])
+    def rows(x: hw.Tensor) -> hw.Tensor:
+        source = "__global__ void f(const float* x, float* y, int64_t n) { for (int64_t i : hw::over_grid(4 * n)) y[i] = x[i]; }"
+        return hw.kernel(source, "f", "M@x", [x * 2, hw.f32["M@x", 4], "M@x"])
+
+    host = lower(rows, Options())
+    assert check(host, fusion=rows)
+    (kernel,) = host.kernels
+    wrong = replace(host, kernels=(replace(kernel, ops=tuple(replace(op, operands=(op.operands[0], 3)) for op in kernel.ops)),))
+    assert "the output" in fault(rows, wrong)
