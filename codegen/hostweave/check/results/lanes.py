@@ -151,7 +151,14 @@ def _operator(name: str, function: str) -> None:
 
 for _name, _function in {
     **{"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide", "mod": "remainder"},
-    **{"pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift"},
+    **{
+        "pow": "power",
+        "and": "bitwise_and",
+        "or": "bitwise_or",
+        "xor": "bitwise_xor",
+        "lshift": "bitwise_left_shift",
+        "rshift": "bitwise_right_shift",
+    },
     **{"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"},
 }.items():
     _operator(_name, _function)

@@ -143,7 +143,7 @@ class Results:
 
     def unchecked(self) -> tuple[str, ...]:
         """Sizes that were left out, the lines of the program that never ran, and the user's kernels."""
-        ran = {_without_values(i) for i in self.ran}
+        ran = {_without_values(i) for i in tree.walk(tuple(self.ran))}  # with what is posted in a group
         there = dict.fromkeys(i for i in tree.walk(inlined(self.program).body) if i.work or isinstance(i, ir.Communication))
         lines = [f"never ran: {instruction_text(i)}" for i in there if ran and _without_values(i) not in ran]
         return (*self.left_out, *lines, *(f"the C++ of the kernel {kernel.name}" for kernel in self.program.user_kernels))
