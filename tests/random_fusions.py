@@ -360,6 +360,82 @@ __global__ void {name}({", ".join(parameters)}) {{
     return g.random.choice(hw.kernel(source, name, dims or 1, [hw.reshard(t, *dims), spec, spec, *dims], per=256))
 
 
+# --- donated inputs ---------------------------------------------------------------------------------------------------
+
+
+class Donating(Generator):
+    """Programs and blocks that donate some of their inputs, and return views of these and of their results."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.outer_ops = (*OUTER_OPS, *[_called_in_place] * 5)
+
+    def fusion(self) -> Fusion:
+        sizes = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK"]
+        shapes = [self.random.sample(sizes, self.random.randint(1, 3)) for _ in range(2)]
+        inputs = {f"x{i}": self.input(self.random.choice(shapes)) for i in range(self.random.randint(1, 4))}
+        donate = self.donated([*inputs], [name for name in inputs if self.random.random() < 0.7])
+
+        def random(**tensors: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return self.in_place(tensors, donate, 4, (*self.ops, *self.outer_ops))
+
+        return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(random)
+
+    def donated(self, inputs: list[str], chosen: list[str]) -> dict[str, int]:
+        """The number of the result of each of these inputs."""
+        return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
+
+    def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
+        """Results in the memory of the inputs that are donated, and among them others, most of these views."""
+        made = list(self.body([*tensors.values()], most, ops))
+        taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
+        viewed = [*tensors.values(), *made, *taken.values()]
+        return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
+
+    def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
+        """What is returned in the memory of an input."""
+        alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
+        other, turned = self.random.choice(alike), hw.permute_dims(x, tuple(range(x.ndim))[::-1])
+        views = [other, hw.reshape(hw.reshape(other, -1), *x.shape), *([turned] if turned.shape == x.shape else [])]
+        made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), *views])
+        return made if made.type.dims == x.type.dims else made + 0
+
+    def view(self, t: hw.Tensor) -> hw.Tensor:
+        """A view of a view of it and so on; a local slice where a dim is sharded further."""
+        for _ in range(self.random.randint(1, 3)):
+            with contextlib.suppress(ProgramError):
+                t = self.random.choice(VIEWS)(self, [], t)
+        return t
+
+
+VIEWS: tuple[MakeOp, ...] = (
+    _turned,
+    _cut,
+    _cut,
+    lambda g, values, t: hw.reshape(t, -1),
+    lambda g, values, t: hw.expand_dims(t, g.random.randint(0, t.ndim)),
+    lambda g, values, t: g.resharded(t),
+)
+
+
+def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """What a block makes that donates some of its inputs, of which two may be given the same."""
+    assert isinstance(g, Donating)
+    other = g.random.choice([t, g.other(values, t)])
+    known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])
+    if not known or g.random.random() < 0.2:
+        donate = g.donated(["x", "y"], g.random.choice([["x"], ["y"], ["x", "y"]]))
+
+        def block(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+            return g.in_place({"x": x, "y": y}, donate, 3, (*g.ops, _called_in_place) if len(g.blocks) < 3 else g.ops)
+
+        block.__name__ = f"block{sum(map(len, g.blocks.values()))}"
+        known.append(hw.block(donate=donate, x=_parameter(g, t), y=_parameter(g, other))(block))
+    made = g.random.choice(known)(t, other)
+    values.extend(made)
+    return g.random.choice(made)
+
+
 def without_kernels(fusion: Fusion) -> Fusion:
     """The same by ops of ours, which NumPy can compute."""
 

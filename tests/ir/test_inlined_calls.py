@@ -98,6 +98,25 @@ def test_inlined() -> None:
     verify_host(flat)
 
 
+def test_donated_arguments() -> None:
+    """The names of parameters say which contents of the memory they stand for."""
+    text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
+  copy %u -> %y
+}
+host @f(%c: f32[4], %u: f32[4]) -> (%y: f32[4] in %c) mesh() {
+  call @fn %c, %u -> %y
+}
+"""
+    lines = [line for i in inlined(HostProgram.parse(text)).body for line in i.lines()]
+    assert lines == [
+        "%fn_x = as_given %c",
+        "%fn_u = as_given %u",
+        "%fn_y = take_over %y",
+        "copy %fn_u -> %fn_y",
+        "returned %fn_y",
+    ]
+
+
 def test_bodies_join_again() -> None:
     host = HostProgram.parse(CPU_DEVICE)
     assert [part.name for part in bodies(host)] == ["layer", "twice", "f"]

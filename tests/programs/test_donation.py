@@ -29,12 +29,14 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.numpy_dtypes import numpy_dtype
+from hostweave.types.tensor import block_of, holds
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from adamw import ZERO, adamw, rates
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
+Traced = Callable[..., Any]
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}
 INPUTS = {
@@ -187,20 +189,6 @@ def test_donated_inputs_hold_the_results(ranks: int) -> None:
     threads.run(rank)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_views_of_what_is_donated(ranks: int) -> None:
-    """Of one input, and of two that take each other's memory."""
-    square = hw.f32["M@x", "M"]
-
-    @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"b": 0, "c": 1, "d": 2}, b=square, c=square, d=square)
-    def moved(b, c, d):  # type: ignore[no-untyped-def]
-        return b.T, hw.reshape(hw.reshape(d, -1), "M", "M"), c.T
-
-    b, c, d = (np.arange(16, dtype=np.float32).reshape(4, 4) + i for i in range(3))
-    for result, wanted in zip(hw.compile(moved).run(b.copy(), c.copy(), d.copy()), (b.T, d, c.T), strict=True):
-        np.testing.assert_array_equal(result, wanted)
-
-
 def test_an_update_longer_than_its_dim_is_refused() -> None:
     v = arrays(0, 0)
     v["row"] = np.zeros((SIZES["S"] + 1, SIZES["D"]), np.float32)
@@ -250,6 +238,158 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
         np.testing.assert_allclose(w, parameter.detach().numpy(), rtol=5e-6, atol=1e-6)
 
 
+# --- views of what is donated -----------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "an index": lambda x: x[0],
+    "the rest": lambda x: x[1:],
+    "every second": lambda x: x[::2],
+    "transposed": lambda x: x.T,
+    "reshaped": lambda x: hw.reshape(x, -1),
+    "a shard": lambda x: hw.reshard(x, "S@x", 4),
+    "a chain": lambda x: hw.reshape(x[2:].T, -1)[1:],
+}
+HELD = hw.f32["S", 4]
+
+
+def views_of(x: Any) -> list[Any]:
+    return [view(x) for view in VIEWS.values()]
+
+
+@hw.block(donate={"x": 0}, x=HELD)
+def doubled(x):  # type: ignore[no-untyped-def]
+    return x * 2, *views_of(x)
+
+
+@hw.block(donate={"x": 1}, x=HELD)
+def nested(x):  # type: ignore[no-untyped-def]
+    y, *views = doubled(x)
+    return x[1:], y + 1, *views
+
+
+@hw.block(donate={"x": 2, "y": 0}, x=HELD, y=HELD)
+def swapped(x, y):  # type: ignore[no-untyped-def]
+    return hw.reshape(hw.reshape(x, -1), *x.shape), y[0], y * 1, x.T
+
+
+def in_fusion(c, d):  # type: ignore[no-untyped-def]
+    return c * 2, d - c, *views_of(c), *views_of(d), (c + d)[1:]
+
+
+def in_block(c, d):  # type: ignore[no-untyped-def]
+    return *doubled(c + 1), *doubled(d), c[0]
+
+
+def in_nested_blocks(c, d):  # type: ignore[no-untyped-def]
+    return *nested(c + 1), *nested(d)
+
+
+def in_each_other(c, d):  # type: ignore[no-untyped-def]
+    return *swapped(c, d), *swapped(c * 1, d * 1)
+
+
+def given_twice(c, d):  # type: ignore[no-untyped-def]
+    c = c + 1
+    return *swapped(c, c), *swapped(d, d)
+
+
+DONATING: tuple[tuple[Traced, dict[str, int]], ...] = (
+    (in_fusion, {"c": 0, "d": 1}),
+    (in_block, {}),
+    (in_block, {"d": 8}),
+    (in_nested_blocks, {}),
+    (in_nested_blocks, {"d": 10}),
+    (in_each_other, {}),
+    (in_each_other, {"d": 0, "c": 2}),
+    (given_twice, {}),
+    (given_twice, {"c": 0, "d": 6}),
+)
+
+
+@pytest.mark.parametrize(("function", "donate"), DONATING, ids=lambda value: "_".join(value) if isinstance(value, dict) else value.__name__)
+@pytest.mark.parametrize("ranks", [1, 2, 17])
+def test_views_have_the_values_before(ranks: int, function: Traced, donate: dict[str, int]) -> None:
+    """Of parameters of fusions and of functions: the results that take their memory are written later."""
+    as_expected(hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, c=HELD, d=HELD)(function), {"S": 4 * ranks})
+
+
+def as_expected(fusion: Fusion, sizes: dict[str, int]) -> HostProgram:
+    """Compiles and runs it; compares what it and the interpreter compute with NumPy."""
+    random = np.random.default_rng(0)
+    shapes = {value.name: [size.bind(sizes) for size in value.type.shape] for value in fusion.inputs}
+    given = {name: random.integers(-8, 9, shape).astype(np.float32) for name, shape in shapes.items()}
+    want, program = run_reference(fusion, given), hw.compile(fusion, target="cpu")
+    host = HostProgram.parse(program.host_ir)
+    check_host(host)
+    for rank, results in enumerate(interpret(host, given)):
+        for output, whole in zip(host.outputs, want, strict=True):
+            if holds(output.type, host.mesh, rank):
+                np.testing.assert_array_equal(results[output.name], whole[block_of(output.type, host.mesh, rank, whole.shape)])
+    with parallel(check_dependencies=True):
+        results = program.run(**copied(given))
+    for got, whole in zip(results, want, strict=True):
+        np.testing.assert_array_equal(got, whole)
+    return host
+
+
+def test_nothing_else_is_copied() -> None:
+    """Of a donated input the view alone, before the result is computed in place; of an argument that is given twice one is copied."""
+
+    @hw.block(donate=("x",), x=HELD, y=HELD)
+    def summed(x, y):  # type: ignore[no-untyped-def]
+        return x + hw.sum(y), hw.reshape(x[1:].T, -1)
+
+    host = lower(hw.fusion(mesh=hw.Mesh(x=1), c=HELD)(lambda c: summed(c * 2, c * 2)), Options())
+    (function,) = host.functions
+    of_function, of_program = ([i.lines()[0] for i in body if isinstance(i, ir.Copy)] for body in (function.body, host.body))
+    assert of_function == ["copy %x_transposed -> %x_transposed_packed"]
+    assert [i.type.shape for i in function.body if isinstance(i, ir.Allocate)] == [()]
+    assert of_program == ["copy %multiply_c -> %summed_c"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_views_in_donated_memory(ranks: int) -> None:
+    """Of one input, of two that take each other's memory, and a local slice in the memory of a shard."""
+    square = hw.f32["M@x", "M"]
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks), donate={"b": 0, "c": 1, "d": 2, "e": 3, "g": 4}, b=square, c=square, d=square, e=square, g=hw.f32["M", "M"]
+    )
+    def moved(b, c, d, e, g):  # type: ignore[no-untyped-def]
+        return b.T, hw.reshape(hw.reshape(d, -1), "M", "M"), c.T, hw.reshard(g, "M@x", "M"), g.T
+
+    as_expected(moved, {"M": 4})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_views_beside_loops(ranks: int) -> None:
+    """The donated input is gathered chunk by chunk, and the result that takes its memory is computed in a loop."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])
+    def looped(c, w):  # type: ignore[no-untyped-def]
+        gathered = (c @ w).stream(0, chunks=ranks)
+        scaled = (c * 3).stream(1, chunks=2)
+        return scaled, c[:, 1:], hw.reshard(gathered, "M", "N"), c.T
+
+    as_expected(looped, {"M": 2 * ranks, "N": 3})
+
+
+def test_views_on_several_meshes() -> None:
+    """Also one that another mesh has as it lies."""
+    mesh = hw.Mesh(x=4)
+    first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
+
+    @hw.block(donate={"x": 0}, x=hw.f32["M", 3].on(first))
+    def moved(x):  # type: ignore[no-untyped-def]
+        return x * 2, x[1], hw.reshard(x, "M@z", 3, mesh=second)
+
+    @hw.fusion(mesh=mesh, donate={"c": 3, "d": 0}, c=hw.f32["M", 3].on(first), d=hw.f32["M@z", 3].on(second))
+    def on_meshes(c, d):  # type: ignore[no-untyped-def]
+        return d + 1, d[1:], hw.reshape(c.T, -1), c * 2, hw.reshard(c, "M@z", 3, mesh=second), *moved(c - 1)
+
+    as_expected(on_meshes, {"M": 6})
+
+
 # --- what is not right ------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +430,66 @@ host @f(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) -> (%y: f32[S] in %x,
         verify_host(HostProgram.parse(text.replace("-> %y\n", "-> %x\n")))
 
 
-Traced = Callable[..., Any]
+IN_FUNCTION = """kernel @twice(%x: f32[S, 4]) {
+  %y: f32[S, 4] = multiply(%x, 2.0)
+}
+kernel @sum(%y: f32[S, 4], %z: f32[S, 4]) {
+  %t: f32[S, 4] = add(%y, %z)
+}
+function @fn(%x: f32[S, 4]) -> (%y: f32[S, 4] in %x, %first: f32[4]) {
+  %x_0 = select %x[0: 0]
+  copy %x_0 -> %first
+  launch @twice %x -> %y
+}
+function @twice_fn(%x: f32[S, 4]) -> (%y: f32[S, 4] in %x, %first: f32[4]) {
+  call @fn %x -> %y, %first
+  launch @twice %y -> %y
+}
+function @plus(%x: f32[S, 4], %z: f32[S, 4]) -> (%y: f32[S, 4] in %x) {
+  launch @twice %x -> %y
+  launch @sum %y, %z -> %y
+}
+host @f(%c: f32[S, 4]) -> (%out: f32[S, 4], %again: f32[4], %last: f32[4]) mesh() {
+  copy %c -> %out
+  call @plus %out, %c -> %out
+  call @fn %out -> %out, %again
+  call @twice_fn %out -> %out, %last
+}
+"""
+REFUSED_IN_FUNCTION: dict[str, tuple[str, str, str]] = {
+    "late": (
+        "  copy %x_0 -> %first\n  launch @twice %x -> %y\n",
+        "  launch @twice %x -> %y\n  copy %x_0 -> %first\n",
+        r"copy %fn_x_0 -> %again reads %fn_x_0 after %fn_y was written over bytes 0 to 16 of %out, which were donated: read them before",
+    ),
+    "late in a function that calls one": (
+        "  call @fn %x -> %y, %first\n",
+        "  %t = allocate f32[S, 4]\n  call @fn %x -> %y, %first\n  copy %x -> %t\n",
+        r"copy %twice_fn_x -> %twice_fn_t reads %twice_fn_x after %fn_y_2 was written over bytes .* of %out, which were donated",
+    ),
+    "another argument there": (
+        "  call @plus %out, %c -> %out\n",
+        "  %t = reshape %out to [S, 4]\n  call @plus %out, %t -> %out\n",
+        r"launch @sum .* reads %plus_z after %plus_y was written over bytes .* of %out, which were donated",
+    ),
+    "not written": (
+        "  launch @twice %x -> %y\n}",
+        "}",
+        r"returned %fn_y reads %fn_y before anything wrote bytes .* of %out: write them first",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_FUNCTION)
+def test_a_function_reads_what_was_overwritten(name: str) -> None:
+    check_host(HostProgram.parse(IN_FUNCTION))
+    before, after, message = REFUSED_IN_FUNCTION[name]
+    wrong = HostProgram.parse(IN_FUNCTION.replace(before, after))
+    verify_host(wrong)
+    with pytest.raises(ProgramError, match=message):
+        check_host(wrong)
+
+
 X, Y = hw.f32["M", "N"], hw.f32["M@x", "N"]
 REFUSED: dict[str, tuple[Any, Traced, str]] = {
     "unknown": (("z",), lambda x, y: x + y, "donate: 'z' is no input; one of x, y"),

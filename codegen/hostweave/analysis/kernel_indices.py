@@ -117,16 +117,15 @@ def _update_of(kernel: Kernel) -> Op | None:
     return update
 
 
-def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[str, str]]:
-    """What an instruction takes and gives in the same memory, of which it writes a part."""
-    sources, results = tree.names(i, "read"), tree.names(i, "write")
+def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
+    """The numbers of what an instruction reads, each with that of what it writes in the same memory, maybe a part of it."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
-        pairs += [(sources[names.index(op.tensors[0])], results[0]) for op in kernel.ops if OPS[op.kind].updates]
+        pairs += [(names.index(op.tensors[0]), 0) for op in kernel.ops if OPS[op.kind].updates]
     for function in (function for function in functions if function.name in tree.names(i, "call")):
         names = [p.name for p in function.inputs]
-        pairs += [(sources[names.index(p.memory)], dst) for p, dst in zip(function.outputs, results, strict=True) if p.memory]
+        pairs += [(names.index(p.memory), number) for number, p in enumerate(function.outputs) if p.memory]
     return pairs
 
 

@@ -93,8 +93,8 @@ class _Checker:
         self.kernels = {kernel.name: kernel for kernel in instances.program.kernels}
         self.over: dict[tuple[tree.Instruction, str, str], bool] = {}
         self.memories: list[dict[str, Memory]] = []
-        # The first read of bytes that nothing wrote before. If their write comes later, the race says more.
-        self.empty: tuple[Operation, Access, range] | None = None
+        # The first read of bytes that hold something else, and what has overwritten them. If their write comes later, the race says more.
+        self.empty: tuple[Operation, Access, range, TaskAccess | None] | None = None
         self.in_turn = InTurn()
         regions: dict[tuple[int, str], list[Region]] = defaultdict(list)
         for part in (part for operations in instances.ranks for operation in operations for part in operation.members or (operation,)):
@@ -122,7 +122,7 @@ class _Checker:
         for part, access in sorted(touches, key=lambda touch: touch[1].writes):  # what a task writes it has not read
             memory = self.memory(part, access)
             if access.reads and self.empty is None and (empty := memory.first_empty(access.region)):
-                self.empty = part, access, empty
+                self.empty = part, access, *empty
             touch = TaskAccess(task, part, access)
             if (conflict := memory.touch(touch, clock)) is not None:
                 self.race(touch, conflict, memory)
@@ -187,12 +187,12 @@ class _Checker:
 
     def finish(self) -> None:
         outputs = self.instances.program.outputs
-        donated = {p.memory: p.name for p in outputs if p.memory}
+        donated = {p.memory for p in outputs if p.memory}
         if self.empty is not None:
-            part, access, empty = self.empty
+            part, access, empty, taken = self.empty
             where = f"bytes {empty.start} to {empty.stop} of %{access.region.root}"
-            if access.region.generation == 0 and access.region.root in donated:
-                why = f"after %{donated[access.region.root]} was written over {where}, which were donated"
+            if taken:
+                why = f"after %{taken.access.name} was written over {where}, which were donated"
                 self.fail(part, f" reads %{access.name} {why}: read them before, or keep a copy")
             self.fail(part, f" reads %{access.name} before anything wrote {where}: write them first, or drop the read")
         owned = {p.memory or p.name: p for p in outputs}
@@ -209,7 +209,7 @@ class _Checker:
                 gap = memory.first_empty(Region(name, 0, memory.root.layout, int(name in donated)))
                 has_output = name in owned and rank in owned[name].type.mesh_in(self.instances.program.mesh).all_ranks
                 if gap and has_output:
-                    missing = f"rank {rank}: nothing writes bytes {gap.start} to {gap.stop} of the output %{owned[name].name}"
+                    missing = f"rank {rank}: nothing writes bytes {gap[0].start} to {gap[0].stop} of the output %{owned[name].name}"
                     raise failure(self.instances.program, f"{missing}: write all of every output")
 
 

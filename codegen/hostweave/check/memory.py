@@ -67,7 +67,7 @@ class Memory:
         count = len(self.pieces.first_segments)
         self.writes = [self.before] * count
         self.reads: dict[int, dict[int, TaskAccess]] = {}  # by piece, then by stream
-        # Which execution of its allocate a piece was filled in; an input is filled from the start.
+        # Which generation a piece was filled in; an input is filled from the start.
         self.filled = [0 if root.role == "input" else -1] * count
         self.freed: set[int] = set()  # executions of the allocate
 
@@ -96,10 +96,12 @@ class Memory:
         touches = (touch for piece, write in enumerate(self.writes) for touch in (write, *self.reads.get(piece, {}).values()))
         return next((touch for touch in touches if clock[touch.by.stream_id] < touch.by.number), None)
 
-    def first_empty(self, region: Region) -> range | None:
-        """The first bytes of a region that nothing has filled since its allocate."""
-        empty = (self.pieces.first_segments[piece] for piece in self.covered(region) if self.filled[piece] != region.generation)
-        return next(empty, None)
+    def first_empty(self, region: Region) -> tuple[range, TaskAccess | None] | None:
+        """The first bytes of a region that do not hold what it stands for, and the write that has taken them over, if one has."""
+        for piece in self.covered(region):
+            if not region.generation <= (filled := self.filled[piece]) <= region.last:
+                return self.pieces.first_segments[piece], self.writes[piece] if filled > region.last else None
+        return None
 
     def overlap(self, a: Region, b: Region) -> bool:
         return not set(self.covered(a)).isdisjoint(self.covered(b))

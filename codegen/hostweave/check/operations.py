@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -60,13 +61,21 @@ def layout(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> La
     return Layout(dtype, shape, strides, tuple(reversed(rows)), run)
 
 
+ALWAYS = sys.maxsize  # a generation after all others
+
+
 class Region(NamedTuple):
-    """Bytes of a root buffer of one rank: an input, an output or an allocation."""
+    """Bytes of a root buffer of one rank: an input, an output or an allocation.
+
+    Generations number its contents: each execution of the root's allocate begins one, and so does each result that takes donated memory
+    over.
+    """
 
     root: str
     offset: int  # bytes
     layout: Layout
-    generation: int  # which execution of the root's allocate the contents belong to
+    generation: int  # of what is written here, and the first one that may be read
+    last: int = ALWAYS  # the last one that may be read
 
 
 class Access(NamedTuple):

@@ -3,10 +3,10 @@
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hostweave.base.errors import ProgramError
-from hostweave.check.operations import Layout, Operation, Region, Stream, failure, instruction_text
+from hostweave.check.operations import ALWAYS, Layout, Operation, Region, Stream, failure, instruction_text
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Rank, Symbol, Var
 from hostweave.types.mesh import Mesh, Sizes
@@ -52,6 +52,15 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
     raise TypeError(f"not an expression: {expr!r}")
 
 
+class Held(NamedTuple):
+    """Where a buffer lies, and which contents of the memory it stands for."""
+
+    root: str
+    offset: int  # bytes
+    generation: int = 0
+    last: int = ALWAYS
+
+
 @dataclass(slots=True)
 class Run:
     """Where one rank stands."""
@@ -59,11 +68,11 @@ class Run:
     program: ir.HostProgram
     rank: int
     environment: Environment = field(init=False)
-    places: dict[str, tuple[str, int, int]] = field(init=False)  # of each buffer: root, offset in bytes, generation
+    places: dict[str, Held] = field(init=False)  # of each buffer
     operations: list[Operation] = field(default_factory=list)
     last: dict[Stream | None, Operation] = field(default_factory=dict)  # on each stream
     recorded: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    generations: dict[str, int] = field(default_factory=dict)  # of each allocation: how often it was allocated before
+    generations: dict[str, int] = field(init=False)  # of each root the last one that has begun
     freed: dict[Stream | None, Operation] = field(default_factory=dict)  # the last deallocate on each stream
     kept: dict[Stream, Operation] = field(default_factory=dict)  # the same, of what belongs to the stream until it is joined
     stream: Stream | None = None
@@ -74,20 +83,20 @@ class Run:
         mesh = self.program.mesh
         self.environment = {"rank": self.rank, **coordinates(mesh, self.rank)}
         parameters = (*self.program.inputs, *self.program.outputs)
-        # What is returned in donated memory is a later execution of it: reads of the input do not mean that.
-        places = {p.name: (p.memory, 0, 1) if p.memory else (p.name, 0, 0) for p in parameters}
+        self.generations = {p.memory: 1 for p in parameters if p.memory}
+        inputs = {p.name: Held(p.name, 0, last=0) for p in self.program.inputs}
+        places = inputs | {p.name: Held(p.memory, 0, 1) if p.memory else Held(p.name, 0) for p in self.program.outputs}
         self.places = {p.name: places[p.name] for p in parameters if self.rank in p.type.mesh_in(mesh).all_ranks}
 
-    def place(self, name: str, instruction: tree.Instruction) -> tuple[str, int, int]:
-        """Root, offset in bytes and generation of a buffer."""
+    def place(self, name: str, instruction: tree.Instruction) -> Held:
         if name not in self.places:
             self.fail(instruction, f"%{name} is not on this rank: stand it under `on` the mesh that has it")
         return self.places[name]
 
     def region(self, name: str, layout: Layout, instruction: tree.Instruction, further: int = 0) -> Region:
         """The bytes that lie so in a buffer, so many bytes after its beginning."""
-        root, offset, generation = self.place(name, instruction)
-        return Region(root, offset + further, layout, generation)
+        root, offset, generation, last = self.place(name, instruction)
+        return Region(root, offset + further, layout, generation, last)
 
     def issue(self, operation: Operation) -> Operation:
         self.operations.append(operation)

@@ -13,11 +13,12 @@ from itertools import accumulate
 from typing import Any
 
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, Root, layout
-from hostweave.check.run import Environment, Run, compiled, coordinates, size_of
+from hostweave.check.run import Environment, Held, Run, compiled, coordinates, size_of
 from hostweave.check.sizes import all_sizes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
+from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 from hostweave.types.blocks import boxes, elements
 from hostweave.types.mesh import Mesh, RankSizes, Sizes, shares
 from hostweave.types.size import LocalSize, Size
@@ -57,7 +58,9 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 def _between_calls(binder: _Binder, run: Run) -> Operation:
     """What the caller does before the next call: it writes the inputs and reads the outputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
-    held = [(Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place[0] == name and root.role != "allocation"]
+    held = [
+        (Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
+    ]
     accesses = tuple([Access(region.root, region, reads=role == "output", writes=role == "input") for region, role in held])
     return Operation(tree.Instruction(), run.rank, None, (), accesses)
 
@@ -126,7 +129,7 @@ def _allocate(b: _Binder, i: ir.Allocate) -> Step:
     def step(run: Run) -> None:
         root = roots[run.stream[1] if pool and run.stream else 0]
         generation = run.generations[root] = run.generations.get(root, -1) + 1
-        run.places[i.out] = (root, 0, generation)
+        run.places[i.out] = Held(root, 0, generation)
         claim = Access(i.out, Region(root, 0, whole, generation), reads=False, writes=True)
         freed = list(run.freed.values())
         if generation:  # in a loop, later instructions of the body have run in the iteration before
@@ -169,8 +172,34 @@ def _view(b: _Binder, i: ir.View) -> Step:
             run.fail(i, f"{_outside(i.offset, value, count)}: keep the index inside the dim")
         if spread and not 0 <= value <= source.shape[dim] - spread:
             run.fail(i, f"{spread} from {value} are outside of 0..{source.shape[dim]}: keep the slice inside the dim")
-        root, offset, generation = run.place(first if chosen(run.environment) else last, i)
-        run.places[i.out] = (root, offset + value * distance, generation)
+        place = run.place(first if chosen(run.environment) else last, i)
+        run.places[i.out] = place._replace(offset=place.offset + value * distance)
+
+    return step
+
+
+def _parameter(b: _Binder, i: AsGiven | TakeOver) -> Step:
+    """Of an inlined call, where this rank has it."""
+    b.define(i.out, b.types[i.src], i)
+
+    def step(run: Run) -> None:
+        if place := run.places.get(i.src):
+            now = run.generations.get(place.root, 0)
+            if isinstance(i, TakeOver):
+                run.generations[place.root] = now + 1
+                run.places[i.out] = Held(place.root, place.offset, now + 1)
+            else:
+                run.places[i.out] = place._replace(last=min(place.last, now))
+
+    return step
+
+
+def _returned(b: _Binder, i: Returned) -> Step:
+    build = _operation(b, i)
+
+    def step(run: Run) -> None:
+        if i.src in run.places:
+            run.issue(build(run))
 
     return step
 
@@ -444,6 +473,8 @@ _BINDERS: dict[type[tree.Instruction], Callable[[_Binder, Any], Step]] = {
     ir.Allocate: _allocate,
     ir.Deallocate: _deallocate,
     ir.View: _view,
+    **dict.fromkeys((AsGiven, TakeOver), _parameter),
+    Returned: _returned,
     **dict.fromkeys((ir.Routed, ir.Group), _group),
     ir.OnStream: _on_stream,
     ir.Fork: _fork,

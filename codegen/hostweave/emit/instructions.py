@@ -289,7 +289,8 @@ class Emitter:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
         lies_in = dict(updated(i, self.context.declared, ()))  # what the kernel updates is where the result is
-        return self.launch_of(self.context.declared[i.kernel], [lies_in.get(src, src) for src in i.srcs], i.dsts)
+        srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
+        return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
     def emit_launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))

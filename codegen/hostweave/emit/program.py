@@ -49,6 +49,7 @@ class Function:
         )
         sizes = tuple(integers.sizes.values())  # all of the program's, or none where none is named
         self.sizes, self.memory_sizes = (sizes if _words(text) & set(sizes) else () for text in (self.body, self.memory))
+        self.memory_takes_sizes = bool(self.memory_sizes) or "sizes" in _words(self.memory)  # also to hand them on
         self.coordinates = _coordinates(integers, self.body)
 
 

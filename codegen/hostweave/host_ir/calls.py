@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from hostweave.base.errors import Location
 from hostweave.base.names import claim_unique, unique_name
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Binary, Expr, Var
+from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 
 @ir.analysis
@@ -110,7 +112,8 @@ def inlined(program: ir.HostProgram) -> ir.HostProgram:
     """The program with the body of a function in place of each call, for whoever wants one flat list of instructions.
 
     What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the function that lasts to its end is
-    deallocated after each call: the next one may have the same.
+    deallocated after each call: the next one may have the same. Parameters of a function have the names of the call, those of one with
+    donated inputs names of their own, `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 
@@ -142,10 +145,22 @@ class _Inlining:
         self.seen.add(function.name)
         parameters = [parameter.name for parameter in (*function.inputs, *function.outputs)]
         names = dict(zip(parameters, tree.names(call, "read", "write"), strict=True))
+        before, after = self.contents(function, names, call.location)
         for i in tree.walk(function.body):
             for name in tree.names(i, "define", "index"):
                 names[name] = claim_unique(f"{function.name}_{name}", self.taken)
-        return self.body(renamed((*function.body, *ends(function.body, function.body)), names))
+        return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
+
+    def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
+        """What stands before and after the body of a function with donated inputs. Puts its parameters' names there into `names`."""
+        taken = [p for p in function.outputs if p.memory]
+        before: list[tree.Instruction] = []
+        for kind, parameters in ((AsGiven, function.inputs if taken else ()), (TakeOver, taken)):
+            for p in parameters:
+                out = claim_unique(f"{function.name}_{p.name}", self.taken)
+                before.append(kind(out, names[p.name], location=location))
+                names[p.name] = out
+        return tuple(before), tuple(Returned(names[p.name], location=location) for p in taken)
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
+from itertools import count
 from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar, get_origin, get_type_hints
 
 from hostweave.base.errors import Location
@@ -211,6 +212,17 @@ def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -
         old = getattr(instruction, name)
         changed[name] = tuple(new.get(each, each) for each in old) if isinstance(old, tuple) else new.get(old, old)
     return replace(instruction, **changed) if any(getattr(instruction, name) != value for name, value in changed.items()) else instruction
+
+
+def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
+    """The same with other names at these numbers of what `names` finds."""
+    changed: dict[str, Any] = {}
+    number = count()
+    for name in _fields_of(type(instruction), wanted):
+        old = getattr(instruction, name)
+        named = tuple([new.get(next(number), each) for each in (old if isinstance(old, tuple) else (old,))])
+        changed[name] = named if isinstance(old, tuple) else named[0]
+    return replace(instruction, **changed)
 
 
 Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and which it is

@@ -1,12 +1,11 @@
 """Which result takes the memory of an input that is donated."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
-from hostweave.fusion_ir.ops import OPS
 
 Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe the number of the result of each
 
@@ -36,7 +35,7 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
         chosen[number] = sure
         open_ = {name: [other for other in numbers if other != number] for name, numbers in open_.items()}
     for number, name in chosen.items():
-        outputs[number] = _placed(_apart(outputs[number], chosen.values(), trace), inputs[name], trace)
+        outputs[number] = _placed(outputs[number], inputs[name], trace)
     return tuple(chosen.get(number, "") for number in range(len(outputs))) if chosen else ()
 
 
@@ -53,14 +52,6 @@ def _candidates(
             )
         return [wanted]
     return [number for number in numbers if given._value.name in _leads_to(trace, outputs[number])]
-
-
-def _apart(output: Tensor, donated: Collection[str], trace: _Trace) -> Tensor:
-    """A copy of what is a view of donated memory: elements cannot change their places inside of it."""
-    source = output
-    while source._op and OPS[source._op.kind].is_view:
-        source = trace.tensors[source._op.tensors[0]]
-    return output if source is output or source._name not in donated else record("copy", output)
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:

@@ -19,10 +19,18 @@ from hostweave.options import Options
 def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
     """After it an instruction that updates some elements has its operand where its result is."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
+    functions = {function.name: function for function in program.functions}
 
     def rule(i: tree.Instruction) -> tree.Body | None:
-        apart = {src: dst for src, dst in updated(i, kernels, program.functions) if uses.root(src) != uses.root(dst)}
-        copies = (ir.Copy(src, dst, location=i.location) for src, dst in apart.items())
-        return (*copies, tree.with_names(i, apart, "read")) if apart else None
+        read, written = tree.names(i, "read"), tree.names(i, "write")
+        outputs = next((functions[name].outputs for name in tree.names(i, "call")), ())
+        apart: dict[int, str] = {}
+        copies: list[tree.Instruction] = []
+        for number, at in updated(i, kernels, program.functions):
+            if uses.root(read[number]) != uses.root(written[at]):
+                apart[number] = written[at]
+                copy, mesh = ir.Copy(read[number], written[at], location=i.location), outputs[at].type.mesh if outputs else None
+                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # all ranks make a call
+        return (*copies, tree.with_names_at(i, apart, "read")) if apart else None
 
     return replace(program, body=tree.rewrite(program.body, rule))

@@ -59,7 +59,9 @@ class _Sharing:
                     yield src, dst
 
     def may_overwrite(self, i: tree.Instruction, src: str, dst: str) -> bool:
-        return (src, dst) in updated(i, self.kernels, self.uses.program.functions) or may_overwrite(i, self.kernels, src, dst)
+        pairs, result = updated(i, self.kernels, self.uses.program.functions), tree.names(i, "write").index(dst)
+        read_at = (number for number, read in enumerate(tree.names(i, "read")) if read == src)
+        return all((number, result) in pairs for number in read_at) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
         """The memory of a buffer by now."""

@@ -73,10 +73,12 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Before the caller's stream reads this value."""
-        if event := self.pending.get(self.flow.viewed(name)):
+        """Before the caller's stream reads this value. One without an event is read only by a copy that its view turns out to need."""
+        event = self.pending.pop(self.flow.viewed(name), None)
+        if event:
             self.b.emit(ir.Wait(event, Const(0)))
-            del self.pending[self.flow.viewed(name)]
+        elif event is not None:
+            self.join()
 
     def join(self) -> None:
         """Waits for all that runs beside the caller's stream: also for what frees memory there behind an event."""

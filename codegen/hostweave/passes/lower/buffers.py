@@ -162,7 +162,7 @@ class Buffers:
         is_of_chunks = op.kind not in ("shard", "transfer", "permute_dims")
         dim = self.flow.map(op).operand_dim(0, stream.dim) if steps and stream and is_of_chunks else None
         if steps is None or stream is None or dim is None:
-            self.by_value[result.name] = self._view_of_all(op)
+            self.buffer_of(result.name)
             return
         here, wanted = self.chunk(source, dim, steps), f"{result.name}_{steps.index.name}"
         if op.kind in CUTS:

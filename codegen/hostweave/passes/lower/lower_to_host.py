@@ -113,6 +113,7 @@ class _Lowering:
         inputs = tuple(self.parameter(v.name) for v in f.inputs)
         outputs = tuple(self.parameter(name, memory) for name, memory in zip(f.outputs, donated, strict=True))
         self.buffers.begin(inputs, outputs)
+        kept = self.keep_views(outputs)
         for loop in self.loops:
             if gather := gathered_beside(flow, loop.ops[0]):
                 self.loop_over_shards(loop, gather)
@@ -126,11 +127,13 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        for parameter, name in zip(outputs, f.outputs, strict=True):
+        # Donated memory is written last: others may be views of what is returned there.
+        for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
-                if self.buffers.buffer_of(name) != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
-                    b.emit(ir.Copy(self.buffers.buffer_of(name), parameter.name))
+                source = kept.get(name) or self.buffers.buffer_of(name)
+                if source != parameter.name:  # an input, a view, a value that is returned twice, or donated memory
+                    b.emit(ir.Copy(source, parameter.name))
         body = with_windows(b)
         used = {name for i in tree.walk(body) for name in tree.names(i, "fork", "stream")}
         ring = ir.Streams(RING, streams)
@@ -138,6 +141,18 @@ class _Lowering:
         pools = tuple(pool for pool in (ring, *alone) if pool.name in used)
         kernels = tuple(self.kernels.made.values())
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
+
+    def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
+        """The results that are views of donated inputs, each with the buffer to which it is copied before anything is written there."""
+        b, f, kept = self.b, self.flow.fusion, dict[str, str]()
+        for parameter, name in zip(outputs, f.outputs, strict=True):
+            if self.flow.viewed(name) in f.donated:
+                b.location = self.flow.producer[name].location
+                with b.on(parameter.type.mesh):
+                    view = self.buffers.buffer_of(name)
+                    kept[name] = b.allocate(f"{name}_kept", b.types[parameter.name]) if parameter.memory else parameter.name
+                    b.emit(ir.Copy(view, kept[name]))
+        return kept
 
     def parameter(self, name: str, memory: str = "") -> ir.Parameter:
         type = self.flow.types[name]

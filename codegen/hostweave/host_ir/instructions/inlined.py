@@ -1,0 +1,40 @@
+"""Instructions of inlined programs alone: which contents of memory the parameters of a call with donated arguments stand for.
+
+The check reads them. They are neither parsed nor emitted.
+"""
+
+from dataclasses import dataclass
+
+from hostweave.host_ir.instructions.views import View
+from hostweave.host_ir.tree import Instruction, Read
+from hostweave.types.tensor import BufferType
+
+
+@dataclass(frozen=True)
+class _Parameter(View):
+    shows = "in order"
+
+    def type_of(self, source: BufferType) -> BufferType:
+        return source
+
+
+@dataclass(frozen=True)
+class AsGiven(_Parameter):
+    """An input: the argument as it is now. What a result in donated memory has overwritten cannot be read by this name."""
+
+    syntax = "%{out} = as_given %{src}"
+
+
+@dataclass(frozen=True)
+class TakeOver(_Parameter):
+    """A result in the memory of a donated argument: what is written from now on."""
+
+    syntax = "%{out} = take_over %{src}"
+
+
+@dataclass(frozen=True)
+class Returned(Instruction):
+    """The end of a call, when all of such a result must be there."""
+
+    src: Read
+    syntax = "returned %{src}"
