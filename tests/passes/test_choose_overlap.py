@@ -163,26 +163,26 @@ def test_loop(case: str) -> None:
     check(choose_overlap, *LOOPS[case])
 
 
-GATHER_CAN = "p2p (by_shard), broadcast (by_shard), put (by_shard), ring (by_shard), all_gather (across_shards) for the all_gather of %g"
+NOT_HERE = "is not possible here; the all_gather of %g can use "
+GATHER_CAN = f"{NOT_HERE}p2p (by_shard), broadcast (by_shard), put (by_shard), ring (by_shard), all_gather (across_shards)"
 ERRORS: list[tuple[tuple[str, str], str, str]] = [
-    (GATHER, "M, 3, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; what can: all_gather (across_shards) for the all_gather of %g"),
+    (GATHER, "M, 3, p2p", f"text:3: stream of %y: algorithm='p2p' {NOT_HERE}all_gather (across_shards)"),
     (
         GATHER,
         "M, 3, by_shard",
-        "text:3: stream of %y: chunking='by_shard' cannot be; what can: all_gather (across_shards) for the all_gather of %g",
+        f"text:3: stream of %y: chunking='by_shard' {NOT_HERE}all_gather (across_shards)",
     ),
     (
         GATHER,
         "M, 8, across_shards, p2p",
-        f"text:3: stream of %y: chunking='across_shards', algorithm='p2p' cannot be; what can: {GATHER_CAN}",
+        f"text:3: stream of %y: chunking='across_shards', algorithm='p2p' {GATHER_CAN}",
     ),
-    (GATHER, "M, 8, reduce_scatter", f"text:3: stream of %y: algorithm='reduce_scatter' cannot be; what can: {GATHER_CAN}"),
+    (GATHER, "M, 8, reduce_scatter", f"text:3: stream of %y: algorithm='reduce_scatter' {GATHER_CAN}"),
     (
         SCATTER,
         "M, 8, broadcast",
-        "text:3: stream of %y: algorithm='broadcast' cannot be; "
-        "what can: p2p (by_shard), put (by_shard), ring (by_shard), reduce (by_shard), "
-        "reduce_scatter (across_shards) for the reduce_scatter of %y",
+        "text:3: stream of %y: algorithm='broadcast' is not possible here; the reduce_scatter of %y can use "
+        "p2p (by_shard), put (by_shard), ring (by_shard), reduce (by_shard), reduce_scatter (across_shards)",
     ),
     (GATHER, "M, 8, Ring", "text:3: stream of %y: there is no algorithm='Ring'; did you mean ring?"),
     (
@@ -191,7 +191,7 @@ ERRORS: list[tuple[tuple[str, str], str, str]] = [
         "text:3: stream of %y: there is no algorithm='mail'; one of p2p, broadcast, put, ring, reduce, all_gather, reduce_scatter, "
         "all_to_all, all_reduce, collective_permute, transfer",
     ),
-    (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' cannot be; nothing in its loop communicates, leave it out"),
+    (GATHER, "N, 8, p2p", "text:3: stream of %y: algorithm='p2p' is not possible here; nothing in its loop communicates, leave it out"),
 ]
 
 

@@ -120,7 +120,8 @@ def test_a_transfer_that_cannot_be_streamed() -> None:
         f"%y: f32[M, K] {ON_B} stream(M, 4) = transfer(%x, blocks={blocks})",
         mesh="x=4",
     )
-    with pytest.raises(ProgramError, match=r"^text:2: stream of %y: one loop cannot be; what can: nothing for the transfer of %y$"):
+    why = r"a chunk loop is not possible here; the transfer of %y cannot be divided into chunks; leave .stream out"
+    with pytest.raises(ProgramError, match=f"^text:2: stream of %y: {why}$"):
         choose_overlap(program, Options())
 
 

@@ -119,16 +119,16 @@ def test_options() -> None:
     assert "one_sided" in hw.compile(flat, options=Options(transport="one_sided")).host_ir
     assert "two_sided" not in hw.compile(flat, options=Options(transport="one_sided")).host_ir
     assert message_of(fusion_of("ag_matmul_put", 2, 3, hw.bf16), transport="two_sided").endswith(
-        "stream of %y: algorithm='put' cannot be; what can: p2p (by_shard), broadcast (by_shard), ring (by_shard), "
-        "all_gather (across_shards) for the all_gather of %x_gathered; transport='two_sided' has no others, so use transport=\"auto\""
+        "stream of %y: algorithm='put' is not possible here; the all_gather of %x_gathered can use p2p (by_shard), broadcast (by_shard), "
+        "ring (by_shard), all_gather (across_shards); transport='two_sided' has no other algorithm, use transport=\"auto\""
     )
     assert message_of(fusion_of("two_stages_streamed", 4, 3, hw.bf16), transport="one_sided").endswith(
-        "stream of %layer: transport='one_sided' cannot be; what can: nothing for the all_reduce of %layer; "
-        "transport='one_sided' has no others, so use transport=\"auto\""
+        "stream of %layer: transport='one_sided' is not possible here; the all_reduce of %layer cannot be divided into chunks; "
+        "transport='one_sided' has no other algorithm, use transport=\"auto\""
     )
     assert message_of(fusion_of("ag_matmul_broadcast", 4, 3, hw.bf16), transport="one_sided").endswith(
-        "stream of %y: algorithm='broadcast' cannot be; what can: put (by_shard), ring (by_shard), "
-        "all_gather (across_shards) for the all_gather of %x_gathered; transport='one_sided' has no others, so use transport=\"auto\""
+        "stream of %y: algorithm='broadcast' is not possible here; the all_gather of %x_gathered can use put (by_shard), ring (by_shard), "
+        "all_gather (across_shards); transport='one_sided' has no other algorithm, use transport=\"auto\""
     )
 
 
@@ -137,7 +137,7 @@ def test_sums_alone_are_put() -> None:
     def largest(x):  # type: ignore[no-untyped-def]
         return hw.reshard(hw.max(x, axis=1), "M@x").stream("M", chunks=2, algorithm="put")
 
-    assert "algorithm='put' cannot be; what can: p2p (by_shard)" in message_of(largest)
+    assert "algorithm='put' is not possible here; the reduce_scatter of %y can use p2p (by_shard)" in message_of(largest)
 
 
 def test_reference() -> None:

@@ -225,16 +225,23 @@ class _Choice:
 
     def refuse(self, root: Op, stream: Stream, possible: dict[str, tuple[str, list[Schedule]]]) -> NoReturn:
         stated = ", ".join(f"{word}={value!r}" for word, value in (("chunking", stream.chunking), ("algorithm", stream.algorithm)) if value)
-        can = [
-            f"{', '.join(f'{way.name} ({way.chunking})' for way in ways) or 'nothing'} for the {kind} of %{name}"
-            for name, (kind, ways) in possible.items()
-        ]
         transport = self.options.transport
         stated += f"transport={transport!r}" if transport != "auto" and not stated else ""
-        remedy = f"what can: {'; '.join(can)}" if can else "nothing in its loop communicates, leave it out"
-        if can and transport != "auto":
-            remedy += f'; transport={transport!r} has no others, so use transport="auto"'
-        raise ProgramError(f"stream of %{root.result.name}: {stated or 'one loop'} cannot be; {remedy}", root.location)
+        remedies = [
+            f"the {kind} of %{name} can use {', '.join(f'{way.name} ({way.chunking})' for way in ways)}"
+            if ways
+            else f"the {kind} of %{name} cannot be divided into chunks"
+            for name, (kind, ways) in possible.items()
+        ]
+        if not possible:
+            remedies = ["nothing in its loop communicates, leave it out"]
+        elif transport != "auto":
+            remedies.append(f'transport={transport!r} has no other algorithm, use transport="auto"')
+        elif not any(ways for _, ways in possible.values()):
+            remedies.append("leave .stream out")
+        raise ProgramError(
+            f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location
+        )
 
     # --- loops that communicate nothing ---
 
