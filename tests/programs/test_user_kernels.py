@@ -204,6 +204,29 @@ def test_a_file_of_kernels(tmp_path: Path) -> None:
         one(tmp_path / "none.cu")
 
 
+FILES = ('a"b.cu', "a\\", 'x.cu"\n}\nint planted() { return system("false"); }\n#line 1 "', "größe.cu", "\udcff.cu", "a\tb.cu")
+
+
+OF_TARGETS = [("cpu", file) for file in FILES] + [pytest.param("cuda", file, marks=needs_cuda) for file in FILES[:3]]
+
+
+@pytest.mark.parametrize(("target", "file"), OF_TARGETS)
+def test_the_name_of_a_file_is_no_code(target: str, file: str, tmp_path: Path) -> None:
+    path = tmp_path / file
+    path.write_text(GOOD)
+    hw.compile(one(path), target=target).build()
+    path.write_text(WRONG)
+    with pytest.raises(BuildError, match=r":3:.*nothing"):
+        hw.compile(one(path, "wrong"), target=target).build()
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "latin.cu"
+    path.write_bytes(b"// \xff")
+    with pytest.raises(ProgramError, match=r"latin.cu: is no UTF-8; give the path of a file of CUDA C\+\+$"):
+        one(path)
+
+
 GOOD = "__global__ void f(const float* x, float* y) {}"
 REFUSED = {
     "threads": (

@@ -21,7 +21,7 @@ import hostweave as hw
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, make, toolchain
-from hostweave.build.nvrtc import Nvrtc, parts_of, units_of
+from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
 from hostweave.build.program import build
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
@@ -493,3 +493,16 @@ def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.Monk
     (kept,) = (cache_with_runtime / "failed").iterdir()
     assert str(error.value) == f"nvrtc failed: kernels.cu:1: error: expected an expression; sources and log are in {kept}"
     assert "expected an expression" in (kept / "build.log").read_text()
+
+
+def test_a_folder_of_any_name_with_cubins(tmp_path: Path) -> None:
+    folder = tmp_path / 'a"b\\c\nd'
+    folder.mkdir()
+    (folder / "k.cubin").write_bytes(b"cubin\0.text.add_x\0")
+    (tmp_path / "loader.cpp").write_text(
+        loader({"k": folder / "k.cubin"}).replace(
+            '#include "hostweave/jit.h"', "namespace hw { struct JitKernel { const char* code, *name; }; }"
+        )
+    )
+    subprocess.run(["c++", "-c", "loader.cpp"], cwd=tmp_path, check=True)
+    assert b"cubin\0.text.add_x\0" in (tmp_path / "loader.o").read_bytes()

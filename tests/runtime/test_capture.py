@@ -239,6 +239,45 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
     threads.run(on_rank)
 
 
+def test_threads_that_share_a_captured_call() -> None:
+    """They take turns, or are told to."""
+    program, ranks = PROGRAMS[1], hw.Threads(1)
+    arrays = list(arrays_of(64).values())
+    x, *weights = arrays
+
+    def on_rank(rank: int) -> None:
+        hw.init(ranks)
+        step = program.capture(*arrays)
+        wrong, refused = [], []
+
+        def by_turns(number: int) -> None:
+            for call in range(50):
+                with step:
+                    x[:] = number + call % 3
+                    wrong.append((step() != wanted(x, *weights)).any())
+
+        def alone(number: int) -> None:
+            try:
+                for _ in range(50):
+                    step()
+                    time.sleep(0.001)
+            except ExecutionError as error:
+                refused.append(str(error))
+
+        for work in (by_turns, alone, by_turns):
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert wrong == [False] * 800
+        assert len(refused) == 7
+        assert "several threads launch this captured call" in refused[0]
+        np.testing.assert_array_equal(step(), wanted(*arrays))  # the other threads have ended
+
+    ranks.run(on_rank)
+
+
 class Captures:
     """Streams and captures of a rank's device, as an application has them that captures by itself."""
 
@@ -407,11 +446,11 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
         stream = captures.stream()
         step = program.capture(*arrays, stream=stream)
         for _ in range(before):
-            step(stream=stream)
+            step.launch(stream)
         go = threading.Event()
         held = CFUNCTYPE(None, c_void_p)(lambda _: go.wait(20) and None)
         captures.call("hw_cpu_launch", c_char_p(b"held"), c_void_p(stream), held, None, c_size_t(0), None, 0)
-        waiting = threading.Thread(target=lambda: step(stream=stream))
+        waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
             time.sleep(0.1)  # a look in between would find out more

@@ -104,6 +104,15 @@ def test_what_changes_in_an_array_of_numpy_is_seen(checks: list[str]) -> None:
         PROGRAM(x, kept, w)
 
 
+def test_a_mask_is_seen_beside_memory_that_was_seen_before(checks: list[str]) -> None:
+    x, kept, w = (array.numpy().copy() for array in arrays())
+    out = np.zeros_like(x)
+    PROGRAM(x, kept, w, out=(None, out))
+    for given, of_out in (((np.ma.masked_array(x, x > 0), kept, w), out), ((x, kept, w), np.ma.masked_array(out, out > 0))):
+        with pytest.raises(ArgumentError, match=r"some of its elements are masked, which programs do not know; call \.filled\(value\)"):
+            PROGRAM(*given, out=(None, of_out))
+
+
 def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> None:
     for rows in range(1, 100):
         x, kept, w = arrays(rows)

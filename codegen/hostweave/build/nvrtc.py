@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
+from hostweave.emit.cpp import quoted
 
 # A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
@@ -137,9 +138,9 @@ def loader(cubins: Mapping[str, Path]) -> str:
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"
         names = sorted({name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", path.read_bytes())})
-        data += [".balign 64", f'{symbol}: .incbin \\"{path}\\"']
+        data += [".balign 64", f"{symbol}: .incbin {quoted(str(path))}"]
         kernels += [f"extern const char {symbol}[];", *(f'hw::JitKernel {name}{{{symbol}, "{name}"}};' for name in names)]
-    section = "\n    ".join(f'"{line}\\n"' for line in (".pushsection .rodata", *data, ".popsection"))
+    section = "\n    ".join(quoted(f"{line}\n") for line in (".pushsection .rodata", *data, ".popsection"))
     definitions = "\n".join(kernels)
     return f"""// Kernels that NVRTC compiled. What program.cpp calls a kernel is one of these.
 #include "hostweave/jit.h"

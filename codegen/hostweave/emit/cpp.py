@@ -1,6 +1,7 @@
 """Sizes, integers, numbers and dtypes as C++ text."""
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,11 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
     "f8e5m2": "CUDA_R_8F_E5M2",
     "bool": "CUDA_R_8U",
 }
+
+
+def quoted(text: str) -> str:
+    """A string literal, whatever the text has in it. The assembler reads it alike."""
+    return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
 def number(value: float, dtype: DType) -> str:

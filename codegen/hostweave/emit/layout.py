@@ -9,6 +9,7 @@ from itertools import accumulate
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hostweave.base.paths import TEMPLATES
+from hostweave.emit.cpp import quoted
 
 COLUMNS = 130
 INDENT = "  "
@@ -165,7 +166,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
         auto_reload=False,
     )
-    environment.filters |= {"braced": braced, "lines": _lines}
+    environment.filters |= {"braced": braced, "lines": _lines, "quoted": quoted}
     return environment
 
 

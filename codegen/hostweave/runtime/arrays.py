@@ -127,6 +127,8 @@ class NumpyLibrary(Library):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
+        if isinstance(array, np.ma.MaskedArray):  # has a mask beside the memory that it shares with others
+            return None
         at = array.__array_interface__
         return array.dtype, at["shape"], at["strides"], at["data"]  # and whether it can be written to
 

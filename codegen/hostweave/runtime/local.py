@@ -406,7 +406,8 @@ class CommonGraphs:
 class Captured:
     """A call with fixed arrays, captured as a CUDA graph. Made by `Program.capture`.
 
-    Calling it computes `outputs` anew from what its input arrays hold.
+    Calling it computes `outputs` anew from what its input arrays hold. Each call writes the same memory. Several threads therefore
+    take turns by `with step:` around the call and all use of its inputs and outputs.
 
     Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
     """
@@ -415,6 +416,18 @@ class Captured:
         self.launch = launch  # on a stream, or None; without a look at the outputs
         self._inputs = inputs  # whose memory the graph reads
         self._outputs = outputs
+        self._turn = threading.RLock()
+        self._turns = 0  # that the thread in `with` has entered
+        self._last: tuple[threading.Thread, bool] | None = None  # that launched it, and whether by turns
+
+    def __enter__(self) -> Captured:
+        self._turn.acquire()
+        self._turns += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._turns -= 1
+        self._turn.release()
 
     @property
     def outputs(self) -> Any:
@@ -425,12 +438,21 @@ class Captured:
         """Launches the graph as a call of the program is enqueued: after what `stream` holds, by default the library's current one.
 
         Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError where the group has failed or
-        the program is closed, CaptureError where the stream is being captured itself, ArgumentError for arrays.
+        the program is closed, or another thread launches it without `with step:`, CaptureError where the stream is being captured
+        itself, ArgumentError for arrays.
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays: it reads those that it was captured with; write new values there")
-        self.launch(stream)
-        return self._outputs()
+        with self._turn:
+            by, by_turns = threading.current_thread(), self._turns > 0
+            if self._last and self._last[0] is not by and self._last[0].is_alive() and not (by_turns and self._last[1]):
+                raise ExecutionError(
+                    "several threads launch this captured call, which reads and writes the same arrays; put each call, and the use "
+                    "of these, inside `with step:`, or capture one call for each thread"
+                )
+            self._last = by, by_turns
+            self.launch(stream)
+            return self._outputs()
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:

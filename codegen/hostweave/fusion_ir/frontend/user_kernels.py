@@ -108,6 +108,8 @@ def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
         except OSError as error:
             where = "" if path.is_absolute() else f" in {Path.cwd()}"
             raise ProgramError.here(f"kernel: {path}: {error.strerror}{where}; give the path of a file of CUDA C++") from None
+        except UnicodeDecodeError:
+            raise ProgramError.here(f"kernel: {path}: is no UTF-8; give the path of a file of CUDA C++") from None
     frame = sys._getframe(1)
     while frame.f_back is not None and is_of_package(frame):
         frame = frame.f_back
