@@ -24,6 +24,7 @@ from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.passes.fusion.order_stages import order_stages
 from hostweave.passes.fusion.overlap_communication import overlap_communication
+from hostweave.passes.fusion.permute_after_resharding import permute_after_resharding
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.passes.fusion.share_equal_ops import share_equal_ops
 from hostweave.passes.fusion.sink_reductions import sink_reductions
@@ -60,6 +61,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     stream_keys_in_zigzag,
     attend_in_halves,
     insert_reshards,
+    permute_after_resharding,
     sink_reductions,
     unstack,
     decompose_reshards,

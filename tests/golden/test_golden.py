@@ -35,7 +35,13 @@ def weights_by_columns(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tenso
     return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
 
 
-COLUMNS = {"weights_by_columns": weights_by_columns}
+@hw.fusion(mesh=hw.Mesh(x=4), x=bf16["M@x", "K"], dh=bf16["M", "N@x"])
+def weights_gradient(x: hw.Tensor, dh: hw.Tensor) -> hw.Tensor:
+    """Of rows that are sharded, which are gathered as they lie, and transposed afterwards."""
+    return hw.matmul(x.T, dh)
+
+
+COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient}
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
 OPTIONS = {
     "zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"}),

@@ -20,17 +20,6 @@ CASES = {
         """%x_gathered: f32[M, K] = reshard(%x)
         %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)""",
     ),
-    "a transposed value is transposed from what another op has gathered": (
-        "%x: f32[M@x, K], %w: f32[K, N], %z: f32[M, N@x]",
-        """%y: f32[M, N] stream(M, 8) = matmul(%x, %w)
-        %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
-        %g: f32[K, N@x] = matmul(%t, %z)""",
-        """%x_gathered: f32[M, K] = reshard(%x)
-        %y: f32[M, N] stream(M, 8) = matmul(%x_gathered, %w)
-        %t: f32[K, M@x] = permute_dims(%x, axes=(1, 0))
-        %x_gathered_transposed: f32[K, M] = permute_dims(%x_gathered, axes=(1, 0))
-        %g: f32[K, N@x] = matmul(%x_gathered_transposed, %z)""",
-    ),
     "the first operand is gathered where both are sharded": (
         "%x: f32[M@x, K], %w: f32[K, N@x]",
         "%y: f32[M, N@x] = matmul(%x, %w)",

@@ -106,7 +106,7 @@ def test_compiled_programs(seed: int) -> None:
 
 
 def moves_right(seed: int) -> bool:
-    """A tensor from layout to layout over several axes, in loops where that can be."""
+    """A tensor from layout to layout over several axes, in loops where that can be, and with its dims in another order."""
     generator = Generator(seed)
     generator.mesh = hw.Mesh(**generator.random.choice(({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})))
     generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
@@ -115,6 +115,9 @@ def moves_right(seed: int) -> bool:
     @hw.fusion(mesh=generator.mesh, x=hw.f64[generator.sharded(dims)])
     def moved(x: hw.Tensor) -> hw.Tensor:
         for _ in range(generator.random.randint(1, 3)):
+            if generator.random.random() < 0.5:
+                order = generator.random.sample(range(x.ndim), x.ndim)
+                x, dims[:] = hw.permute_dims(x, tuple(order)), [dims[dim] for dim in order]
             x = hw.reshard(x, *generator.sharded(dims))
             if generator.random.random() < 0.7:
                 x.stream(generator.random.randrange(x.ndim), chunks=generator.random.choice([None, 2, generator.mesh.size]))

@@ -16,7 +16,7 @@ from hostweave.communication.cost import BESIDE_KERNELS, Overlap, kernels_beside
 from hostweave.communication.packing import Reduction
 from hostweave.communication.steps import Dataflow, Steps, rank_in_group
 from hostweave.communication.values import Values
-from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
 from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
@@ -24,7 +24,7 @@ from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
 from hostweave.types.machine import Machine
 
-FIRST, LAST = "local_first", "local_last"  # of a gather a rank's own shard, which is there; of a reduce-scatter it travels nowhere
+FIRST, LAST = ROTATIONS  # of a gather a rank's own shard, which is there; of a reduce-scatter it travels nowhere
 
 
 @dataclass(frozen=True)

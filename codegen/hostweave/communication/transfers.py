@@ -96,7 +96,8 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     if any(_cuts(flow, op)):
-        why = f"transport one_sided: {len(source.mesh_in(flow.mesh).all_ranks)} ranks and {len(target.mesh_in(flow.mesh).all_ranks)}"
+        ranks_of = [len(type.mesh_in(flow.mesh).all_ranks) for type in (source, target)]
+        why = f"transport {b.carrying(SIGNALS).name}: {ranks_of[0]} ranks and {ranks_of[1]}"
         remedy = 'shard a dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
         raise ProgramError(f"{op.kind}: {why} share a dim of {source} in blocks that may differ in size; {remedy}", op.location)
     world = tuple(name for name, _ in flow.mesh.axes)

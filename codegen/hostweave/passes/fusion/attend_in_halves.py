@@ -24,7 +24,7 @@ from hostweave.fusion_ir.index_map import ONE
 from hostweave.fusion_ir.ir import Fusion, Op, Value, attributes
 from hostweave.fusion_ir.ops import operand_types
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, COUNTS, GRADIENTS, TOP_LEFT
-from hostweave.fusion_ir.ops.attributes import CAUSAL, ORDER, SCALE, WINDOW
+from hostweave.fusion_ir.ops.attributes import CAUSAL, SCALE, WINDOW
 from hostweave.fusion_ir.sharding import Layout, flow, layout, with_layout
 from hostweave.options import Options
 from hostweave.types.size import Size
@@ -84,15 +84,9 @@ class _Halving(Emitter):
         return self.size // (2 * self.ranks)
 
     def in_layout(self, name: str, needed: Layout) -> str:
-        """The value as the attention as a whole needs it: where it is transposed, what it is transposed from travels, and is transposed
-        there."""
+        """The value as the attention as a whole needs it."""
         if layout(self.types[name]) == needed:
             return name
-        made = next((op for op in self.ops if op.result.name == name), None)
-        if made and made.kind == "permute_dims" and not made.result.pinned:
-            order = made[ORDER]
-            source = self.in_layout(made.tensors[0], tuple(needed[order.index(dim)] for dim in range(len(order))))
-            return self.make("permute_dims", source, how=made.attributes, word="transposed")
         result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
         self.emit(Op("reshard", (name,), result, location=self.op.location))
         return result.name

@@ -13,7 +13,6 @@ from dataclasses import replace
 from hostweave.fusion_ir.emitter import Emitter
 from hostweave.fusion_ir.ir import Fusion, Op, Stream, Value
 from hostweave.fusion_ir.ops import OPS, RESHARDS, operand_types
-from hostweave.fusion_ir.ops.attributes import ORDER
 from hostweave.fusion_ir.ops.reductions import as_term, widens
 from hostweave.fusion_ir.resharding import plan
 from hostweave.fusion_ir.rewriting import consumers
@@ -47,14 +46,9 @@ class _Insertion(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.options = options
-        self.made: dict[str, Op] = {}
         self.consumers = consumers(fusion)
         self.done: dict[tuple[str, Layout], str] = {}  # an equal reshard of one tensor is made once
         self.carried: dict[str, DType] = {}  # partial values in another dtype than the program says
-
-    def emit(self, op: Op) -> None:
-        super().emit(op)
-        self.made[op.result.name] = op
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
@@ -135,24 +129,8 @@ class _Insertion(Emitter):
             return name
         if (name, needed) not in self.done:
             want = with_layout(have, needed)
-            if turned := self.turned(name, want):
-                return turned
             steps = plan(have, want, self.mesh, self.options.sizes, op.location)
             value = Value(self.names.new(f"{name}_{SUFFIXES[steps[-1].kind]}"), want)
             self.emit(Op("reshard", (name,), value, location=op.location))
             self.done[name, needed] = value.name
         return self.done[name, needed]
-
-    def turned(self, name: str, want: TensorType) -> str | None:
-        """A transposed value in a layout in which what it is transposed from is there for another op: transposed from that."""
-        made = self.made.get(name)
-        if made is None or made.kind != "permute_dims":
-            return None
-        source, order = made.tensors[0], made[ORDER]
-        there = self.done.get((source, tuple(layout(want)[order.index(dim)] for dim in range(len(order)))))
-        if there is None:
-            return None
-        value = Value(self.names.new(f"{there}_transposed"), want)
-        self.emit(replace(made, operands=(there,), result=value))
-        self.done[name, layout(want)] = value.name
-        return value.name

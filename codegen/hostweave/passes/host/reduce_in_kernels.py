@@ -22,7 +22,6 @@ from hostweave.host_ir.calls import bodies, joined, launched
 from hostweave.host_ir.expr import Binary, Const, Symbol
 from hostweave.options import Options
 from hostweave.passes.host.fuse_kernels import Links
-from hostweave.transports.transport import DEFAULT
 from hostweave.tune.cost import most_terms
 from hostweave.types.size import product
 from hostweave.types.tensor import Dim, TensorType
@@ -72,7 +71,7 @@ class _Reducing:
         if i.op != "sum" or place.loop or place.mesh_body or place.statement != place.number:
             return 0
         channel = self.given.channel(i.channel)
-        is_here = channel.transport.name == DEFAULT and channel.mesh == self.given.mesh
+        is_here = channel.mesh == self.given.mesh
         return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
 
     def alone(self, i: ir.AllReduce) -> ir.Launch:

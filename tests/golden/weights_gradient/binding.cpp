@@ -1,0 +1,22 @@
+// What the binding knows of weights_gradient.
+#include "hostweave/abi.h"
+#include "program.h"
+
+using namespace programs::weights_gradient;
+
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"x", 4}};
+constexpr const char* kChannels[] = {"x"};
+
+}  // namespace
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "weights_gradient",
+    .mesh = kMesh,
+    .world = kWorld,
+    .axes = kAxes,
+    .channels = kChannels,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+};

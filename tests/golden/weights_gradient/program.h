@@ -1,0 +1,69 @@
+// weights_gradient: (x: bf16[M@x, K], dh: bf16[M, N@x]) -> (y: bf16[K, N@x]) on mesh(x=4)
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "hostweave/arena.h"
+#include "hostweave/matmul.h"
+#include "hostweave/rank.h"
+#include "hostweave/tensor.h"
+#include "hostweave/types.h"
+
+namespace programs::weights_gradient {
+
+constexpr char kMesh[] = "mesh(x=4)";
+constexpr int64_t kWorld = 4;  // ranks
+
+// What one rank holds.
+struct Inputs {
+  hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x), K]
+  hw::Tensor dh{.dtype = CUDA_R_16BF};  // bf16[M, local(N, x)]
+};
+
+struct Outputs {
+  hw::Tensor y{.dtype = CUDA_R_16BF};  // bf16[K, local(N, x)]
+};
+
+struct OutputShapes {
+  hw::Shape y;
+};
+
+// Global sizes, by the names that the program gives them.
+struct Sizes {
+  int64_t M;
+  int64_t K;
+  int64_t N;
+  int64_t M_x;
+  int64_t N_x;
+
+  bool operator==(const Sizes&) const = default;
+};
+
+class Program {
+ public:
+  explicit Program(hw::Rank& rank);
+
+  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
+  OutputShapes output_shapes(const Inputs& in) const;
+  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
+  void prepare(const Inputs& in);
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
+
+  const hw::Arena& arena() const { return arena_; }
+
+ private:
+  Sizes check(const Inputs& in) const;
+
+  hw::Rank& rank_;
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::MatmulPlan plan_y_;         // matmul %x_transposed_gathered, %dh -> %y
+  hw::Arena arena_;
+  char* workspace_ = nullptr;       // of the matmuls on the caller's stream
+  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
+  std::optional<Sizes> prepared_;   // what prepare was last called for
+};
+
+}  // namespace programs::weights_gradient
