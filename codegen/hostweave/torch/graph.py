@@ -178,8 +178,12 @@ class Graph:
         if missing:
             counts = Counter(op_of(node) for node in missing)
             first = {op_of(node): location(node) for node in reversed(missing)}
-            listed = "; ".join(f"aten.{op}, {n} times, first at {first[op]}" for op, n in counts.items())
-            raise ProgramError(f"ops that are not supported: {listed}; write them with other ops, or as an hw.kernel in a fusion")
+            words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with its namespace
+            listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
+            remedy = "write them with other ops, or as an hw.kernel in a fusion"
+            if any(op.startswith("transformers.grouped_mm") for op in counts):
+                remedy = 'call model.set_experts_implementation("batched_mm") before'
+            raise ProgramError(f"ops that are not supported: {listed}; {remedy}")
 
     def type_of(self, node: Node, axes: Axes | None = None) -> TensorType:
         """The type of a node's value, with these mesh axes."""
