@@ -110,6 +110,7 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
     "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
     "transpose": (lambda: hw.transpose, "hw.transpose: hostweave has no transpose; use hw.permute_dims(x, axes), or x.T"),
+    "zeros": (lambda: hw.zeros, "use a Python number, or hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"),
     "unknown": (lambda: hw.quantile, "hw.quantile: hostweave has no quantile; dir(hw) lists the names"),
     "complex": (lambda: hw.complex64, "hw.complex64: hostweave has no complex64; there are no complex numbers"),
     "function": (lambda: hw.sofmax, "hw.sofmax: hostweave has no sofmax; did you mean softmax?"),
@@ -202,6 +203,18 @@ def test_long_names_of_dtypes() -> None:
     names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
     assert tuple(getattr(hw, name) for name in names.split()) == short
     assert set(names.split()) <= set(hw.__all__)
+
+
+def test_the_remedies_for_constants_compute_them() -> None:
+    """Whatever the values of the tensor are whose shape they take."""
+
+    def constants(x):  # type: ignore[no-untyped-def]
+        zeros = hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, hw.f32), x.shape)
+        return zeros, zeros + 0.5, hw.iota(x, 0, hw.i32)
+
+    made = hw.compile(fused(constants)).run(np.full((4, 2), np.nan, np.float32))
+    for got, want in zip(made, (np.zeros((4, 2)), np.full((4, 2), 0.5), range(4)), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_the_remedy_for_rows_by_number_computes_them() -> None:

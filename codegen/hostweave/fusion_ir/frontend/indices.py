@@ -141,7 +141,8 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     Sums are made in the order of the source, on GPUs too, in the dtype of x, and do not change from run to run. A dim of x may be
     sharded; where that of the indices is, ranks add up what they have: a partial sum. Raises ProgramError for other shapes.
 
-    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]` and `dy: f32[T@dp, E]`.
+    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]`, `dy: f32[T@dp, E]`
+    and `zeros = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
     """
     number = dim_of(x, axis, "scatter_add")
     rows = _numbers(x, number)

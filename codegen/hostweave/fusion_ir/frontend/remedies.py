@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ProgramError, nearest
 from hostweave.types.size import Size, product
 
+_ZEROS = "hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"
 # What other libraries call what hostweave has.
 _OTHER_WORDS = {
     "view": "hw.reshape(x, ...)",
@@ -37,6 +38,9 @@ _OTHER_WORDS = {
     "topk": "hw.top_k(x, k)",
     "index_select": "hw.take(x, ids, axis)",
     "index_add": "hw.scatter_add(x, axis, ids[:, None], source)",
+    **dict.fromkeys(("zeros", "zeros_like"), f"a Python number, or {_ZEROS}"),
+    **dict.fromkeys(("ones", "ones_like", "full", "full_like"), f"a Python number, or add it to {_ZEROS}"),
+    "arange": "hw.iota(x, axis, dtype), as long as that dim of x",
     "item": "the result of the program",
     "numpy": "the result of the program",
 }
