@@ -357,7 +357,11 @@ def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: 
         (lambda: A.block((-4, 2), 0, MESH), "block: [-4, 2] is the shape of no array; give that of the global one"),
         (lambda: hw.fusion(x=A)(3), "fusion @program: 3 is no function; write a def below the line of the decorator"),
         (lambda: hw.fusion(donate=3, mesh=MESH, x=A)(lambda x: x), 'donate=3: name inputs of the function, as in donate=("x",)'),
-        (lambda: hw.TorchStore(3, 0, 1), "hw.TorchStore: store=3 is no store of torch.distributed; pass a TCPStore, or nothing"),
+        pytest.param(
+            lambda: hw.TorchStore(3, 0, 1),
+            "hw.TorchStore: store=3 is no store of torch.distributed; pass a TCPStore, or nothing",
+            marks=pytest.mark.extra("torch"),
+        ),
         (lambda: hw.init(hw.Communicators({}, "0", 1), "c"), "the provider has this as rank '0' of 1; ranks are ints from 0 to below"),
         (lambda: PRODUCT.bind(W), "takes 1 positional argument but 2 were given; write bind(**arrays)"),
         (lambda: PRODUCT.export(None), "export: folder=None is no str or Path; write export(folder)"),
