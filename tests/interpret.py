@@ -50,7 +50,7 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
         for rank in range(program.mesh.size)
     ]
     _take_turns([rank.run() for rank in ranks])
-    return [{p.name: r.whole(p.memory or p.name).copy() for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
+    return [{p.name: r.result(p) for p in program.outputs if holds(p.type, program.mesh, r.rank)} for r in ranks]
 
 
 def _blocks(program: ir.HostProgram, parameter: ir.Parameter, array: Array | Sequence[Array]) -> list[Array | None]:
@@ -111,6 +111,11 @@ class _Rank:
     def whole(self, root: str) -> Array:
         layout = self.world.instances.roots[self.rank][root].layout
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
+
+    def result(self, p: ir.Parameter) -> Array:
+        """A copy of an output; in donated memory its dims may be in another order than the input's."""
+        shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
+        return self.whole(p.memory or p.name).reshape(shape).copy()
 
     def array(self, access: Access) -> Array:
         layout = access.region.layout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -372,7 +373,7 @@ class Donating(Generator):
 
     def fusion(self) -> Fusion:
         sizes = [(name, self.sizes[name])[self.random.random() < 0.3] for name in "MNK"]
-        shapes = [self.random.sample(sizes, self.random.randint(1, 3)) for _ in range(2)]
+        shapes = [self.random.choices(sizes, k=self.random.randint(1, 3)) for _ in range(2)]
         inputs = {f"x{i}": self.input(self.random.choice(shapes)) for i in range(self.random.randint(1, 4))}
         donate = self.donated([*inputs], [name for name in inputs if self.random.random() < 0.7])
 
@@ -395,10 +396,13 @@ class Donating(Generator):
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
         """What is returned in the memory of an input."""
         alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
-        other, turned = self.random.choice(alike), hw.permute_dims(x, tuple(range(x.ndim))[::-1])
-        views = [other, hw.reshape(hw.reshape(other, -1), *x.shape), *([turned] if turned.shape == x.shape else [])]
-        made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), *views])
-        return made if made.type.dims == x.type.dims else made + 0
+        other = self.random.choice(alike)
+        made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
+        made = made if made.type.dims == x.type.dims else made + 0
+        if self.random.random() < 0.4:  # an order of the dims that has the shape of the input, or another one
+            orders = [order for order in itertools.permutations(range(x.ndim)) if self.random.random() < 0.2 or same_shape(x, order)]
+            made = hw.permute_dims(made, self.random.choice(orders))
+        return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
         """A view of a view of it and so on; a local slice where a dim is sharded further."""
@@ -406,6 +410,10 @@ class Donating(Generator):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)
         return t
+
+
+def same_shape(x: hw.Tensor, order: tuple[int, ...]) -> bool:
+    return tuple(x.shape[dim] for dim in order) == x.shape
 
 
 VIEWS: tuple[MakeOp, ...] = (

@@ -67,14 +67,19 @@ void Tensor::expect(const Name& name, const char* type, cudaDataType_t expected_
   }
 }
 
+static int64_t elements(const Shape& shape) {
+  int64_t count = 1;
+  for (int i = 0; i < shape.ndim; ++i) count *= shape[i];
+  return count;
+}
+
 cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller) {
-  if (output.dtype != donated.dtype || output.shape != donated.shape || output.device != donated.device) {
+  if (output.dtype != donated.dtype || elements(output.shape) != elements(donated.shape) || output.device != donated.device) {
     const std::string type = type_name(dtype_name(donated.dtype), donated.shape);
     output.expect(name, type.c_str(), donated.dtype, donated.shape, donated.device);
   }
   if (donated.data == output.data) return cudaSuccess;
-  size_t bytes = dtypes().at(output.dtype).bytes;
-  for (int i = 0; i < output.shape.ndim; ++i) bytes *= static_cast<size_t>(output.shape[i]);
+  const size_t bytes = dtypes().at(output.dtype).bytes * static_cast<size_t>(elements(output.shape));
   return bytes == 0 ? cudaSuccess : cudaMemcpyAsync(output.data, donated.data, bytes, cudaMemcpyDeviceToDevice, caller);
 }
 

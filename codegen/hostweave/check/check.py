@@ -166,7 +166,7 @@ class _Checker:
         key = part.instruction, read.name, written.name
         if key not in self.over:
             self.over[key] = may_overwrite(part.instruction, self.kernels, read.name, written.name)
-        return self.over[key] and (old.offset, old.layout.rows, old.layout.run) == (new.offset, new.layout.rows, new.layout.run)
+        return self.over[key] and (old.offset, old.layout.in_order) == (new.offset, new.layout.in_order)
 
     def race(self, touch: TaskAccess, conflict: TaskAccess, memory: Memory) -> NoReturn:
         """Names what was issued later first: it is the one that fails to wait."""

@@ -35,6 +35,16 @@ class Layout:
         """Elements."""
         return prod(self.shape)
 
+    @property
+    def in_order(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and strides of its dims: equal for two layouts in which the elements, in order, are at the same places."""
+        merged: list[tuple[int, int]] = []
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if merged and merged[-1][1] == size * stride:
+                size *= merged.pop()[0]
+            merged += [(size, stride)] if size != 1 else []
+        return tuple(merged) if self.count else ()
+
 
 def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
     """Where each run of rows begins, in bytes after the first one."""

@@ -13,7 +13,7 @@ from hostweave.fusion_ir.resharding import plan, step_of
 from hostweave.fusion_ir.sharding import flow, layout, partial_of, with_layout
 from hostweave.types.blocks import Transfer
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 # What passes settle stays so after the later ones: "input" is a fusion as traced, each other one the pass after which more must hold.
@@ -220,6 +220,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        same = given == wanted if level >= LEVELS.index("insert_reshards") else (given.dtype, given.shape) == (wanted.dtype, wanted.shape)
-        if not same:
-            raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; make these types equal")
+        if level < LEVELS.index("insert_reshards"):  # shardings are not settled
+            given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
+        if not given.fills(wanted):
+            raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; give them the same dims")

@@ -35,8 +35,8 @@ MAX_WORDS = 3  # ops that the name of a kernel lists
 class Parameter:
     """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says.
 
-    An output may lie in the memory of an input of its type, which is donated: that is overwritten. What is in a window lies in memory
-    that all ranks share, at the same place in that of each, so that peers can read and write it.
+    An output may lie in the memory of an input with the same dims, in any order, which is donated: that is overwritten. What is in a
+    window lies in memory that all ranks share, at the same place in that of each, so that peers can read and write it.
     """
 
     name: str

@@ -79,11 +79,14 @@ class Call:
                 return to.library.give(own)
             ranks = ranks[:1]
         shape = global_shape(parameter.type, self.sizes)
-        result = to.library.empty(shape, parameter.type.dtype, to.device) if to.array is None else to.array
+        fits = to.array is not None and tuple(to.array.shape) == shape
+        result = to.array if fits else to.library.empty(shape, parameter.type.dtype, to.device)
         for rank in ranks:
             result[block_of(parameter.type, self.program.mesh, rank, shape)] = self.outputs[rank][index].array
+        if to.array is not None and not fits:  # the dims are in another order
+            to.array[...] = result.reshape(tuple(to.array.shape))
         to.library.wait(to.device)
-        return to.library.give(result) if to.array is None else to.given
+        return to.given if fits else to.library.give(result)
 
 
 def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> Call:

@@ -208,11 +208,11 @@ class LocalProgram:
         return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
-        """What the caller gets: of a donated input the array that he gave."""
+        """What the caller gets: of a donated input the array that he gave, or a view of it if the result has the dims in another order."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
-            given[p.memory] if p.memory else output[0].give(output[1]) if output else None
-            for p, output in zip(self._host.outputs, outputs, strict=True)
+            _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
+            for p, output, shape in zip(self._host.outputs, outputs, self._outputs, strict=True)
         )
         return results[0] if len(results) == 1 else results
 
@@ -478,3 +478,7 @@ def _first_communication(host: HostProgram) -> str:
     text = " ".join(line.strip() for line in instruction.lines())
     place = f" ({instruction.location})" if instruction.location else ""
     return f"; `{text}`{place} needs all ranks of its channel along {', '.join(channel.axes)} of {channel.mesh}"
+
+
+def _shaped(array: Array, shape: Shape) -> Array:
+    return array if array is None or tuple(array.shape) == shape else array.reshape(shape)

@@ -163,6 +163,10 @@ class TensorType:
     def shape(self) -> tuple[Size, ...]:
         return tuple(dim.size for dim in self.dims)
 
+    def fills(self, other: TensorType) -> bool:
+        """True if a rank's elements fill the memory of the other's: dtype and mesh are equal, and so are the dims, in any order."""
+        return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
+
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Every mesh axis that splits some dim."""

@@ -62,7 +62,7 @@ struct Tensor {
 };
 
 // Has an output begin with the elements of the input that was donated for it: mostly they are one array. Throws ArgumentError
-// unless it has the input's dtype, shape and device.
+// unless it has the input's dtype, device and number of elements.
 cudaError_t take_over(const Name& name, const Tensor& donated, const Tensor& output, cudaStream_t caller);
 
 // Throws ArgumentError unless `divisor` divides the size.

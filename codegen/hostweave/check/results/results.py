@@ -96,7 +96,8 @@ def _difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ra
             if not holds(output.type, mesh, rank):
                 continue
             place = block_of(output.type, mesh, rank, want.shape)
-            got, block = ranks.whole(rank, output.memory or output.name), want[place]
+            block = want[place]
+            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of the dims
             wrong = got.differs(block)
             if wrong.any():
                 seed, *at = (int(i) for i in np.argwhere(wrong)[0])

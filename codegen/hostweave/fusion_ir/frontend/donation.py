@@ -1,11 +1,13 @@
 """Which result takes the memory of an input that is donated."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from hostweave.base.errors import Location, ProgramError, did_you_mean
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
+from hostweave.types.tensor import Dim
 
 Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe the number of the result of each
 
@@ -13,7 +15,8 @@ Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe th
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
     """Of each output the input whose memory it takes, "" of others; none where nothing is donated. Outputs get the inputs' shardings.
 
-    It is the one of the input's dtype and shape that is computed from it, where no other input takes that. Raises ProgramError.
+    It is the one of the input's dtype and shape that is computed from it, where no other input takes that; if none has that shape, one that
+    has the same dims in another order. Raises ProgramError.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -42,23 +45,23 @@ def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, 
 def _candidates(
     here: str, trace: _Trace, given: Tensor, name: str, outputs: list[Tensor], donate: Donated, location: Location
 ) -> list[int]:
-    numbers = [number for number, output in enumerate(outputs) if _takes(output, given)]
+    alike = [number for number, output in enumerate(outputs) if _takes(output, given)]
     if isinstance(donate, Mapping):
         wanted = donate[name]
-        if wanted not in numbers:
-            fitting = ", ".join(map(str, numbers)) or "none"
+        if wanted not in alike:
+            fitting = ", ".join(map(str, alike)) or "none"
             raise ProgramError(
                 f"{here}: donate: result {wanted!r} is not of {given.type}, as {name} is; those that are: {fitting}", location
             )
         return [wanted]
-    return [number for number in numbers if given._value.name in _leads_to(trace, outputs[number])]
+    numbers = [number for number in alike if given._value.name in _leads_to(trace, outputs[number])]
+    return [number for number in numbers if outputs[number].shape == given.shape] or numbers
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """Whether they have the same elements, and no other sharding of the output is stated."""
-    a, b = output.type, given.type
-    is_stated = output._value.pinned and a.dims != b.dims
-    return (a.dtype, a.shape, a.mesh) == (b.dtype, b.shape, b.mesh) and not is_stated
+    """True if they have the same dims, in any order, and no other sharding of the output is stated."""
+    a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
+    return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 
 
 def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
@@ -83,9 +86,14 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
     """The output as the input is sharded, under its name."""
-    if output.type == given.type and (output._value.pinned or not trace.mesh.axes):
+    target = given.type
+    if output.type.shape != target.shape:  # in another order
+        left = list(target.dims)
+        dims = (left.pop([dim.size for dim in left].index(size)) for size in output.type.shape)
+        target = output.type if output._value.pinned else replace(target, dims=tuple(dims))
+    if output.type == target and (output._value.pinned or not trace.mesh.axes):
         return output
-    placed = record("reshard", output, target=given.type)
+    placed = record("reshard", output, target=target)
     placed._variable, output._variable = output._variable, None
     if name := output._name:
         output._name = None

@@ -32,7 +32,8 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
     traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
 
     `donate` names inputs whose memory a result takes: after a call the caller's array holds that result. It is the one result of the
-    input's dtype and shape that is computed from it, and gets its sharding; where several are, `donate={"m": 1}` gives its number.
+    input's dtype and shape that is computed from it, and gets its sharding; if none is, one with the dims in another order. If several
+    are, `donate={"m": 1}` gives its number.
 
     Raises ProgramError, with the location in the function, for operands that do not fit, and for what cannot be donated.
 

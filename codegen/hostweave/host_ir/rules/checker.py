@@ -111,14 +111,14 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """An input is donated for one output of its type."""
+        """An input is donated for one output, of its dims in any order."""
         inputs, taken = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
             if parameter in self.program.inputs or parameter.memory not in inputs:
                 self.fail(f"{here}: an output lies in the memory of an input: name one of {', '.join(map('%{}'.format, inputs))}")
-            if inputs[parameter.memory] != parameter.type:
-                self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: make the types equal")
+            if not parameter.type.fills(inputs[parameter.memory]):
+                self.fail(f"{here}: %{parameter.memory} is {inputs[parameter.memory]}: give them the same dims")
             if parameter.memory in taken:
                 self.fail(f"{here}: another output is there: name an input for each")
             taken.add(parameter.memory)

@@ -127,7 +127,7 @@ class _Sharing:
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
         own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
-        return all(self._alike(src, dst) and self.may_overwrite(i, src, dst) for src, dst in own)
+        return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
         """Whether the operand is all of its memory, and the result has the same elements."""
