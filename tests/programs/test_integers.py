@@ -1,6 +1,10 @@
 """Integers as NumPy has them: each value is itself, beyond those that a float has, and sums and products wrap around."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import DType
 
@@ -38,10 +43,12 @@ WRAPPING: tuple[Callable[[Any], Any], ...] = (
 )
 
 
+TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")])]
+INTS = (hw.i8, hw.i16, hw.i32, hw.i64, hw.u8, hw.u16, hw.u32, hw.u64)
+
+
 @pytest.mark.usefixtures("optimised_kernels")
-@pytest.mark.parametrize(
-    "target", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not gpus(), reason="needs a GPU")])]
-)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [hw.i8, hw.i32, hw.i64], ids=str)
 def test_integers_wrap_around(target: str, dtype: DType) -> None:
     """In the same kernel, too, where a compiler may take an overflow for what does not happen."""
@@ -52,3 +59,62 @@ def test_integers_wrap_around(target: str, dtype: DType) -> None:
             np.testing.assert_array_equal(hw.compile(hw.fusion(x=dtype["M"])(make), target=target).run(x), make(x), err_msg=str(number))
         total, product = hw.compile(hw.fusion(x=dtype["M"])(lambda x: (hw.sum(x * 3), hw.prod(x))), target=target).run(x)
         assert (total, product) == (np.sum(x * x.dtype.type(3), dtype=x.dtype), np.prod(x, dtype=x.dtype))
+
+
+@pytest.mark.usefixtures("optimised_kernels")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_reductions_wrap_around(target: str, dtype: DType) -> None:
+    """Over rows, columns and all, on one thread and on many, and where indices say."""
+    kind = np.iinfo(numpy_dtype(dtype))
+    x = np.random.default_rng(0).integers(kind.min, kind.max, (70, 300), kind.dtype, endpoint=True)
+    index = np.arange(70) % 3
+
+    @hw.fusion(x=dtype["M", "N"], i=hw.i64["M"])
+    def program(x: hw.Tensor, i: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        reduced = (reduce(x, axis) for reduce in (hw.sum, hw.prod) for axis in (0, 1, (0, 1)))
+        return *reduced, hw.cumsum(x, 0), hw.cumsum(x, 1), hw.scatter_add(x[:3], 0, hw.reshape(i, "M", 1), x), hw.sum(x, 1) // 2
+
+    wanted = [reduce(x, axis, x.dtype) for reduce in (np.sum, np.prod) for axis in (0, 1, (0, 1))]
+    wanted += [np.cumsum(x, 0, x.dtype), np.cumsum(x, 1, x.dtype)]
+    wanted += [x[:3] + np.array([x[index == row].sum(0, x.dtype) for row in range(3)]), x.sum(1, x.dtype) // 2]
+    for number, (result, want) in enumerate(zip(hw.compile(program, target).run(x=x, i=index), wanted, strict=True)):
+        np.testing.assert_array_equal(result, want, err_msg=str(number))
+
+
+NUMBERS = [0.0, 0.9, 1.9, 255.7, 256.0, 2.0**31, 2.0**31 + 2**8, 2.0**32 + 2**10, 2.0**53, 2.0**62, 2.0**63, 2.0**63 + 2**40, 2.0**64, 1e38]
+
+
+@pytest.mark.usefixtures("optimised_kernels")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16, hw.f8e5m2], ids=str)
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_floats_become_ints_by_i64(target: str, dtype: DType) -> None:
+    def truncated(number: float) -> int:
+        whole = int(number) if np.isfinite(number) else 2**64
+        return whole if -(2**63) <= whole < 2**64 else -(2**63)
+
+    x = np.array([*NUMBERS, *(-number for number in NUMBERS), np.inf, -np.inf, np.nan]).astype(numpy_dtype(dtype))
+    fusion = hw.fusion(x=dtype["N"])(lambda x: tuple(hw.astype(x, to) for to in INTS))
+    wanted = [np.array([truncated(float(one)) % 2**64 for one in x], np.uint64).astype(numpy_dtype(to)) for to in INTS]
+    computed = x.astype(np.float64)
+    for to, result, reference, want in zip(
+        INTS, hw.compile(fusion, target).run(x=x), run_reference(fusion, {"x": computed}), wanted, strict=True
+    ):
+        np.testing.assert_array_equal(result, want, err_msg=f"to {to}")
+        np.testing.assert_array_equal(reference, want, err_msg=f"NumPy, to {to}")
+
+
+def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
+    """Nothing else tells NVRTC that ints wrap around. The process ends where they do otherwise."""
+    compiler = tmp_path / "c++"
+    sanitized = "-fno-wrapv -fsanitize=signed-integer-overflow,float-cast-overflow -fsanitize-undefined-trap-on-error"
+    compiler.write_text(f'#!/bin/sh\nexec c++ "$@" {sanitized}\n')
+    compiler.chmod(0o700)
+    calls = "for to in (hw.i32, hw.i64): test_reductions_wrap_around('cpu', to), test_integers_wrap_around('cpu', to)\n"
+    calls += "for of in (hw.f64, hw.f32): test_floats_become_ints_by_i64('cpu', of)"
+    script = f"import warnings; warnings.simplefilter('ignore')\nimport hostweave as hw\nfrom test_integers import *\n{calls}"
+    folders = os.pathsep.join((str(Path(__file__).parent), str(Path(__file__).parents[1])))
+    environment = os.environ | {"CXX": str(compiler), "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -224,8 +224,8 @@ class KernelEmitter:
         (op,) = self.ops
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.loops.schedule, "hw::Lanes()")
-        total = accumulator_type(self.types[op.tensors[0]].dtype)
-        total = f"hw::Sum<{total}>" if op.result.type.dtype.kind == "float" else total
+        kind = self.types[op.tensors[0]].dtype
+        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # wraps around
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
@@ -305,7 +305,7 @@ class KernelEmitter:
                 starts.append(f"auto {total} = hw::filled<kWidth, {accumulator}>({first});")
             else:
                 starts.append(f"{accumulator} {total} = {first};")
-            section.join(self.totals[op.result.name], combine, element)
+            section.join(self.totals[op.result.name], combine, element, wraps=kind.kind == "int" and combine.sign in ("+", "*"))
             if reduce := self.loops.reduce(is_last):
                 after.append(f"{total} = {reduce}({total}, {combine.functor}());")
         section.store(results)

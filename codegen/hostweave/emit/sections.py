@@ -50,9 +50,10 @@ class Section:
         stores, self.stores = tuple(self.stores), []
         return stores
 
-    def join(self, total: str, combine: Combine, element: str) -> None:
-        """Adds an element to a total."""
-        self.adds.append(f"{total} {combine.sign}= {element};" if combine.sign else f"{total} = {combine.functor}()({total}, {element});")
+    def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
+        """Adds an element to a total. An int with a sign `wraps` around in the functor, and not in an operator of C++."""
+        by_sign = combine.sign and not wraps
+        self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
         """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
@@ -286,6 +287,8 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return value
     if (computed, dtype) == (f64, f32):
         return f"hw::to_f32({value})"
+    if computed.kind == "float" and dtype.kind in ("int", "uint"):
+        return f"hw::to_int<{dtype.cpp}>({value})"
     return f"{dtype.cpp}({value})"  # narrower ints are computed as int
 
 

@@ -23,9 +23,18 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def cast(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """The array in that dtype, as the targets and torch cast: to small floats by f32; f8e4m3 ends at its largest number."""
+    """The array in that dtype, as the targets cast: to small floats by f32, and to ints by i64. f8e4m3 ends at its largest number."""
+    if dtype.kind in ("int", "uint") and array.dtype.kind not in "iub":
+        return _to_ints(array.astype(np.float64)).astype(numpy_dtype(dtype))
     if dtype.kind == "float" and dtype.itemsize < f32.itemsize:
         array = array.astype(np.float32)
     if dtype == f8e4m3:
         array = np.clip(array, -448, 448)
     return array.astype(numpy_dtype(dtype))
+
+
+def _to_ints(floats: NDArray[np.float64]) -> NDArray[np.uint64]:
+    """The bits of i64, towards zero: of numbers that i64 does not have those of u64, and of all others -2**63."""
+    is_signed, is_large = (floats >= -(2.0**63)) & (floats < 2.0**63), (floats >= 2.0**63) & (floats < 2.0**64)
+    signed = np.where(is_signed, floats, -(2.0**63)).astype(np.int64).astype(np.uint64)
+    return np.where(is_large, np.where(is_large, floats, 0).astype(np.uint64), signed)

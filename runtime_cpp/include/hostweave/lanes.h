@@ -203,8 +203,9 @@ HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, 
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);
-  for_each_sent(group, index, rows,
-                [&](int64_t i, int64_t place) { y[place] = from_total<T>(accumulated(y[place]) + accumulated(source[i])); });
+  for_each_sent(group, index, rows, [&](int64_t i, int64_t place) {
+    y[place] = from_total<T>(Add()(accumulated(y[place]), accumulated(source[i])));
+  });
 }
 
 }  // namespace hw

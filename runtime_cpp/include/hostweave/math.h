@@ -74,6 +74,12 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
+// Towards zero, to i64, of which narrower ints have the low bits. Numbers that only u64 has are those, all others and NaN -2^63.
+template <class T, class F>
+HW_DEVICE T to_int(F x) {
+  if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
+  return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
+}
 // Rounded down, with the sign of the divisor, and 0 where that is 0. What is less than 0 is found as less than 1, since a
 // comparison of what has no sign with 0 is a warning.
 template <class A, class B>

@@ -34,9 +34,16 @@ struct Sum {
 };
 #endif
 
-#define HW_OPERATOR(Name, op)                                                         \
-  struct Name {                                                                       \
-    HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) { return a op b; } \
+// Ints wrap around, which those with a sign do not by the rules of C++.
+#define HW_OPERATOR(Name, op)                                                                  \
+  struct Name {                                                                                \
+    HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) {                           \
+      if constexpr (requires { a % b; }) {                                                     \
+        return static_cast<decltype(a)>(static_cast<uint64_t>(a) op static_cast<uint64_t>(b)); \
+      } else {                                                                                 \
+        return a op b;                                                                         \
+      }                                                                                        \
+    }                                                                                          \
   };
 HW_OPERATOR(Add, +)
 HW_OPERATOR(Multiply, *)

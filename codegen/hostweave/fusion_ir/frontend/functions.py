@@ -92,6 +92,9 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 def astype(x: Tensor, dtype: DType) -> Tensor:
     """x cast to another dtype, with PyTorch's rounding: to nearest, ties to even; floats to ints towards zero.
 
+    Ints wrap around: an int dtype takes the low bits of another int, and of a float the low bits of its i64, on all targets, so that -1.0
+    is 4294967295 in u32. Floats that neither i64 nor u64 has, and NaN, become -2^63 in i64, 2^63 in u64, and 0 in smaller dtypes.
+
     Values too large for f16, bf16 and f8e5m2 become infinite, in f8e4m3 448. Raises ProgramError for what is not a hostweave dtype.
 
     Example: `hw.astype(x, hw.f32)`.
