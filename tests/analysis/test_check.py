@@ -135,17 +135,17 @@ RULES = {
     ),
     "memory that nothing wrote": (
         "%b = allocate f32[2, N]\ncopy %b -> %y",
-        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "text:3: rank 0, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
         "write them first, or drop the read",
     ),
     "memory that the iteration before wrote": (
         "for %i in 0..2 {\n%b = allocate f32[2, N]\nif %i == 0 {\ncopy %x -> %b\n}\ncopy %b -> %y\n}",
-        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "text:7: rank 0, the caller's stream, %i = 1: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
         "write them first, or drop the read",
     ),
     "an output written in part": (
         "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
-        "@t: rank 0: nothing writes bytes 8 to 16 of the output %y: write all of every output",
+        "@t: rank 0: nothing writes bytes 16 to 32 of the output %y: write all of every output",
     ),
     # --- what meets
     "a send alone": (
@@ -158,12 +158,12 @@ RULES = {
     ),
     "counts of a send and its recv": (
         f"%x_0 = select %x[0: 0]\ngroup {{\nsend %x_0 to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 2 f32, and it meets a recv of 4 f32, "
+        "text:4: rank 0, the caller's stream: send %x_0 to 1 - rank.x on x: sends 4 f32, and it meets a recv of 8 f32, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "dtypes of a send and its recv": (
         f"%b = allocate i32[2, N]\nfill %b with 1.0\ngroup {{\nsend %b to {OTHER}\nrecv %y from {OTHER}\n}}",
-        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 4 i32, and it meets a recv of 4 f32, "
+        "text:5: rank 0, the caller's stream: send %b to 1 - rank.x on x: sends 8 i32, and it meets a recv of 8 f32, "
         "rank 1, the caller's stream: recv %y from 1 - rank.x on x: make them equal",
     ),
     "reductions of one collective": (
@@ -211,7 +211,7 @@ RULES = {
     ),
     "a result that only the root has": (
         "%b = allocate f32[2, N]\nreduce sum %x -> %b to 0 on x\ncopy %b -> %y",
-        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 16 of %b: "
+        "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
         "write them first, or drop the read",
     ),
     # --- what can run

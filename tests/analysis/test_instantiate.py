@@ -133,7 +133,7 @@ def test_sizes_where_a_sum_must_divide() -> None:
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
-    assert list(sizes_to_check(program)) == [{"M": 3}, {"M": 5}]
+    assert list(sizes_to_check(program)) == [{"M": 9}, {"M": 11}]
 
 
 SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(N - 2)@x]) mesh(x=4) uneven(M) {

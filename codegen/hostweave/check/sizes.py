@@ -1,8 +1,8 @@
 """Small sizes at which a program is checked, such that every size is an integer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from itertools import count
-from math import gcd, lcm
+from math import gcd, lcm, prod
 
 from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
@@ -99,22 +99,58 @@ def _search(sizes: Steps, wanted: list[tuple[Size, int]], steps: int) -> dict[st
     return chosen if fit_from(0) else None
 
 
+ROOM, SHARD = 3, 2  # elements of a dim, at least, and of each shard
+MOST_ELEMENTS = 2**14  # of all buffers of a rank, up to which every dim has room; beyond it those that cost little
+LITTLE = 1.5  # times as many
+
+
 @ir.analysis
 def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     """Small sizes that ranks share evenly, ones that they do not where that may be, and larger ones where a condition is on sizes."""
     program = dedupe_functions(program)
-    least = minimal_sizes(program)
+    conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
+    deciding = {name for condition in conditions for name in _decides(condition)}
+    least = _roomy(program, deciding)
     small = (least, *_uneven(program, least))
     times: dict[str, int] = {}  # of the least size
-    for condition in filter(None, (i.condition_of_body for body in bodies(program) for i in tree.walk(body.body))):
+    for condition in conditions:
         found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
-        if deciding := [name for name, factor in found.items() if factor > 1]:
-            name = min(deciding, key=lambda name: (name not in times, found[name]))  # one of them is enough
+        if larger := [name for name, factor in found.items() if factor > 1]:
+            name = min(larger, key=lambda name: (name not in times, found[name]))  # one of them is enough
             times[name] = max(times.get(name, 1), found[name])
     if not times:
         return small
-    larger = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
-    return (*small, *filter(None, [_with_room(program, larger)]))
+    other = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
+    return (*small, *filter(None, [_with_room(program, other)]))
+
+
+def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
+    """The minimal sizes, larger where no loop counts them, so that a mistake inside of a shard shows."""
+    least = minimal_sizes(program)
+    walked = {name for count in trip_counts(program) for name in count.factors}
+    steps: Steps = {name: (0, size) for name, size in least.items()}
+    elements = _elements(program, least)
+    for name, size in least.items():
+        if name in walked or name in kept:
+            continue
+        larger = steps | {name: (size, size * max(SHARD if size > 2 else 1, -(-ROOM // size)))}
+        more = _elements(program, {name: at for name, (_, at) in larger.items()})
+        if more <= max(MOST_ELEMENTS, LITTLE * elements):
+            steps, elements = larger, more
+    return _with_room(program, steps) or least
+
+
+def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
+    """Elements of all buffers of a rank; of sizes that do not divide about as many."""
+    known = RankSizes(sizes, program.mesh)
+    return sum(prod(_about(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
+
+
+def _about(size: Size, sizes: RankSizes) -> float:
+    try:
+        return size.bind(sizes)
+    except ValueError:
+        return (size * size.divisor).bind(sizes) / size.divisor
 
 
 def _decides(condition: Expr) -> list[str]:

@@ -44,7 +44,7 @@ class Dual(Real):
         carries = (c != 0) | (c_ != 0)
         (x, y), (z, w) = self._exponential(), Dual(*other.parts)._exponential()
         exponential = (np.where(carries, part, field.ZERO) for part in (x * z % P, (x * w + y * z) % P))
-        return Dual(shadow + shadow_, (a + a_) % P, (b + b_) % P, *exponential)
+        return Dual(shadow + shadow_, field.sum_of(a, a_), field.sum_of(b, b_), *exponential)
 
     def negated(self) -> Real:
         shadow, a, b, c, d = self.parts
@@ -78,7 +78,7 @@ class Dual(Real):
 
     def moduli(self, function: Callable[..., Part]) -> Real:
         shadow, a, b, *_ = self.parts
-        return Dual.plain(function(shadow), function(a) % P, function(b) % P)
+        return Dual.plain(function(shadow), field.reduced(function(a)), field.reduced(function(b)))
 
     def exp(self) -> Real:
         shadow = np.exp(np.minimum(self.value, 80))

@@ -19,6 +19,7 @@ _SUMMED = 2**12
 _HALF = np.uint64(13)  # bits of an element
 _LOW = np.uint64(2**13 - 1)
 _SMALL = 2**14  # products, up to which the loops of NumPy are faster than BLAS
+_MANY = 4096
 _EXPONENTS = 1200  # of f64, on both sides of 1
 
 
@@ -39,6 +40,22 @@ def of_integers(x: NDArray[Any]) -> Elements:
     if x.dtype == np.uint64:
         return x % P
     return (x.astype(np.int64) % PRIME).astype(np.uint64)
+
+
+def reduced(x: Any) -> Elements:
+    """A number of 64 bits as an element. Of many a division and a product take less time than a remainder."""
+    elements: Elements = x - x // P * P if x.size > _MANY else x % P
+    return elements
+
+
+def sum_of(x: Elements, y: Elements) -> Elements:
+    total = x + y
+    smaller: Elements = np.minimum(total, total - P)  # below 0 it wraps around
+    return smaller
+
+
+def product_of(x: Elements, y: Elements) -> Elements:
+    return reduced(x * y)
 
 
 def negative(x: Elements) -> Elements:
@@ -79,8 +96,7 @@ def hashed(word: str, *parts: Elements) -> Elements:
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))
-    result: Elements = h % P
-    return result
+    return reduced(h)
 
 
 @cache

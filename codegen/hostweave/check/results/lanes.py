@@ -235,13 +235,13 @@ class Real(Lanes):
     # --- arithmetic: `self` and `other` of one kind and number of dims ---
 
     def added(self, other: Real) -> Real:
-        return Real(self.value + other.value, (self.element + other.element) % P)
+        return Real(self.value + other.value, field.sum_of(self.element, other.element))
 
     def negated(self) -> Real:
         return Real(-self.value, field.negative(self.element))
 
     def times(self, other: Real) -> Real:
-        return Real(self.value * other.value, self.element * other.element % P)
+        return Real(self.value * other.value, field.product_of(self.element, other.element))
 
     def inverse(self) -> Real:
         return Real(1 / self.value, field.inverse(self.element))
@@ -254,7 +254,7 @@ class Real(Lanes):
 
     def moduli(self, function: Callable[..., Part]) -> Real:
         """A sum of elements, over all parts."""
-        return Real(function(self.value), function(self.element) % P)
+        return Real(function(self.value), field.reduced(function(self.element)))
 
     def exp(self) -> Real:
         shadow = np.exp(np.minimum(self.value, 80))

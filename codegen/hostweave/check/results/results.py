@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
 from typing import NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.match_collectives import Meeting, meetings
@@ -26,8 +27,8 @@ from hostweave.host_ir.expr import Const
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import block_of, global_shape, holds
 
-SEEDS = 3
-ENOUGH = 5 * 10**4  # elements of a program, from which on one seed does
+SEEDS, MOST_SEEDS = 3, 12
+FEW, MANY = 2 * 10**4, 5 * 10**4  # elements of all seeds, and of a program, from which on fewer seeds do
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,17 @@ class Difference:
         return f"rank {self.rank}: the output {element} is not what the fusion computes ({values}), at {sizes}"
 
 
+def _seeds(elements: float) -> int:
+    """One for a large program, several for others: a comparison is seen to be wrong where a number lies in between."""
+    return 1 if elements > MANY else max(SEEDS, min(MOST_SEEDS, int(FEW / max(elements, 1))))
+
+
 class Wanted:
     """What a fusion gives at some sizes for random inputs."""
 
     def __init__(self, fusion: Fusion, sizes: Sizes, functions: Functions = HASHED, seeds: int = 0):
         self.fusion, self.sizes, self.functions = fusion, sizes, functions
-        self.seeds = seeds or (SEEDS if work(fusion, sizes) < ENOUGH else 1)
+        self.seeds = seeds or _seeds(work(fusion, sizes))
 
     @cached_property
     def inputs(self) -> dict[str, Lanes]:
@@ -79,8 +85,37 @@ def difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran
     return _difference(wanted.of(JOINED), instances, met, ran)
 
 
-@np.errstate(all="ignore")
 def _difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None) -> Difference | None:
+    for output in computed_outputs(wanted, instances, met, ran):
+        wrong = output.got.differs(output.want)
+        if wrong.any():
+            return output.difference(wanted, [int(i) for i in np.argwhere(wrong)[0]])
+    return None
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a rank has of an output, and what it is to have."""
+
+    name: str
+    rank: int
+    got: Lanes
+    want: Lanes
+    places: NDArray[np.intp]  # of its elements in the global output
+    shape: tuple[int, ...]  # of that
+
+    def difference(self, wanted: Wanted, at: Sequence[int]) -> Difference:
+        """The difference of an element, given by its lane and index."""
+        seed, *index = at
+        values = (float(x.value[min(seed, x.lanes - 1)][tuple(index)]) for x in (self.got, self.want))
+        place = np.unravel_index(self.places[tuple(index)], self.shape) if self.shape else ()
+        return Difference(self.name, self.rank, tuple(map(int, place)), dict(wanted.sizes), wanted.seeds, *values)
+
+
+def computed_outputs(
+    wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None = None
+) -> Iterator[Output]:
+    """Runs a host program on all ranks, and gives what each has of each output."""
     program, mesh = instances.program, instances.program.mesh
     ranks = Ranks(instances, met, wanted.seeds, wanted.functions)
     for parameter in program.inputs:
@@ -92,20 +127,13 @@ def _difference(wanted: Wanted, instances: Instances, met: Sequence[Meeting], ra
     if ran is not None:
         ran |= ranks.ran
     for output, want in zip(program.outputs, wanted.outputs, strict=True):
+        numbers = np.arange(want.size).reshape(want.shape)
         for rank in range(mesh.size):
-            if not holds(output.type, mesh, rank):
-                continue
-            place = block_of(output.type, mesh, rank, want.shape)
-            block = want[place]
-            got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of the dims
-            wrong = got.differs(block)
-            if wrong.any():
-                seed, *at = (int(i) for i in np.argwhere(wrong)[0])
-                numbers = np.arange(want.size).reshape(want.shape)[place]
-                index = tuple(int(i) for i in np.unravel_index(numbers[tuple(at)], want.shape)) if want.shape else ()
-                values = (x.value[min(seed, x.lanes - 1)][tuple(at)] for x in (got, block))
-                return Difference(output.name, rank, index, dict(wanted.sizes), wanted.seeds, *map(float, values))
-    return None
+            if holds(output.type, mesh, rank):
+                block = want[block_of(output.type, mesh, rank, want.shape)]
+                got = ranks.whole(rank, output.memory or output.name).reshape(block.shape)  # donated memory may have another order of dims
+                places = np.asarray(numbers[block_of(output.type, mesh, rank, want.shape)])
+                yield Output(output.name, rank, got, block, places, want.shape)
 
 
 # --- a program at several sizes ---------------------------------------------------------------------------------------
@@ -129,8 +157,9 @@ class Results:
             at = "".join(f", {name}={size}" for name, size in sizes.items())
             self.left_out.append(f"the results{at}: {elements:.1e} elements are more than {self.most:.1e}")
             return
-        wanted = Wanted(self.fusion, sizes)
-        if found := difference(wanted, instances, met, self.ran):
+        with np.errstate(all="ignore"):
+            found = difference(Wanted(self.fusion, sizes), instances, met, self.ran)
+        if found:
             self.fail(found)
 
     def fail(self, found: Difference) -> NoReturn:

@@ -1,0 +1,212 @@
+"""Facts of the op table that passes rely on, tested directly over a finite field: which ops are linear, how ranks may share dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from op_examples import EXAMPLES
+
+import hostweave as hw
+from hostweave.check.results.arithmetic import HASHED, JOINED, dtype_in_lanes, function_of, run_fusion
+from hostweave.check.results.field import PRIME
+from hostweave.check.results.inputs import random_inputs
+from hostweave.check.results.lanes import Functions, Lanes, Real, apply
+from hostweave.check.results.ranks import REDUCTIONS
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS, index_map, operand_types
+from hostweave.fusion_ir.ops.definition import bound_attributes
+from hostweave.fusion_ir.ops.reductions import as_term
+
+SIZES = {"M": 4, "N": 6, "H": 4, "G": 2, "S": 4, "T": 6}
+SEEDS = 3
+RANKS = 2  # that share a dim
+
+
+def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:
+    return hw.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
+OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # of floats, and of some dims alone
+    "astype": lambda x: hw.astype(x, hw.f32),
+    "pad": lambda x: hw.pad(x, (1, 2), value=7),
+}
+FUSIONS: dict[str, Fusion] = {
+    kind: hw.fusion(mesh=hw.Mesh(x=RANKS), x=hw.f64["M", "N"])(lambda x, function=function: function(x))
+    for kind, function in ({kind: function for kind, (function, _) in EXAMPLES.items()} | OTHERS).items()
+}
+FUSIONS["attention"] = hw.fusion(mesh=hw.Mesh(x=RANKS), **HEADS)(attention)
+
+
+def gradients() -> str:
+    """Of queries, keys, values and a bias, with the log-sum-exps that they take."""
+    masked, rows, given = "scale=0.5, bias=true", "f32[2, H, S, 8]", "%q, %k, %v, %o, %g, %lse, %bias"
+    return f"""fusion @g(%q: {rows}, %k: f32[2, H, T, 8], %v: f32[2, H, T, 8], %g: {rows}, %bias: f32[H, S, T]) mesh(x=2) {{
+  %o: {rows} = attention(%q, %k, %v, %bias, {masked})
+  %lse: f32[2, H, S] = attention_lse(%q, %k, %bias, {masked})
+  %dq: {rows} = attention_query_gradient({given}, {masked})
+  %dk: f32[2, H, T, 8] = attention_key_gradient({given}, {masked})
+  %dv: f32[2, H, T, 8] = attention_value_gradient({given}, {masked})
+  %db: f32[H, S, T] = attention_bias_gradient({given}, {masked})
+  return %dq, %dk, %dv, %db
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with the values that it takes, in two independent sets."""
+
+    op: Op
+    fusion: Fusion
+    operands: tuple[list[Any], list[Any]]
+    functions: Functions
+
+    def run(self, operands: Sequence[Any], shape: tuple[int, ...] | None = None, op: Op | None = None) -> Lanes:
+        op = op or self.op
+        whole = tuple(size.bind(SIZES) for size in op.result.type.shape)
+        stated = OPS[op.kind].stated_type(lambda: shape or whole, dtype_in_lanes(op.result.type.dtype))
+        result: Lanes = apply(partial(function_of(op), self.functions, **bound_attributes(op, SIZES), **stated), *operands)
+        return result
+
+
+def cases(fusion: Fusion, functions: Functions) -> list[Case]:
+    names = (*(v.name for v in fusion.inputs), *(op.result.name for op in fusion.ops))
+    every = replace(fusion, outputs=names, donated=())
+    given = random_inputs(fusion, SIZES, SEEDS, functions, {})
+    others = {name: x if not isinstance(x, Real) else other(x) for name, x in given.items()}
+    with np.errstate(all="ignore"):
+        values = [dict(zip(names, run_fusion(every, inputs, SIZES, functions), strict=True)) for inputs in (given, others)]
+    return [
+        Case(op, fusion, tuple([of[o] if isinstance(o, str) else o for o in op.operands] for of in values), functions)  # type: ignore[arg-type]
+        for op in fusion.ops
+        if not op.callee
+    ]
+
+
+def other(x: Real) -> Real:
+    random = np.random.default_rng(x.size)
+    return type(x).exactly(random.standard_normal(x.value.shape), random.integers(1, PRIME, x.value.shape, np.uint64))
+
+
+def of_kind(kind: str, functions: Functions = HASHED) -> Case:
+    return next(case for case in cases(FUSIONS[kind], functions) if case.op.kind == kind)
+
+
+def same(x: Lanes, y: Lanes) -> bool:
+    return x.shape == y.shape and not x.differs(y).any()
+
+
+# --- linear -----------------------------------------------------------------------------------------------------------
+
+LINEAR = [kind for kind, op in OPS.items() if op.linear]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LINEAR if kind in FUSIONS])
+def test_linear(kind: str) -> None:
+    case = of_kind(kind)
+    if isinstance(case.operands[0][0], Real) or not isinstance(case.operands[0][0], Lanes):
+        expect_linear(case, OPS[kind].linear)
+
+
+def expect_linear(case: Case, fact: str) -> None:
+    add, (xs, ys) = case.functions.add, case.operands
+    shape = next(x.value.shape for x in xs if isinstance(x, Lanes))
+    zero = np.zeros(shape)
+    xs, ys = ([x if isinstance(x, Lanes) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
+    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # of one value twice no two operands are the same
+    with np.errstate(all="ignore"):
+        if fact == "first":
+            assert same(case.run([add(xs[0], ys[0]), *xs[1:]]), add(case.run(xs), case.run([ys[0], *xs[1:]])))
+        elif fact == "factors":
+            for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
+                one, two, both = ([*xs[:i], each, *xs[i + 1 :]] for each in (x, y, add(x, y)))
+                assert same(case.run(both), add(case.run(one), case.run(two)))
+        else:
+            assert same(case.run([add(x, y) for x, y in zip(xs, ys, strict=True)]), add(case.run(xs), case.run(ys)))
+
+
+@pytest.mark.parametrize("kind", ["maximum", "abs", "reciprocal", "exp", "pad", "relu"])
+def test_what_is_not_linear_is_seen(kind: str) -> None:
+    with pytest.raises(AssertionError):
+        expect_linear(of_kind(kind), "first")
+
+
+# --- dims that ranks share --------------------------------------------------------------------------------------------
+
+
+def expect_shared(case: Case) -> int:
+    """Each label of the op's indices: blocks of the operands give the block of the result, or terms of it. Returns how many there are."""
+    types = operand_types(case.op, {name: value.type for name, value in case.fusion.values().items()})
+    indices, definition, tried = index_map(case.op, types), OPS[case.op.kind], 0
+    for label in dict.fromkeys(label for labels in indices.operands for label in labels if label):
+        if label in dict(indices.blocks) or not (label in indices.result or definition.partial):
+            continue
+        blocks = [
+            [halved(operand, labels, label, rank) for operand, labels in zip(case.operands[0], indices.operands, strict=True)]
+            for rank in range(RANKS)
+        ]
+        if any(part is None for block in blocks for part in block):
+            continue  # of an odd size
+        whole = case.run(case.operands[0])
+        if label in indices.result:
+            dim = indices.result.index(label)
+            shape = (*whole.shape[:dim], whole.shape[dim] // RANKS, *whole.shape[dim + 1 :])
+            joined = case.functions.concatenate([case.run(block, shape) for block in blocks], dim)
+        else:
+            term = as_term(case.op, types[0])
+            joined = combine(case.functions, definition.partial)(*(case.run(block, op=term) for block in blocks))
+        assert same(joined, whole), f"{case.op.kind}: {label}"
+        tried += 1
+    return tried
+
+
+def combine(functions: Functions, reduction: str) -> Callable[..., Lanes]:
+    result: Callable[..., Lanes] = getattr(functions, REDUCTIONS[reduction])
+    return result
+
+
+def halved(operand: Any, labels: Sequence[str | None], label: str, rank: int) -> Any:
+    """The block of a rank; None where there is none."""
+    for dim, own in enumerate(labels):
+        if own == label:
+            size = operand.shape[dim]
+            if size % RANKS:
+                return None
+            operand = operand[(slice(None),) * dim + (slice(size // RANKS * rank, size // RANKS * (rank + 1)),)]
+    return operand
+
+
+@pytest.mark.parametrize("kind", FUSIONS)
+def test_shared(kind: str) -> None:
+    with np.errstate(all="ignore"):
+        for case in cases(FUSIONS[kind], HASHED):
+            expect_shared(case)
+
+
+def test_gradients_of_attention_are_shared() -> None:
+    with np.errstate(all="ignore"):
+        tried = {case.op.kind: expect_shared(case) for case in cases(Fusion.parse(gradients()), JOINED)}
+    assert min(tried.values()) >= 2
+
+
+def test_most_ops_are_shared() -> None:
+    with np.errstate(all="ignore"):
+        tried = {case.op.kind for kind in FUSIONS for case in cases(FUSIONS[kind], HASHED) if expect_shared(case)}
+    lacking = set(OPS) - tried
+    assert lacking <= {"call", "kernel", "output", "iota", "fill", "philox", "reverse_second", "renumber", "start"} | {
+        kind for kind, op in OPS.items() if op.is_reshard_step
+    } | {kind for kind in OPS if kind.startswith("attention_")}, lacking
+
+
+def test_a_wrong_fact_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, wrong in (("max", "sum"), ("sum", "max"), ("prod", "sum"), ("matmul", "max")):
+        with monkeypatch.context() as patched:
+            patched.setitem(OPS, kind, replace(OPS[kind], partial=wrong))
+            with pytest.raises(AssertionError), np.errstate(all="ignore"):
+                expect_shared(of_kind(kind))

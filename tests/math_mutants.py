@@ -1,0 +1,353 @@
+"""Host programs whose math is wrong in one place: another shard, slice, order, reduction, scale, operand, addend, epilogue or condition.
+
+`mutants(host)` gives what is wrong and the program; `judge` says whether the check of results sees it, and whether f64 does.
+`python tests/math_mutants.py 5000` judges so many over all programs, and prints the table of docs/check.md.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise, permutations, zip_longest
+from typing import Any
+
+import numpy as np
+
+from hostweave.base.errors import HostweaveError
+from hostweave.check.check import check
+from hostweave.check.match_collectives import meetings
+from hostweave.check.results.lanes import Real
+from hostweave.check.results.results import Wanted, computed_outputs, difference
+from hostweave.check.simulate import instantiate
+from hostweave.check.sizes import minimal_sizes, sizes_to_check
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import AXES
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import bodies, joined
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank
+from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.verify import verify_host
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.tensor import BufferType
+
+Mutant = tuple[str, str, HostProgram]  # its kind, where it is, and the program
+
+OTHER_REDUCTION = {"sum": "max", "max": "sum", "min": "max", "prod": "sum", "avg": "sum", "and": "or", "or": "and", "xor": "or"}
+OTHER_OP = {
+    **{"add": "subtract", "subtract": "add", "multiply": "add", "divide": "multiply", "maximum": "minimum", "minimum": "maximum"},
+    **{"sum": "max", "max": "sum", "mean": "max", "min": "max", "exp": "negative", "relu": "abs", "greater": "less", "less": "less_equal"},
+    **{"tanh": "sin", "sigmoid": "tanh", "rsqrt": "sqrt", "silu": "relu", "gelu": "relu", "negative": "abs", "cumsum": "negative"},
+    **{"reduce_and": "reduce_or", "reduce_or": "reduce_and", "reduce_xor": "reduce_or", "sin": "cos", "cos": "sin"},
+}
+
+
+# --- of one instruction -----------------------------------------------------------------------------------------------
+
+
+def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    """Another chunk, shard or slice: the index is one more, in the range of the chunks."""
+    if isinstance(i, ir.Chunk):
+        yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
+    if isinstance(i, ir.Select):
+        yield "another index", replace(i, index=_nudged(i.index))
+    if isinstance(i, ir.Slice):
+        yield "another offset", replace(i, start=_nudged(i.start))
+    if isinstance(i, ir.Strided):
+        yield "another step", replace(i, step=i.step + 1)
+    if isinstance(i, ir.Choose):
+        yield "another buffer of a choice", replace(i, src=i.other, other=i.src)
+
+
+def _count(i: ir.Chunk) -> Expr:
+    from hostweave.host_ir.expr import Symbol
+
+    return Const(int(i.count)) if i.count.is_int else Symbol(i.count)
+
+
+def _nudged(expr: Expr) -> Expr:
+    return Const(expr.value - 1 if expr.value else 1) if isinstance(expr, Const) else Binary("+", expr, Const(1))
+
+
+def _other_order(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Permute):
+        for order in permutations(range(len(i.order))):
+            if order != i.order:
+                yield "another permutation", replace(i, order=order)
+    if isinstance(i, ir.CollectivePermute):
+        yield "another source", replace(i, sources=(*i.sources[1:], i.sources[0]))
+    if isinstance(i, ir.Pack):
+        yield "another order of blocks", (ir.Pack if isinstance(i, ir.Unpack) else ir.Unpack)(i.src, i.dst, i.cuts)
+
+
+def _other_reduction(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Reduction) and not isinstance(i, ir.Barrier):
+        yield "another reduction", replace(i, op=OTHER_REDUCTION[i.op])  # type: ignore[call-arg]
+
+
+def _other_product(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Matmul):
+        yield "another scale", replace(i, scale=i.scale * 1.5)
+        yield "another order of operands", replace(i, a=i.b, b=i.a)
+        if i.accumulate:
+            yield "a missing addend", replace(i, accumulate=())
+        if i.bias:
+            yield "a missing addend", replace(i, bias=())
+        for activation in {"", "relu", "gelu_tanh"} - {i.activation}:
+            yield "another epilogue", replace(i, activation=activation)
+
+
+def _other_attention(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Attention | ir.AttentionBackward):
+        yield "another scale", replace(i, scale=i.scale * 1.5)
+        yield "another order of operands", replace(i, q=i.k, k=i.q)
+        if i.diagonal is not None:
+            yield "another mask", replace(i, diagonal=Binary("+", i.diagonal, Const(1)))
+            yield "another mask", replace(i, diagonal=None, window=None)
+        if i.window:
+            yield "another mask", replace(i, window=i.window + 1)
+        if i.lengths or i.bias:
+            yield "another mask", replace(i, lengths=(), corner="") if i.lengths else replace(i, bias=())
+
+
+def _other_value(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.Fill):
+        yield "another constant", replace(i, value=i.value + 1)
+
+
+def _other_condition(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
+    if isinstance(i, ir.If):
+        yield "another condition", replace(i, condition=Binary("==", i.condition, Const(0)))
+    for expr in tree.expressions(i):
+        if any(isinstance(leaf, Coordinate | Rank) for leaf in _leaves(expr)):
+            yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _other_rank(e) if e is expr else e)
+
+
+def _leaves(expr: Expr) -> Sequence[Expr]:
+    from hostweave.host_ir.expr import leaves
+
+    return leaves(expr)
+
+
+def _other_rank(expr: Expr) -> Expr:
+    if isinstance(expr, Binary):
+        return Binary(expr.op, _other_rank(expr.left), _other_rank(expr.right))
+    return Binary("+", expr, Const(1)) if isinstance(expr, Coordinate | Rank) else expr
+
+
+RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_attention, _other_value, _other_condition)
+
+
+def of_instructions(host: HostProgram) -> Iterator[Mutant]:
+    """One instruction is another one, reads another buffer, or is left out."""
+    parts = bodies(host)
+    for at, part in enumerate(parts):
+        types = ir.buffer_types(part)
+        walked = list(tree.walk(part.body))
+
+        def edited(edits: tree.Edits, at: int = at, part: HostProgram = part) -> HostProgram:
+            body = tree.edited(part.body, edits)
+            return joined([*parts[:at], replace(part, body=body), *parts[at + 1 :]])
+
+        for number, i in enumerate(walked):
+            where = f"{part.name} {number}: {i.lines()[0].strip()}"
+            for rule in RULES:
+                for kind, other in rule(i):
+                    yield kind, where, lambda n=number, o=other, e=edited: e({n: o})  # type: ignore[misc]
+            for kind, other in _other_operands(i, types):
+                yield kind, where, lambda n=number, o=other, e=edited: e({n: o})  # type: ignore[misc]
+            if i.work and not tree.bodies(i):
+                yield "a missing instruction", where, lambda n=number, e=edited: e({n: ()})  # type: ignore[misc]
+        yield from _swapped(walked, types, part.name, edited)
+
+
+def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterator[tuple[str, tree.Instruction]]:
+    """Two operands of one type change places, or another buffer of their type takes the place of one: a stale one."""
+    reads = [name for name in tree.names(i, "read") if name in types]
+    if tree.bodies(i) or not (i.work or isinstance(i, ir.Communication | ir.Call)):
+        return
+    for one, other in pairwise(reads):
+        if one != other and types[one] == types[other]:
+            yield "another order of operands", tree.with_names(i, {one: other, other: one}, "read")
+    for name in dict.fromkeys(reads):
+        alike = [other for other, type in types.items() if type == types[name] and other != name]
+        for other in alike[:2]:
+            yield "a stale buffer", tree.with_names(i, {name: other}, "read")
+
+
+def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
+    """Two instructions of a kind, such as the calls of two layers, read each other's operands."""
+    by_kind: dict[object, list[int]] = defaultdict(list)
+    for number, i in enumerate(walked):
+        if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):
+            by_kind[type(i), tree.names(i, "launch", "call")].append(number)
+    for numbers in by_kind.values():
+        for one, other in pairwise(numbers):
+            a, b = walked[one], walked[other]
+            for left, right in zip_longest(tree.names(a, "read"), tree.names(b, "read")):
+                if left != right and left in types and types.get(right) == types[left]:
+                    edits = {one: tree.with_names(a, {left: right}, "read"), other: tree.with_names(b, {right: left}, "read")}
+                    yield "swapped weights of two layers", f"{name} {one}, {other}: %{left}, %{right}", lambda e=edits: edited(e)
+
+
+# --- of one op of a kernel --------------------------------------------------------------------------------------------
+
+
+def of_kernels(host: HostProgram) -> Iterator[Any]:
+    for at, kernel in enumerate(host.kernels):
+        for number, op in enumerate(kernel.ops):
+            for kind, other in _other_ops(op):
+                ops = (*kernel.ops[:number], other, *kernel.ops[number + 1 :])
+                kernels = (*host.kernels[:at], replace(kernel, ops=ops), *host.kernels[at + 1 :])
+                yield kind, f"{kernel.name} {number}: {op}", lambda kernels=kernels: replace(host, kernels=kernels)
+
+
+def _other_ops(op: Op) -> Iterator[tuple[str, Op]]:
+    if op.kind in OTHER_OP and (OPS[op.kind].combine is None or OPS[OTHER_OP[op.kind]].combine is not None):
+        named = tuple((name, value) for name, value in op.attributes if name in {a.name for a in OPS[OTHER_OP[op.kind]].attributes})
+        yield "another op", replace(op, kind=OTHER_OP[op.kind], attributes=named)
+    if len(op.operands) == 2 and op.operands[0] != op.operands[1] and OPS[op.kind].cpp:
+        yield "another order of operands", replace(op, operands=op.operands[::-1])
+    if op.kind in ("add", "subtract") and len(op.tensors) == 2:
+        yield "a missing addend", replace(op, operands=(op.operands[0], 0))
+    for place, operand in enumerate(op.operands):
+        if not isinstance(operand, str) and not isinstance(operand, bool):
+            other = operand + 1 if isinstance(operand, int) else operand * 1.25 + 0.25
+            yield "another constant", replace(op, operands=(*op.operands[:place], other, *op.operands[place + 1 :]))
+    if OPS[op.kind].combine and len(op[AXES]) > 1:
+        yield "another reduction", op.with_attribute(AXES, op[AXES][1:])
+    if len(op.operands) == 3 and op.kind == "where":
+        yield "another order of operands", replace(op, operands=(op.operands[0], op.operands[2], op.operands[1]))
+
+
+def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]]]:
+    """What is wrong, where, and the program."""
+    return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
+
+
+# --- what the check sees ----------------------------------------------------------------------------------------------
+
+CAUGHT, REFUSED, SAME, MISSED = "caught", "refused", "the same in f64", "missed"
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A fusion with its host program, and what it gives at the sizes of the check, and at other ones."""
+
+    name: str
+    fusion: Fusion
+    options: Options = field(default_factory=Options)
+
+    @cached_property
+    def host(self) -> HostProgram:
+        return lower(self.fusion, self.options)
+
+    @cached_property
+    def wanted(self) -> list[Wanted]:
+        return [Wanted(self.fusion, sizes) for sizes in sizes_to_check(self.host)]
+
+    @cached_property
+    def elsewhere(self) -> list[Wanted]:
+        """At larger sizes, with more seeds: where only f64 looks."""
+        larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()}
+        return [*self.wanted, Wanted(self.fusion, larger, seeds=5)]
+
+    def judge(self, made: Callable[[], HostProgram]) -> str:
+        """Whether the check catches a mutant; refused by the verifier or the proof of order, it is no program."""
+        try:
+            mutant = made()
+            verify_host(mutant)
+            if any(self.differs(mutant, wanted) for wanted in self.wanted):
+                return CAUGHT
+            changed = any(_differs_in_f64(mutant, wanted) for wanted in self.elsewhere)
+            if changed:
+                check(mutant)
+            return MISSED if changed else SAME
+        except (HostweaveError, KeyError, ValueError, TypeError, IndexError):
+            return REFUSED
+
+    def differs(self, mutant: HostProgram, wanted: Wanted) -> bool:
+        instances = instantiate(mutant, wanted.sizes)
+        with np.errstate(all="ignore"):
+            return difference(wanted, instances, meetings(instances)) is not None
+
+
+def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
+    instances = instantiate(mutant, wanted.sizes)
+    with np.errstate(all="ignore"):
+        for output in computed_outputs(wanted, instances, meetings(instances)):
+            got, want = output.got.value, output.want.value
+            if not isinstance(output.got, Real):
+                if (got != want).any():
+                    return True
+                continue
+            far = np.abs(got - want) > TOLERANCE * (1 + np.abs(want))
+            if (far | (np.isnan(got) != np.isnan(want))).any():
+                return True
+    return False
+
+
+def subjects(ranks: int) -> Iterator[Subject]:
+    """The programs of examples/ and tests/."""
+    import example_programs as examples
+    import larger_programs
+    import random_fusions
+    from attention_cases import keys_in_a_loop
+
+    import hostweave as hw
+    from hostweave.base.paths import EXAMPLES
+    from hostweave.cli.programs import load_file, programs_in
+
+    found: dict[str, Any] = {**examples.all_fusions(ranks, 3), **examples.more_fusions(ranks), **examples.one_sided_fusions(ranks)}
+    found |= {**examples.exchange_fusions(ranks), **examples.pipelines(ranks)}
+    found |= {make.__name__: make(ranks, hw.f32) for make in larger_programs.PROGRAMS}
+    found |= {f"keys_in_a_loop_{by}": keys_in_a_loop(3, by, hw.bf16) for by in ("p2p", "ring")}
+    for file in ("transformer.py",):
+        found |= {f"{file} {name}": program for name, program in programs_in(load_file(EXAMPLES / file)).items()}
+    for name, program in found.items():
+        if isinstance(program, Fusion):
+            yield Subject(name, program)
+    for seed in range(200):
+        try:
+            subject = Subject(
+                f"random {seed}", random_fusions.Generator(seed).fusion(), Options(transport="auto" if seed % 5 else "one_sided")
+            )
+            subject.host.code  # noqa: B018  may be refused
+        except HostweaveError:
+            continue
+        yield subject
+
+
+def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
+    """The kind, the place and the verdict of so many mutants, evenly over programs, kinds at random."""
+    chosen = random.Random(seed)
+    each = -(-count // len(of))
+    for subject in of:
+        by_kind: dict[str, list[Any]] = defaultdict(list)
+        for kind, where, made in mutants(subject.host):
+            by_kind[kind].append((where, made))
+        for kind, several in by_kind.items():
+            for where, made in chosen.sample(several, min(len(several), -(-each // len(by_kind)))):
+                yield kind, f"{subject.name}: {where}", subject.judge(made)
+
+
+def main() -> None:
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    programs = [subject for ranks in (4, 3) for subject in subjects(ranks)]
+    for kind, where, verdict in judged(int(sys.argv[1]), programs):
+        table[kind][verdict] += 1
+        if verdict == MISSED:
+            print(f"missed: {kind}: {where}", flush=True)
+    print(f"| mutants of {len(programs)} programs | in all | caught | the same in f64 | refused | missed |\n|---|---|---|---|---|---|")
+    for kind, verdicts in [*sorted(table.items()), ("in all", sum(table.values(), Counter()))]:
+        print(f"| {kind} | {verdicts.total()} | " + " | ".join(str(verdicts[v]) for v in (CAUGHT, SAME, REFUSED, MISSED)) + " |")
+
+
+if __name__ == "__main__":
+    main()
