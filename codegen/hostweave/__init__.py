@@ -1,10 +1,13 @@
 """Hostweave compiles multi-device tensor programs into C++ host programs. See README.md."""
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
 from hostweave.base.errors import UnknownAttribute, nearest
+from hostweave.base.forks import importing
+from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import attention as _attention
 from hostweave.fusion_ir.frontend import composites as _composites
@@ -72,7 +75,12 @@ def __getattr__(name: str) -> Any:
     """What tracing does not need is imported when it is first used: importing hostweave stays quick."""
     if name not in _MODULE_OF:
         raise _unknown(name)
-    return getattr(import_module(_MODULE_OF[name]), name)
+    return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)
+
+
+def _imported(module: str) -> ModuleType:
+    with importing:
+        return import_module(module)
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.forks import importing, renewed
+from hostweave.base.interrupts import interruptibly
 from hostweave.base.signatures import checked
 from hostweave.check.sizes import minimal_sizes
 from hostweave.compiled import Compiled, compiled
@@ -56,7 +58,8 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 def _searched(made: Compiled) -> Compiled:
     """The program with the ways that are the fastest here, as measured now or before."""
-    from hostweave.runtime.search import search
+    with importing:
+        from hostweave.runtime.search import search
 
     options = made.options
     key = (options.figures.name, made.target.name, options.transport, str(sorted(options.sizes.items())), str(sorted(options.ways.items())))
@@ -77,7 +80,7 @@ class Program:
 
     def __init__(self, compiled: Compiled, running: Running | None = None, bound: Bound | None = None):
         self._compiled, self._made, self._bound = compiled, running, bound
-        self._making = threading.Lock()
+        self._making = renewed(threading.Lock())
 
     def __repr__(self) -> str:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""
@@ -343,11 +346,14 @@ class Program:
     @property
     def _running(self) -> Running:
         """What runs it, and those that have inputs of it bound: with NumPy and the rendezvous, which compiling does not import."""
-        from hostweave.running import Running
+        return self._made or interruptibly(self._make)
+
+    def _make(self) -> Running:
+        with importing:
+            from hostweave.running import Running
 
         with self._making:
-            if self._made is None:
-                self._made = Running(self._compiled)
+            self._made = self._made or Running(self._compiled)
             return self._made
 
     @property

@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.base.forks import importing
+from hostweave.base.interrupts import interruptibly
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.communication.schedules import reach_memory
@@ -67,20 +69,32 @@ class Compiled:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        from hostweave.emit import render
-
-        return render(self.host)
+        return interruptibly(self._render)
 
     @cached_property
     def folder(self) -> Path:
-        from hostweave.build.program import build
+        return interruptibly(self._build)
+
+    @cached_property
+    def module(self) -> ModuleType:
+        return interruptibly(self._load)
+
+    def _render(self) -> Mapping[str, str]:
+        with importing:
+            from hostweave.emit import render
+
+        return render(self.host)
+
+    def _build(self) -> Path:
+        with importing:
+            from hostweave.build.program import build
 
         libraries = partial(self.target.runtime_libraries, wanted=self.host.libraries)
         return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources)
 
-    @cached_property
-    def module(self) -> ModuleType:
-        from hostweave.build.program import load
+    def _load(self) -> ModuleType:
+        with importing:
+            from hostweave.build.program import load
 
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 

@@ -10,12 +10,15 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import interruptibly, taken
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
+from hostweave.runtime.lifetime import expect_own_devices
 from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
@@ -45,7 +48,7 @@ class Running:
         self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def bind(self, held: Bound | None, arrays: Named) -> Bound:
         """These inputs, beside those that are `held`."""
@@ -58,7 +61,7 @@ class Running:
             if self._session:
                 self._session.close()
                 self._session = None
-            for local in self._locals:
+            for local in list(self._locals):
                 local.close()
         for other in filter(None, (self.without_puts, self._without_loops, *self.in_windows.values())):
             if other is not self:
@@ -171,6 +174,7 @@ class Running:
 
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
         """The program on this process's or thread's rank of a group, for a call with these arrays."""
+        expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
         if group is None:
@@ -194,8 +198,11 @@ class Running:
             if (local := group.programs.get(self)) is None:
                 on = stream_of_call(compiled.target, stream, arrays)
                 local = LocalProgram(compiled.host, compiled.target, partial(self._module, 1), compiled.options, group, on, self._lacks)
+                with self._lock:
+                    if self._closed:
+                        local.close()
+                    self._locals.add(local)
                 group.programs[self] = local
-                self._locals.add(local)
         return local
 
     # --- on all ranks of this process ---
@@ -205,21 +212,32 @@ class Running:
 
         def run(one: Running) -> list[Call]:
             made = [one._call_of(held, *arrays) for arrays in calls]
-            session = one._ready()
-            try:
-                session.run(made, poison)
-            except ExecutionError as error:
-                name_users_lines(error, one.compiled.module)
-                raise
+
+            def run() -> None:
+                session = one._ready()
+                try:
+                    session.run(made, poison)
+                except ExecutionError as error:
+                    name_users_lines(error, one.compiled.module)
+                    raise
+
+            interruptibly(run)
             return made
 
+        expect_own_devices()
         return self._here()._or_in_sequence(run)
 
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
         """As `Program.measure` says."""
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
             raise ArgumentError(f"{self.name}: measure: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
-        return self._here()._or_in_sequence(lambda one: one._ready().measure(one._call_of(held, *given), warmups, repetitions))
+
+        def measure(one: Running) -> list[list[Timing]]:
+            made = one._call_of(held, *given)
+            return interruptibly(lambda: one._ready().measure(made, warmups, repetitions))
+
+        expect_own_devices()
+        return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
         """Itself, or without puts where the library has none."""
@@ -234,7 +252,7 @@ class Running:
         if compiled.host.windows:
             why = f"{', '.join(compiled.host.windows)}: is compiled for a window of the rank's"
             raise ArgumentError(f"{self.name}: run: {why}; call the program in a group, or leave Options(windows=...) out")
-        with self._lock:
+        with taken(self._lock):
             self._expect_open()
             if self._session is None or self._session.broken:
                 self._session = None

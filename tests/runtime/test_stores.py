@@ -236,7 +236,7 @@ def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int
 
     async def race() -> bytes | None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.create_task(server._get("key", 0.01))
+        reader = asyncio.create_task(server._get("key", 0.01, asyncio.StreamReader()))
         await asyncio.sleep(0)
 
         def set_after(more: int) -> None:

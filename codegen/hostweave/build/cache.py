@@ -23,12 +23,17 @@ from pathlib import Path
 
 from hostweave import base
 from hostweave.base.errors import BuildError
+from hostweave.base.interrupts import LOOK, expect_not_interrupted
 
 _SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
 _FOLDERS = ("", "objects", "failed")  # where entries are
 _READABLE = 50  # characters of a name in that of its entry: file names end at 255 bytes
 _IN_USE = 3600.0  # seconds after its last use for which an entry is not evicted: a build may be about to link it
+_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
 _LIMIT = "10 GB"
+
+
+_held: set[int] = set()  # files of locks
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def stamp_of(folder: Path) -> str:
     Where one was edited after this process began to import the package, and may run as it was before, the stamp is like no other.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    late = any(status.st_ctime_ns >= base.imported_at for _, status in files)
+    soon = time.time_ns() + _SKEW  # files of later times are none of edits: the clock was set back since
+    late = any(base.imported_at <= status.st_ctime_ns <= soon for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if late else "")
 
@@ -174,7 +180,7 @@ def evict() -> None:
     left, total = limit(), 0
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
-        if total > left and time.time() - entry.used > _IN_USE:
+        if total > left and abs(time.time() - entry.used) > _IN_USE:  # a later time is from before the clock was set back
             with contextlib.suppress(OSError):  # another process does the same
                 _remove(entry.path)
 
@@ -244,9 +250,10 @@ def _lock(name: str) -> Iterator[None]:
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _held.add(file)
         try:
             with contextlib.suppress(OSError):  # a file system without locks: the rename alone keeps the entry whole
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _await_lock(file)
             if not _is_at(file, path):  # whoever had it before has removed it
                 continue
             try:
@@ -256,6 +263,27 @@ def _lock(name: str) -> Iterator[None]:
             return
         finally:
             os.close(file)
+            _held.discard(file)
+
+
+def _await_lock(file: int) -> None:
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            expect_not_interrupted()
+            time.sleep(LOOK)
+
+
+def _close_locks() -> None:
+    """In a forked process: a lock is held while any process has its file open."""
+    for file in _held:
+        with contextlib.suppress(OSError):  # the parent was about to forget it
+            os.close(file)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
+from hostweave.base.interrupts import carried
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
+from hostweave.build.processes import run, within_limit
 from hostweave.build.toolchain import ENQUEUING, GLUE, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain
 
 CORES = len(os.sched_getaffinity(0))
@@ -29,7 +30,7 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
     def cubin(unit: Unit) -> Path:
         assert toolchain.kernel_compiler
         made = folder / f"{unit.name}.cubin"
-        made.write_bytes(toolchain.kernel_compiler.compile(unit, folder))
+        made.write_bytes(_compiled(toolchain.kernel_compiler, unit, folder))
         return made
 
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
@@ -38,7 +39,7 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
     units = _merged(sources, folder)
     parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
-        cubins = pool.map(cubin, parts)
+        cubins = pool.map(carried(cubin), parts)
         run_together([[*toolchain.compile(unit, _object(unit)), *options] for unit in units], folder)
         found = {part.name: made for part, made in zip(parts, cubins, strict=True)}
     if found:
@@ -82,18 +83,12 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
     Raises BuildError with the first error line where one fails.
     """
 
-    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-        try:
-            return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        except OSError as error:
-            raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; set CXX to one that can") from error
-
     with ThreadPoolExecutor(CORES) as pool:
-        results = list(pool.map(run, commands))
+        results = list(pool.map(carried(partial(run, folder=folder)), commands))
     with open(folder / "build.log", "a") as log:
-        log.writelines(f"$ {' '.join(result.args)}\n{result.stdout}" for result in results)
-    if failed := next((result for result in results if result.returncode != 0), None):
-        raise BuildError(f"the compiler failed: {_first_error(failed.stdout)}")
+        log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands, results, strict=True))
+    if failed := next((output for status, output in results if status != 0), None):
+        raise BuildError(f"the compiler failed: {_first_error(failed)}")
 
 
 def _object(file: str) -> str:
@@ -117,7 +112,7 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
     hosts = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
-        cubins = pool.submit(_cubins, folder, toolchain, compiler) if compiler else None
+        cubins = pool.submit(carried(_cubins), folder, toolchain, compiler) if compiler else None
         run_together([toolchain.compile(file, _object(file)) for file in hosts], folder)
     if cubins:
         (folder / _JIT_FILE).write_text(loader(cubins.result()))
@@ -130,13 +125,17 @@ def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dic
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)
         if not lookup(entry):
-            code = compiler.compile(unit, folder)
+            code = _compiled(compiler, unit, folder)
             get_or_make(entry, lambda made: (made / _CUBIN).write_bytes(code))
         return root() / entry / _CUBIN
 
     units = units_of((folder / _KERNELS).read_text())
     with ThreadPoolExecutor(CORES) as pool:
-        return dict(zip((unit.name for unit in units), pool.map(cubin, units), strict=True))
+        return dict(zip((unit.name for unit in units), pool.map(carried(cubin), units), strict=True))
+
+
+def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:
+    return within_limit(f"the compiler of kernels, of {unit.name},", lambda: compiler.compile(unit, folder))
 
 
 def _first_error(output: str) -> str:

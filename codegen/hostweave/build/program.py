@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 
 from hostweave.base.errors import BuildError
+from hostweave.base.forks import importing, renewed
+from hostweave.base.interrupts import carried
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
 from hostweave.build.toolchain import Library, Toolchain, require_native
@@ -29,7 +31,7 @@ Sources = Mapping[str, str]  # path -> text
 
 _HOST_IR_FILE = "host_ir.txt"
 _MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
-_dlopen_flags = threading.Lock()  # are the interpreter's, not the thread's
+_dlopen_flags = renewed(threading.Lock())  # are the interpreter's, not the thread's
 
 
 def build(
@@ -51,7 +53,7 @@ def build(
     made_with = toolchain.stamp, *(str(library.path) for library in libraries)
     entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
     with ThreadPoolExecutor(len(libraries)) as pool:
-        made = [pool.submit(library.make) for library in libraries]
+        made = [pool.submit(carried(library.make)) for library in libraries]
 
         def paths() -> tuple[Path, ...]:
             for one in made:
@@ -62,7 +64,8 @@ def build(
             paths()
             return folder
 
-        from hostweave.build.make import make_program
+        with importing:
+            from hostweave.build.make import make_program
 
         def make(folder: Path) -> None:
             sources = edited or render()

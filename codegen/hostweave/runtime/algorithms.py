@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
+from hostweave.base.forks import renewed
 from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
 _MOST = 10_000  # problems that are kept: some 2 MB
 
-_keeping = threading.Lock()  # ranks that are threads
+_keeping = renewed(threading.Lock())  # ranks that are threads
 
 Algorithms = dict[str, str]  # by problem: the bytes of a cublasLtMatmulAlgo_t in hex
 

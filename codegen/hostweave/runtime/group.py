@@ -10,12 +10,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count as count_from
 from multiprocessing.util import Finalize
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.signatures import checked
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
@@ -37,6 +40,9 @@ T = TypeVar("T")
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
 _ABORTING = 15.0  # seconds at most that aborting takes
+_TELLING = 1.0  # seconds for the store to take what the other ranks are told
+_STORE = 10.0  # seconds for it to say whether the group has failed
+_LONGEST = 1e8  # seconds: a time limit beyond is none, and clocks take no larger one
 
 
 class _Thread(threading.local):
@@ -47,7 +53,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _process_groups: dict[str, Group] = {}
-_making = threading.Lock()
+_making = renewed(threading.Lock())
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -81,6 +87,7 @@ def init(
     for name, seconds in (("timeout", timeout), ("call_timeout", call_timeout)):
         if not isinstance(seconds, int | float) or not seconds >= 0:
             raise ArgumentError(f"hw.init: {name}={seconds!r} is no number of seconds; give one, as 60")
+    timeout, call_timeout = min(timeout, _LONGEST), min(call_timeout, _LONGEST)
     present = current(group)
     if present and not present.failure and provider is None:
         return present
@@ -237,16 +244,17 @@ class Group:
             if self.closed:
                 return
             self.closed = True
-            with contextlib.suppress(ExecutionError):
-                self.meeting.note(self.progress())
+            self._tell(self._say_goodbye)  # first: to give a channel up may take until the others do so
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
                 program.close()
             self._members.clear()
-            with contextlib.suppress(ExecutionError):
-                self.meeting.leave(self._calls)
             self._close_store()
+
+    def _say_goodbye(self) -> None:
+        self.meeting.note(self.progress())
+        self.meeting.leave(self._calls)
 
     def leave_to_parent(self) -> None:
         """In a process that was forked from the rank's."""
@@ -283,13 +291,13 @@ class Group:
         out: `waits_for` says what for.
         """
         try:
-            records = self.meeting.gather(str(signature), timeout)
-        except (PeerLost, Failed) as failure:
-            late = timed_out(timeout, failure.ranks) if isinstance(failure, PeerLost) else str(failure)
+            records = self._gathered(str(signature), timeout)
+        except (PeerLost, Failed, TimeoutError) as failure:
+            late = str(failure) if isinstance(failure, Failed) else timed_out(timeout, getattr(failure, "ranks", (0,)))
             self.fail(late)
             raise ExecutionError(f"{signature.program}: {late.removesuffix(waits_for)}{waits_for}") from None
         except BaseException as interruption:
-            self.fail(f"rank {self.rank}: {type(interruption).__name__}")
+            self.fail(f"rank {self.rank}: {reason_of(interruption)}")
             raise
         if error:
             raise error
@@ -298,9 +306,15 @@ class Group:
             raise ExecutionError(f"{signature.program}: {difference}")
         return signatures
 
+    def _gathered(self, record: str, timeout: float) -> list[str]:
+        """The records of all ranks. Raises TimeoutError where the store does not answer, which may itself take longer to notice."""
+        gather = partial(self.meeting.gather, record, timeout)
+        return within(timeout + _TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
+
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
         """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
-        with self._failing(), native_calls:
+
+        def connect() -> Any:
             if self._communicators is not None:
                 module.adopt(member, self._communicators)
             elif process_groups := module.missing_process_groups(member):
@@ -308,12 +322,27 @@ class Group:
                 module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
             return module.Instance(member, tune)
 
+        with self._failing(), native_calls:
+            return self.waiting(connect)
+
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
         """Makes the channel of all ranks, by which they share memory. Gives why they cannot, the same on all, or ""."""
-        with self._failing(), native_calls:
+
+        def connect() -> str:
             id = module.new_id(member) if self.rank == 0 else None
             id = self._share_id(f"process_group/all for {target}", id) if self._store else id
             return str(module.connect_all(member, id, self.timeout))
+
+        with self._failing(), native_calls:
+            return self.waiting(connect)
+
+    def waiting(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns, which may wait for other ranks inside the runtime. Ctrl-C fails the group, which ends that."""
+        return interruptibly(work, lambda why: self.fail(f"rank {self.rank}: {why}")) if self.count > 1 else work()
+
+    def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
+        """`run` for a call that returns when all ranks have made it."""
+        return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
         """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
@@ -327,7 +356,7 @@ class Group:
             reason = f"rank {self.rank}: {reason_of(error)}"
             first = self._told() or member.stopped or reason
             self.fail(first)
-            if first != reason:  # but led to it
+            if first != reason and isinstance(error, Exception):  # but led to it
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
@@ -344,18 +373,29 @@ class Group:
 
     def _told(self) -> str | None:
         """Why the group has failed, as some rank reported, or because the store cannot be reached; or None."""
+        failure = self.meeting.failure
         try:
-            return self.meeting.failure()
+            return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
         except StoreClosed:  # rank 0 has ended, as it should: what it made with the others is done
             return None
+        except TimeoutError:
+            return "the store in the process of rank 0 does not answer"
         except ExecutionError as error:
             return str(error)
 
     def fail(self, reason: str) -> None:
         """Marks the group as failed, on this rank and all others."""
-        with contextlib.suppress(ExecutionError):
-            self.meeting.fail(reason)
-        self.give_up(reason)
+
+        def fail() -> None:
+            self._tell(lambda: self.meeting.fail(reason))
+            self.give_up(reason)
+
+        interruptibly(fail)
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Tells the other ranks something, if the store takes it."""
+        with contextlib.suppress(ExecutionError, TimeoutError):
+            within(_TELLING, tell)
 
     def give_up(self, reason: str) -> None:
         """Aborts what waits for other ranks. Programs cannot be called in the group afterwards, and those of another have the devices."""
@@ -417,7 +457,8 @@ class Group:
             return ThreadMeeting(provider.table(world.epoch), self.rank)
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
-            store.on_disconnect(meeting.failure_key, f"rank {self.rank}: its process has ended".encode())
+            for key, reason in meeting.wills().items():
+                store.on_disconnect(key, reason.encode())
         return meeting
 
     def _find_local_rank(self, provider: Provider) -> int:
@@ -449,8 +490,6 @@ on_end(_interrupt_all)
 
 def _after_fork() -> None:
     """The parent is the rank, not this process, which must not say goodbye to the others."""
-    global _making
-    _making = threading.Lock()
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
@@ -466,8 +505,7 @@ def _close_all() -> None:
     native_calls.end()
     for group in list(_all):
         if why and not group.failure:
-            with contextlib.suppress(ExecutionError):
-                group.meeting.fail(f"rank {group.rank}: its process has ended by {why}")
+            group._tell(partial(group.meeting.fail, f"rank {group.rank}: its process has ended by {why}"))
         group.close()
 
 

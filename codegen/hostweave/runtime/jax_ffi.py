@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
+from hostweave.base.forks import renewed
 from hostweave.base.paths import BUILDER, RUNTIME
 from hostweave.build.cache import get_or_make, name_of, stamp_of
 from hostweave.build.make import make_runtime
@@ -49,7 +50,7 @@ class _Call:
 
 
 _calls: list[_Call] = []  # by key; functions that were compiled keep them
-_adding = threading.Lock()
+_adding = renewed(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:

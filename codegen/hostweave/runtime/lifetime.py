@@ -5,10 +5,12 @@ for the GIL, in the midst of C++. So what runs is stopped before, and nothing be
 """
 
 import os
-import threading
+import time
 from collections.abc import Callable
+from threading import get_ident
 
 from hostweave.base.errors import ExecutionError
+from hostweave.base.interrupts import LOOK, expect_not_interrupted
 
 _PATIENCE = 15.0  # seconds for calls to stop
 
@@ -21,43 +23,55 @@ class _Calls:
     """The calls of the runtime that wait for devices or other ranks; `with calls:` is around each."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._count = 0
+        self._inside: dict[int, int] = {}  # how many of them a thread is in; each thread writes its own entry
         self.ending = False
 
     def __enter__(self) -> None:
-        with self._lock:
+        thread = get_ident()
+        self._inside[thread] = self._inside.get(thread, 0) + 1
+        try:
             expect_going_on()
-            self._count += 1
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if self.ending:  # which is waited for
-                self._changed.notify_all()
+        thread = get_ident()
+        left = self._inside.get(thread, 1) - 1
+        if left > 0:
+            self._inside[thread] = left
+        else:
+            self._inside.pop(thread, None)
 
     def end(self) -> None:
-        with self._changed:
-            self.ending = True
-            busy = self._count > 0
-        for interrupt in _interrupts if busy else ():
+        """Stops the calls of other threads. An interrupt may have left an entry of this one, which is here."""
+        self.ending = True
+        for interrupt in _interrupts if self._others else ():
             interrupt()
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0, _PATIENCE)
+        deadline = time.monotonic() + _PATIENCE
+        while self._others and time.monotonic() < deadline:
+            time.sleep(LOOK / 10)
+
+    @property
+    def _others(self) -> bool:
+        return bool(self._inside.keys() - {get_ident()})
 
 
 calls = _Calls()
 
 
 def expect_going_on() -> None:
-    """Raises ExecutionError where the interpreter is about to end. Asked by calls that wait, too."""
+    """Raises ExecutionError where the interpreter is about to end, Interrupted where nobody waits. Asked by calls that wait, too."""
     if calls.ending:
         raise ExecutionError("the interpreter is ending; join the threads that run programs before")
+    expect_not_interrupted()
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError where the devices are those of the process that this one was forked from. Else they are used from now on."""
+    """Raises ExecutionError where the devices are those of the process that this one was forked from. Else they are used from now on.
+
+    Asked before anything is imported or made: another thread may have been in the midst of that when this process was forked.
+    """
     global _used
     if _forked:
         raise ExecutionError("programs ran before this process was forked and cannot run in it; start processes by spawn")
@@ -72,7 +86,7 @@ def on_end(interrupt: Callable[[], None]) -> None:
 def _after_fork() -> None:
     global _forked
     _forked = _used
-    calls.__init__()  # type: ignore[misc]  # its lock may have been held by a thread that is not here
+    calls.__init__()  # type: ignore[misc]  # threads that were inside are not here
 
 
 os.register_at_fork(after_in_child=_after_fork)

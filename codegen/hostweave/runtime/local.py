@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
+from hostweave.base.forks import renewed
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram, Parameter
@@ -34,7 +36,7 @@ T = TypeVar("T")
 LONGEST = 4096  # calls between two meetings for graphs, at most
 SPARE = 8  # of so many calls one may have arrays that are new
 
-_building = threading.Lock()  # ranks that are threads want the module at the same time
+_building = renewed(threading.Lock())  # ranks that are threads want the module at the same time
 
 
 class LocalProgram:
@@ -93,6 +95,8 @@ class LocalProgram:
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
+        # On the CPU target a call ends when all ranks have made it.
+        self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
@@ -101,9 +105,17 @@ class LocalProgram:
         return self._host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def close(self) -> None:
-        """Frees what the program holds on the rank."""
+        """Frees what the program holds on the rank, when the call that uses it is done."""
         self._native = self._member = None
         self._arguments.tables.clear()
+
+    def _open(self) -> tuple[Any, Any]:
+        """The program and the rank in the runtime, for one call. Raises ExecutionError if another thread has closed them."""
+        native, member = self._native, self._member
+        if native is None or member is None:
+            self._group.expect_working()
+            raise ExecutionError(f"{self._host.name}: the program is closed; compile it again")
+        return native, member
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
         """Calls the program with the rank's arrays, as `Program` says."""
@@ -124,11 +136,12 @@ class LocalProgram:
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
             for shapes in global_shapes:
                 expect_divided(self._host, shapes)
+            native, _ = self._open()
             with native_calls, self._measuring():
                 for shapes in global_shapes:
                     pairs = zip(self._host.inputs, shapes, strict=True)
                     local = [block_shape(p.type, mesh, rank, shape) if self._arguments.holds(p) else () for p, shape in pairs]
-                    self._native.prepare(local, shapes, 0)
+                    self._group.waiting(partial(native.prepare, local, shapes, 0))
             return True
 
         with self._group.calling:
@@ -138,24 +151,24 @@ class LocalProgram:
 
     def capture(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Captured:
         """Calls the program, and captures that call."""
-        name, native, member = self._host.name, self._native, self._member
+        name = self._host.name
 
         def make() -> Any:
             return self._group.run(name, member, native.capture, taken.table.native, taken.addresses, addresses)
 
         with self._group.calling:
+            native, member = self._open()
             taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
             graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
         def launch(stream: Any) -> None:
             with self._group.calling:
                 self._group.expect_working()
-                if self._native is not native:
-                    raise ExecutionError(f"{name}: the program is closed; compile it again")
+                self._open()
                 handle = self._arguments.handle(stream, taken.library)
                 if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
-                self._group.run(name, member, native.launch, graph, handle, self._schedule())
+                self._run(name, member, native.launch, graph, handle, self._schedule())
 
         kept = bound, taken, arrays
         if out is None and taken.library and taken.library.gives_copies:
@@ -167,22 +180,35 @@ class LocalProgram:
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
         """Makes a call. Returns also the outputs that were made for it, and where all of them are."""
+        try:
+            return self._steps_of_call(bound, arrays, out, stream, sizes)
+        except Exception:
+            raise
+        except BaseException as interruption:  # between two steps
+            self._fail_by(interruption)
+            raise
+
+    def _steps_of_call(
+        self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
+    ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
         group = self._group
         group.expect_working()
+        native, member = self._open()
 
         def take() -> Taken:
+            self._open()
             return self._arguments.take(bound, arrays, out, stream, sizes)
 
-        taken = self._ready_together(take) if self._meets else self._ready_alone(take)
+        taken = self._ready_together(take, native) if self._meets else self._ready_alone(take, native)
         outputs, addresses = self._outputs_of(taken, stream is not None)
         common = self._common_graphs
         if common and common.is_due and not self.module.is_captured(taken.stream):
-            self._decide_graphs(common, taken, addresses)
+            self._decide_graphs(common, native, taken, addresses)
         where = taken.table.native, taken.addresses, addresses, taken.stream
         if self._compared:
             self._compared.begin(taken)
         try:
-            group.run(self._host.name, self._member, self._native.run, *where, self._schedule(), self._graphs)
+            self._run(self._host.name, member, native.run, *where, self._schedule(), self._graphs)
         except CaptureError:
             if self._compared:
                 self._compared.take_back()
@@ -191,18 +217,18 @@ class LocalProgram:
             common.count()
         return taken, outputs, addresses
 
-    def _decide_graphs(self, common: CommonGraphs, taken: Taken, addresses: tuple[int, ...]) -> None:
+    def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
         """Decides with the other ranks whether this call and those that follow are graphs; not where one of them cannot capture it."""
-        unseen = self._native.unseen
-        wants = common.wants(unseen) and (common.agreed or self._can_capture(taken, addresses))
+        unseen = native.unseen
+        wants = common.wants(unseen) and (common.agreed or self._can_capture(native, taken, addresses))
         answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)
         common.decide([answer == str(True) for answer in answers], unseen)
         self._graphs = self.module.Graphs.all if common.agreed else self.module.Graphs.noted
 
-    def _can_capture(self, taken: Taken, addresses: tuple[int, ...]) -> bool:
+    def _can_capture(self, native: Any, taken: Taken, addresses: tuple[int, ...]) -> bool:
         try:
             with native_calls:
-                self._native.capture(taken.table.native, taken.addresses, addresses)
+                native.capture(taken.table.native, taken.addresses, addresses)
         except CaptureError:
             return False
         return True
@@ -228,7 +254,7 @@ class LocalProgram:
                 self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 
-    def _ready_alone(self, take: Callable[[], Taken]) -> Taken:
+    def _ready_alone(self, take: Callable[[], Taken], native: Any) -> Taken:
         if self._compared and self._compared.is_first:
             taken, _ = self._agreed(take, self._group.call_timeout)
             self._compared.is_first = False
@@ -240,7 +266,7 @@ class LocalProgram:
                 self._compared.compare(taken)
             before, self._ready_for = self._ready_for, None
             try:
-                self._prepare(taken, self._arguments.global_shapes(taken))
+                self._prepare(native, taken, self._arguments.global_shapes(taken))
             except (CaptureError, LoopsDoNotDivide):  # nothing was done
                 self._ready_for = before
                 raise
@@ -249,7 +275,7 @@ class LocalProgram:
 
     # --- with the other ranks
 
-    def _ready_together(self, take: Callable[[], Taken]) -> Taken:
+    def _ready_together(self, take: Callable[[], Taken], native: Any) -> Taken:
         """Ranks tell each other what they have bound only when that has changed."""
         timeout = self._group.call_timeout
         taken, signatures = self._agreed(take, timeout)
@@ -267,7 +293,7 @@ class LocalProgram:
         if self._group.in_process:
             self._arguments.expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
-            self._agreed(lambda: self._prepare(taken, self._arguments.global_shapes_of(shapes_of_all)), timeout)
+            self._agreed(lambda: self._prepare(native, taken, self._arguments.global_shapes_of(shapes_of_all)), timeout)
             self._ready_for = ready_for
         return taken
 
@@ -278,6 +304,9 @@ class LocalProgram:
             result = step()
         except HostweaveError as problem:
             error = problem
+        except BaseException as interruption:
+            self._fail_by(interruption)
+            raise
         signature = replace(self._intent, error=str(error) if error else "")
         if isinstance(result, Taken):
             spans = result.spans if self._group.in_process else ()
@@ -285,6 +314,11 @@ class LocalProgram:
         signatures = self._group.agree(signature, self._waits_for, timeout, error)
         assert result is not None
         return result, signatures
+
+    def _fail_by(self, interruption: BaseException) -> None:
+        """Fails the group if other ranks are on their way to where this one does not come."""
+        if self._group.count > 1:
+            self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 
     def _check_group(self) -> None:
         group, name, mesh = self._group, self._host.name, self._host.mesh
@@ -296,11 +330,12 @@ class LocalProgram:
                 f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
             )
 
-    def _prepare(self, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
+    def _prepare(self, native: Any, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         shapes = taken.all_shapes
         expect_divided(self._host, global_shapes or list(map(self._if_even, self._host.inputs, shapes)))
         with native_calls, self._measuring():
-            self._outputs = self._native.prepare(shapes, global_shapes or [()] * len(shapes), taken.stream)
+            prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), taken.stream)
+            self._outputs = self._group.waiting(prepare)
         return True
 
     def _sizes_of(self, taken: Taken) -> Sizes:

@@ -54,8 +54,9 @@ class Meeting:
         """The ranks that have left, and how many calls each of them has made."""
         return {}
 
-    def failure(self) -> str | None:
-        """Why the group has failed, as some rank told."""
+    def failure(self, timeout: float = 0) -> str | None:
+        """Why the group has failed, as some rank told. Waits up to `timeout` seconds for a reason."""
+        time.sleep(timeout)
         return None
 
     def announce(self, text: str) -> None:
@@ -68,8 +69,8 @@ class Meeting:
     def note(self, text: str) -> None:
         """Leaves word for the others of how far this rank came."""
 
-    def notes(self) -> list[str | None]:
-        """What the ranks have left word of."""
+    def notes(self, timeout: float = 0) -> list[str | None]:
+        """What the ranks have left word of. Waits up to `timeout` seconds for those whose process or thread has not ended."""
         return [None] * self._count
 
 
@@ -80,9 +81,10 @@ class StoreMeeting(Meeting):
         super().__init__(rank, count)
         self._store, self._prefix = store, prefix
 
-    @property
-    def failure_key(self) -> str:
-        return f"{self._prefix}/failed"
+    def wills(self) -> dict[str, str]:
+        """The values that are to be set when this rank's process ends without `leave`."""
+        reason = f"rank {self._rank}: its process has ended"
+        return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
 
     def gather(self, record: str, timeout: float) -> list[str]:
         self.number += 1
@@ -107,13 +109,16 @@ class StoreMeeting(Meeting):
 
     def leave(self, calls: int) -> None:
         self._set(f"record/{self._rank}", f"{_LEFT} {calls}")
+        self._set("left", "")
 
     def left(self) -> dict[int, int]:
+        if self._look("left") is None:
+            return {}
         records = [(rank, self._look(f"record/{rank}") or "") for rank in range(self._count)]
         return {rank: int(record.removeprefix(_LEFT)) for rank, record in records if record.startswith(_LEFT)}
 
-    def failure(self) -> str | None:
-        return self._look("failed")
+    def failure(self, timeout: float = 0) -> str | None:
+        return self._look("failed", timeout)
 
     def announce(self, text: str) -> None:
         self._set("announced", f"{self.number + 1} {text}")
@@ -125,8 +130,14 @@ class StoreMeeting(Meeting):
     def note(self, text: str) -> None:
         self._set(f"note/{self._rank}", text)
 
-    def notes(self) -> list[str | None]:
-        return [self._look(f"note/{rank}") for rank in range(self._count)]
+    def notes(self, timeout: float = 0) -> list[str | None]:
+        deadline = time.monotonic() + timeout
+
+        def note(rank: int) -> str | None:
+            left = deadline - time.monotonic()
+            return self._look(f"note/{rank}", left if left > 0 and self._look(f"ended/{rank}") is None else 0)
+
+        return [note(rank) for rank in range(self._count)]
 
     def _await(self, key: str, deadline: float) -> str:
         """The record of the present meeting."""
@@ -154,9 +165,9 @@ class StoreMeeting(Meeting):
             return None
         return record if int(number) == self.number else None
 
-    def _look(self, key: str) -> str | None:
+    def _look(self, key: str, timeout: float = 0) -> str | None:
         try:
-            return self._store.get(f"{self._prefix}/{key}", 0).decode()
+            return self._store.get(f"{self._prefix}/{key}", timeout).decode()
         except TimeoutError:
             return None
 
@@ -247,14 +258,21 @@ class ThreadMeeting(Meeting):
         with self._table.changed:
             return dict(self._table.left)
 
-    def failure(self) -> str | None:
-        return self._table.failure
+    def failure(self, timeout: float = 0) -> str | None:
+        with self._table.changed:
+            self._table.changed.wait_for(lambda: self._table.failure, timeout)
+            return self._table.failure
 
     def note(self, text: str) -> None:
-        self._table.notes[self._rank] = text
+        with self._table.changed:
+            self._table.notes[self._rank] = text
+            self._table.changed.notify_all()
 
-    def notes(self) -> list[str | None]:
-        return list(self._table.notes)
+    def notes(self, timeout: float = 0) -> list[str | None]:
+        table = self._table
+        with table.changed:
+            table.changed.wait_for(lambda: all(table.notes[rank] or self._gone(rank) for rank in range(self._count)), timeout)
+            return list(table.notes)
 
 
 # --- signatures of calls ----------------------------------------------------------------------------------------------

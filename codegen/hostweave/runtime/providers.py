@@ -13,9 +13,12 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import LOOK, interruptibly
 from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.meeting import Table
 from hostweave.runtime.rendezvous import this_host
@@ -24,7 +27,8 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 T = TypeVar("T")
 
 _servers: dict[str, TcpServer] = {}  # that this process keeps, by job, until it ends
-_servers_lock = threading.Lock()
+_servers_lock = renewed(threading.Lock())
+_PATIENCE = 10.0  # seconds for the threads of ranks to end after an interrupt
 MOST_THREADS = 1024
 
 
@@ -104,6 +108,7 @@ class Threads:
         """
         results: list[Any] = [None] * self.count
         failures: list[BaseException] = []
+        ended: SimpleQueue[int] = SimpleQueue()
 
         def call(rank: int) -> None:
             try:
@@ -111,6 +116,8 @@ class Threads:
             except BaseException as error:
                 failures.append(error)
                 self.fail(f"rank {rank}: {type(error).__name__}: {error}")
+            finally:
+                ended.put(rank)
 
         threads = [threading.Thread(target=call, args=(rank,), name=f"rank {rank}") for rank in range(self.count)]
         with self.lock:
@@ -118,13 +125,27 @@ class Threads:
             self.tables.clear()
             self.parts.clear()
             self._store = MemoryStore()
-        for thread in threads:
-            thread.start()
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in threads:
+                ended.get()  # and not `join`: Python 3.11 takes a thread to have ended where that is interrupted
+        except BaseException as interruption:
+            why = f"interrupted by {type(interruption).__name__}"
+            interruptibly(lambda: self._end(threads, why))
+            raise
         for thread in threads:
             thread.join()
         if failures:
             raise failures[0]
         return results
+
+    def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
+        """Has ranks raise where they wait for others, and in their next call, and waits a while for their threads."""
+        self.fail(why)
+        deadline = time.monotonic() + _PATIENCE
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            time.sleep(LOOK / 10)
 
 
 class Part:
@@ -166,9 +187,7 @@ class Environment:
         if launch.count == 1:
             return MemoryStore()
         if launch.rank == 0:
-            with _servers_lock:
-                if launch.job not in _servers:
-                    _servers[launch.job] = TcpServer([(launch.bind, port) for port in launch.ports], launch.job, launch.token)
+            _serve(launch.job, [(launch.bind, port) for port in launch.ports], launch.token)
         return TcpStore([(launch.host, port) for port in launch.ports], launch.job, timeout, launch.token)
 
 
@@ -252,8 +271,7 @@ class MPI:
             if self._comm.Get_rank() == 0:
                 job = secrets.token_hex()
                 listen, names = ("", _own_hosts()) if len(hosts) > 1 else ("127.0.0.1", ["127.0.0.1"])
-                with _servers_lock:
-                    server = _servers[job] = TcpServer([(listen, 0)], job)
+                server = _serve(job, [(listen, 0)])
                 self._where = [(host, server.port) for host in names], job
             self._where = self._comm.bcast(self._where, root=0)
         assert self._where is not None
@@ -282,6 +300,18 @@ class Communicators:
         return None
 
 
+def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer:
+    """The store of a job that this process keeps."""
+
+    def serve() -> TcpServer:
+        with _servers_lock:
+            if job not in _servers:
+                _servers[job] = TcpServer(addresses, job, token)
+            return _servers[job]
+
+    return interruptibly(serve)
+
+
 def default_provider() -> Provider:
     """The launcher's environment if there is one, else this process alone."""
     return Environment(os.environ if launched(os.environ) else {"RANK": "0", "WORLD_SIZE": "1"})
@@ -297,8 +327,6 @@ def close_servers() -> None:
 
 
 def _after_fork() -> None:
-    global _servers_lock
-    _servers_lock = threading.Lock()
     _servers.clear()  # their threads are not here
 
 

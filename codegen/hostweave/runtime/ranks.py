@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,19 +12,25 @@ from queue import Empty, SimpleQueue
 from types import ModuleType
 from typing import Any, TypeVar
 
+from hostweave.base.errors import ExecutionError, reason_of
+from hostweave.base.interrupts import LOOK
 from hostweave.runtime.lifetime import expect_going_on
 
 T = TypeVar("T")
 Work = Callable[[], None]
 Lease = Callable[[Any, float], Any]  # the turn of a member by some schedule, or None if it has not come in so many seconds
+Answer = tuple[int, Any, BaseException | None]  # a rank, and what its work gave or raised
 
-_LOOK = 0.05  # seconds between looks at whether to go on waiting
+_STOPPING = 60.0  # seconds for ranks that were stopped to answer: on the CPU target one may be in a long product
 
 _numbers = count()
 
 
 class Ranks:
-    """Members of one group, for all programs of a target. After an error that stopped them midway they are `broken`: make others."""
+    """Members of one group, for all programs of a target. After an error that stopped them midway they are `broken`: make others.
+
+    No signal strikes the thread that uses them: it is not the main thread (`interruptibly`).
+    """
 
     def __init__(self, module: ModuleType, size: int):
         name = f"ranks {next(_numbers)}"
@@ -34,14 +41,13 @@ class Ranks:
             threading.Thread(target=_serve, args=(work,), name=f"hostweave {name}, rank {rank}", daemon=True).start()
 
     def __del__(self) -> None:
-        for work in self._work:
-            work.put(None)
+        self._end_threads()
 
     def each(self, lease: Lease, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
         """What `work` gives for each rank, on the rank's thread, when the devices are free.
 
-        Where it raises on some rank, or `look`, which is asked now and then, or Ctrl-C in the caller, all ranks are stopped wherever they
-        wait, and this raises the first error. With `alone` no rank waits for another: an error of one stops nobody and breaks nothing.
+        Where it raises on some rank, or `look`, which is asked now and then, all ranks are stopped wherever they wait, and this raises the
+        first error. With `alone` no rank waits for another: an error of one stops nobody and breaks nothing.
         """
         with self._turn(lease):
             return self._each(work, alone, look)
@@ -54,7 +60,7 @@ class Ranks:
 
     @contextmanager
     def _turn(self, lease: Lease) -> Iterator[None]:
-        while not (turn := lease(self.members[0], _LOOK)):
+        while not (turn := lease(self.members[0], LOOK)):
             expect_going_on()
         try:
             yield
@@ -62,37 +68,51 @@ class Ranks:
             del turn  # which an error would keep
 
     def _each(self, work: Callable[[int], T], alone: bool, look: Work) -> list[T]:
-        answers: SimpleQueue[tuple[int, T | None, BaseException | None]] = SimpleQueue()
+        answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
             queue.put(partial(_answer, answers, work, rank))
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
-        for _ in self._work:
-            try:
-                rank, results[rank], error = _next(answers, look if not errors else expect_going_on)
-            except BaseException as interruption:
-                error = interruption
-                self._stop(error)
-                rank, results[rank], _ = answers.get()
-            if error:
-                errors.append(error)
-                if not alone:
-                    self._stop(error)
-        if errors:
-            first = self.members[0].stopped
-            raise next((error for error in errors if first.endswith(str(error))), errors[0])
-        return [results[rank] for rank in range(len(self._work))]
+        try:
+            while len(results) < len(self._work):
+                try:
+                    rank, results[rank], error = _next(answers, look)
+                except BaseException as interruption:
+                    error, is_of_rank = interruption, False
+                else:
+                    is_of_rank = True
+                if error:
+                    errors.append(error)
+                    if self.broken and not is_of_rank:
+                        break  # they do not stop either
+                    if not alone or not is_of_rank:
+                        self._stop(error)
+                        look = _until(time.monotonic() + _STOPPING)
+            if errors:
+                first = self.members[0].stopped
+                raise next((error for error in errors if first.endswith(str(error))), errors[0])
+            return [results[rank] for rank in range(len(self._work))]
+        finally:
+            errors.clear()  # their tracebacks lead to this frame
+            error = None
+            if self.broken:
+                self._end_threads()
 
     def _stop(self, error: BaseException) -> None:
         """All at once: what one of them waits for may be another one."""
         if self.broken:
             return
         self.broken = True
-        stopping = [threading.Thread(target=member.abort, args=(str(error) or type(error).__name__,)) for member in self.members]
+        stopping = [threading.Thread(target=member.abort, args=(reason_of(error),)) for member in self.members]
         for thread in stopping:
             thread.start()
         for thread in stopping:
             thread.join()
+
+    def _end_threads(self) -> None:
+        """Each when its work is done."""
+        for work in self._work:
+            work.put(None)
 
 
 def _serve(queue: SimpleQueue[Work | None]) -> None:
@@ -101,16 +121,24 @@ def _serve(queue: SimpleQueue[Work | None]) -> None:
         del work  # which may hold what a program has on devices
 
 
-def _answer(answers: SimpleQueue[Any], work: Callable[[int], T], rank: int) -> None:
+def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:
     try:
         answers.put((rank, work(rank), None))
     except BaseException as error:
         answers.put((rank, None, error))
 
 
-def _next(answers: SimpleQueue[T], look: Work) -> T:
+def _next(answers: SimpleQueue[Answer], look: Work) -> Answer:
     while True:
         try:
-            return answers.get(timeout=_LOOK)
+            return answers.get(timeout=LOOK)
         except Empty:
             look()
+
+
+def _until(deadline: float) -> Work:
+    def look() -> None:
+        if time.monotonic() > deadline:
+            raise ExecutionError(f"a rank does not stop within {_STOPPING:g} seconds")
+
+    return look

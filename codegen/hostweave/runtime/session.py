@@ -6,25 +6,28 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from hostweave.base.errors import ExecutionError
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import taken
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.call import Call
 from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
-from hostweave.runtime.lifetime import expect_going_on, expect_own_devices
+from hostweave.runtime.lifetime import expect_going_on
 from hostweave.runtime.ranks import Ranks
 from hostweave.targets.target import Target
 
 _ranks: dict[tuple[str, int], Ranks] = {}  # by target and number, for all programs
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_turn = threading.RLock()  # two programs that all ranks run at the same time could wait for each other
+_turn = renewed(threading.Lock())  # two programs that all ranks run at the same time could wait for each other
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,35 @@ class Timing:
 
 
 class Session:
-    """A program on every rank. Raises ExecutionError where there are too few devices."""
+    """A program on every rank. Raises ExecutionError where there are too few devices.
+
+    No signal strikes the threads that use it: they are not the main thread (`interruptibly`).
+    """
 
     def __init__(self, module: ModuleType, target: Target, ranks: int, tune: bool = False):
         self._module, self._target = module, target
         self._instances: list[Any] = []
         self._staged: list[Any] = []
+        self._closed = False
         self._ready_for: object = None  # the shapes of the last calls
         self._at_rest = at_rest = partial(module.lease, self._native(Schedule()))  # for what each rank does alone
-        with _turn, native_calls:
-            expect_own_devices()
+        with taken(_turn), native_calls:
             self._ranks = _ranks_of(module, target.name, ranks)
-            members = self._ranks.members
-            ids: dict[str, bytes] = {}  # of channels that are to be made
+            _sessions.add(self)
+            with self._freed_if_broken():
+                members = self._ranks.members
+                ids: dict[str, bytes] = {}  # of channels that are to be made
 
-            def find(rank: int) -> None:
-                for key, _ in module.missing_process_groups(members[rank]):
-                    ids[key] = ids.get(key) or module.new_id(members[rank])
+                def find(rank: int) -> None:
+                    for key, _ in module.missing_process_groups(members[rank]):
+                        ids[key] = ids.get(key) or module.new_id(members[rank])
 
-            self._ranks.each_here(at_rest, find)
-            if ids:
-                self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
-            self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
-            self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
+                self._ranks.each_here(at_rest, find)
+                if ids:
+                    self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
+                self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
+                self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None
-        _sessions.add(self)
 
     @property
     def broken(self) -> bool:
@@ -68,7 +75,7 @@ class Session:
         return not self._instances or self._ranks.broken
 
     def run(self, calls: Sequence[Call], poison: bool) -> None:
-        """Runs calls one after another and waits for the last. Interrupted by Ctrl-C, it stops the ranks."""
+        """Runs calls one after another and waits for the last. Where it is interrupted, it stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._each(calls, lambda staged, schedule: staged.run(schedule, poison), len(calls))
@@ -79,26 +86,38 @@ class Session:
         return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
 
     def close(self) -> None:
-        """Frees what the program holds on every rank."""
+        """Frees what the program holds on every rank, when the call that uses it is done."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
         self._instances, self._staged = [], []
 
     def _each(self, calls: Sequence[Call], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
         """What `work` gives on every rank, which is ready for these calls, of which so many may be under way at a time."""
         native_schedule = self._native(schedule())
-        with _turn, native_calls:
+        with taken(_turn), native_calls, self._freed_if_broken():
+            staged, instances = self._staged, self._instances  # also if it is closed meanwhile
+            if self._closed:
+                raise ExecutionError(f"{self._module.name}: the program is closed; compile it again")
             if self.broken:
                 raise ExecutionError(f"{self._module.name}: an error in another call has stopped the ranks; call again")
-            self._prepare(calls)
-            staged = self._staged
-            look = partial(self._expect_progress, schedule().timeout_seconds * in_flight)
+            self._prepare(calls, instances, staged)
+            look = partial(self._expect_progress, schedule().timeout_seconds * in_flight, instances)
             lease = partial(self._module.lease, native_schedule)
-            results = self._ranks.each(lease, lambda rank: work(staged[rank], native_schedule), look=look)
+            try:
+                results = self._ranks.each(lease, lambda rank: work(staged[rank], native_schedule), look=look)
+            except BaseException:
+                if self._ranks.broken:
+                    staged.clear()  # which the traceback would keep
+                    instances.clear()
+                raise
         if self._measured:
             self._measured.keep()
         return results
 
-    def _prepare(self, calls: Sequence[Call]) -> None:
-        instances, staged, first = self._instances, self._staged, calls[0]
+    def _prepare(self, calls: Sequence[Call], instances: list[Any], staged: list[Any]) -> None:
+        first = calls[0]
         ready_for, before, self._ready_for = first.global_shapes(), self._ready_for, None
 
         def prepare(rank: int) -> None:
@@ -112,10 +131,23 @@ class Session:
         self._ranks.each_here(self._at_rest, stage)
         self._ready_for = ready_for
 
-    def _expect_progress(self, patience: float) -> None:
+    @contextmanager
+    def _freed_if_broken(self) -> Iterator[None]:
+        """Where what is done inside breaks the ranks, no program keeps what it has on them."""
+        try:
+            yield
+        finally:
+            if self._ranks.broken:
+                for session in list(_sessions):
+                    if session._ranks is self._ranks:
+                        session._drop()
+                if _ranks.get(key := (self._target.name, len(self._ranks.members))) is self._ranks:
+                    del _ranks[key]
+
+    def _expect_progress(self, patience: float, instances: list[Any]) -> None:
         """Raises ExecutionError where the interpreter ends, or ranks stand still; the CPU device sees that by itself."""
         expect_going_on()
-        states = [instance.progress() for instance in self._instances if self._target.is_asynchronous]
+        states = [instance.progress() for instance in instances if self._target.is_asynchronous]
         if any(seconds > patience for _, _, seconds in states):
             text = "".join(f"\n  rank {rank}: {made} calls, {done} done" for rank, (made, done, _) in enumerate(states))
             raise ExecutionError(f"{self._module.name}: no rank has come further for {patience:g} seconds{text}")
@@ -138,13 +170,7 @@ def _close_all() -> None:
     _ranks.clear()
 
 
-def _after_fork() -> None:
-    global _turn
-    _turn = threading.RLock()
-    _close_all()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_close_all)
 
 
 @atexit.register

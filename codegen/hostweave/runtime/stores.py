@@ -54,12 +54,12 @@ class MemoryStore:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values or self._failure, timeout):
                 raise TimeoutError(key)
-            if key not in self._values:
-                raise ExecutionError(self._failure or "")
+            if self._failure:
+                raise ExecutionError(self._failure)
             return self._values[key]
 
     def fail(self, reason: str) -> None:
-        """Ends the waiting for values that are not there: each `get` of one raises ExecutionError from now on."""
+        """Ends the waiting for values: each `get` raises ExecutionError from now on, also where a value is there."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -126,7 +126,7 @@ class TcpServer:
         await asyncio.gather(*clients, return_exceptions=True)
 
     async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        will: tuple[str, bytes] | None = None
+        wills: dict[str, bytes] = {}
         try:
             if not await self._knows_secret(reader, writer):
                 return
@@ -134,7 +134,7 @@ class TcpServer:
             while True:
                 request = await reader.readexactly(_REQUEST.size)
                 if request[:1] == _GOODBYE:
-                    will = None
+                    wills = {}
                     return
                 what, key_bytes, value_bytes, timeout = _REQUEST.unpack(request)
                 if key_bytes > _MAX_KEY or value_bytes > _MAX_VALUE:
@@ -142,19 +142,19 @@ class TcpServer:
                 key = (await reader.readexactly(key_bytes)).decode()
                 value = await reader.readexactly(value_bytes)
                 if what == _WILL:
-                    will = key, value
+                    wills[key] = value
                 elif what == _SET:
                     self._set(key, value)
-                answer = await self._get(key, timeout) if what == _GET else b""
+                answer = await self._get(key, timeout, reader) if what == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
             pass  # the client has gone, or is none
         except asyncio.CancelledError:
             writer.write(_REPLY.pack(_GOODBYE, -1))
-            will = None
+            wills = {}
         finally:
-            if will:
-                self._set(*will)
+            for key, value in wills.items():
+                self._set(key, value)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -181,16 +181,22 @@ class TcpServer:
             if not waiter.done():
                 waiter.set_result(value)
 
-    async def _get(self, key: str, timeout: float) -> bytes | None:
+    async def _get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
+        """The value. A client that waits says nothing, so that what comes from one is its end: nobody waits then."""
         if key not in self._values and timeout > 0:
-            waiter = self._loop.create_future()
+            waiter, end = self._loop.create_future(), self._loop.create_task(client.read(1))
             waiters = self._waiting.setdefault(key, set())
             waiters.add(waiter)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiter, timeout)
-            waiters.discard(waiter)
-            if not waiters and self._waiting.get(key) is waiters:
-                del self._waiting[key]
+            try:
+                done, _ = await asyncio.wait((waiter, end), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if end in done and waiter not in done:
+                    raise ConnectionError("the client has gone")
+            finally:
+                end.cancel()
+                await asyncio.gather(end, return_exceptions=True)  # before another read
+                waiters.discard(waiter)
+                if not waiters and self._waiting.get(key) is waiters:
+                    del self._waiting[key]
         return self._values.get(key)
 
 
@@ -219,7 +225,7 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Has the server put this value when this process ends without `close`, however it ends."""
+        """Has the server put this value, beside others, when this process ends without `close`, however it ends."""
         if self._will is None:
             self._will = self._connect(self._address, _GRACE)
         _converse(self._will, _WILL, key, value, 0)

@@ -1,62 +1,83 @@
-"""The watchdog of a group: a thread that notices what a rank cannot that waits inside the runtime, or only enqueues.
+"""The watchdog of a group: threads that notice what a rank cannot that waits inside the runtime, or only enqueues.
 
-When a call exceeds its time limit, or another rank reports a failure, has left, or passes other sizes, it writes the progress of every
-rank into one report and aborts the channels, which ends whatever waits for them.
+When a call exceeds its time limit, or another rank reports a failure, has left, or passes other sizes, one writes the progress of every
+rank into one report and aborts the channels, which ends whatever waits for them. Another one listens to the other ranks: their store may
+not answer.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ExecutionError
+from hostweave.base.interrupts import within
 from hostweave.runtime.stores import StoreClosed
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
-_PERIOD = 0.5  # seconds between looks
-_ANSWER = 5.0  # seconds for the other ranks to say how far they came
+_PERIOD, _LISTENS = 0.25, 0.5  # seconds between looks: at what is here, and at who has left
+_ANSWER = 1.0  # seconds for the other ranks to say how far they came
+
+
+class _Heard:
+    """What the listener has heard."""
+
+    def __init__(self) -> None:
+        self.reason = ""  # why the group has failed
+        self.news = threading.Event()
 
 
 def watch(group: Group) -> None:
     """Begins to watch, until the group is closed, fails or is gone."""
-    threading.Thread(target=_watch, args=(weakref.ref(group),), name=f"hostweave watchdog of {group.name}", daemon=True).start()
+    heard = _Heard()
+    for work, name in ((_watch, "watchdog"), (_listen, "listener")):
+        threading.Thread(target=work, args=(weakref.ref(group), heard), name=f"hostweave {name} of {group.name}", daemon=True).start()
 
 
-def _watch(watched: weakref.ref[Group]) -> None:
-    looking = True  # for failures of others; not after the store was closed
+def _listen(watched: weakref.ref[Group], heard: _Heard) -> None:
     while (group := watched()) and not group.failure:
-        reason = None
+        meeting = group.meeting
         try:
-            reason = (group.meeting.failure() or group.deserted() or group.diverged()) if looking else None
+            reason = group.deserted() or group.diverged()
+            del group  # which may end while this waits
+            heard.reason = reason or meeting.failure(_LISTENS) or ""
         except StoreClosed:
-            looking = False
+            return
         except ExecutionError as error:
-            reason = str(error)
-        if reason := reason or group.overdue():
+            heard.reason = str(error)
+        if heard.reason:
+            return heard.news.set()
+
+
+def _watch(watched: weakref.ref[Group], heard: _Heard) -> None:
+    while (group := watched()) and not group.failure:
+        if reason := heard.reason or group.overdue():
             report = _report(group, reason)
             sys.stderr.write(f"hostweave: {report}\n")  # at once: print writes the end of the line by itself, and ranks share a terminal
             sys.stderr.flush()
             group.give_up(report)
             return
         del group
-        time.sleep(_PERIOD)
+        heard.news.wait(_PERIOD)
 
 
 def _report(group: Group, reason: str) -> str:
-    """What is known of every rank."""
-    lines = [f"group {group.name!r}: {reason}"]
-    try:
+    """What is known of every rank. Takes about a second at most, also where the store does not answer."""
+
+    def notes() -> list[str | None]:
         group.meeting.note(group.progress())
         group.meeting.fail(reason)
-        deadline = time.monotonic() + _ANSWER
-        while None in (notes := group.meeting.notes()) and time.monotonic() < deadline:
-            time.sleep(_PERIOD / 2)
-        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(notes)]
+        return group.meeting.notes(_ANSWER)
+
+    lines = [f"group {group.name!r}: {reason}"]
+    try:
+        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(within(_ANSWER + _PERIOD, notes))]
     except ExecutionError as error:
         lines.append(f"  {error}")
+    except TimeoutError:
+        lines.append("  the store in the process of rank 0 does not answer")
     return "\n".join(lines)

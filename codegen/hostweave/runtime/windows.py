@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hostweave.base.errors import ArgumentError, ExecutionError
+from hostweave.base.forks import renewed
+from hostweave.base.interrupts import interruptibly
 from hostweave.build.program import build, load
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.emit import render
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
-_building = threading.Lock()
+_building = renewed(threading.Lock())
 
 
 class Place(NamedTuple):
@@ -109,14 +111,14 @@ class Windows:
                 f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
             )
         with _building:  # ranks that are threads want it at the same time
-            module = _built(target)
+            module = interruptibly(lambda: _built(target))
         member = group.member(module, on)
         if target not in self._connected:
             if why := group.connect_all(member, module, target):
                 raise ExecutionError(f"{what}: {why.partition(';')[0]}; use arrays of a library, which programs copy")
             self._connected.add(target)
         bytes = max(json.loads(signature.bound) for signature in told)
-        memory = group.run(what, member, lambda: module.GroupMemory(member, bytes))
+        memory = group.run_and_wait(what, member, lambda: module.GroupMemory(member, bytes))
         self._add(memory, max(1, bytes))
         if (device := on.device_of_arrays(member)) != CPU_DEVICE:
             return WindowArray(memory, module, shape, dtype, device)

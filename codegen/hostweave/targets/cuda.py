@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hostweave.base.errors import BuildError
+from hostweave.base.forks import importing
 from hostweave.base.paths import BUILDER, RUNTIME, RUNTIME_INCLUDES
 from hostweave.build import cuda, figures
 from hostweave.build.cache import get_or_make, name_of, root, stamp_of
@@ -124,7 +125,8 @@ def _library(name: str, files: list[Path], toolchain: Toolchain, **macros: str) 
     file = f"libhostweave_{name}.so"
 
     def make(folder: Path) -> None:
-        from hostweave.build.make import make_runtime
+        with importing:
+            from hostweave.build.make import make_runtime
 
         make_runtime(folder, files, toolchain, file, macros)
 

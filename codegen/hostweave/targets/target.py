@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from hostweave.base.forks import importing
 from hostweave.base.paths import RUNTIME_SOURCES
 from hostweave.build.toolchain import Library, Toolchain
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -75,7 +76,8 @@ class Target(Protocol):
 @cache
 def find_target(name: str) -> Target:
     """The target of that name, which is one of NAMES."""
-    target: Target = import_module(f"hostweave.targets.{name}").TARGET
+    with importing:
+        target: Target = import_module(f"hostweave.targets.{name}").TARGET
     return target
 
 

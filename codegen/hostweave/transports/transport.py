@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 
+from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
 
 PREFERRED = ("two_sided", "one_sided")  # all transports; transport="auto" takes the first one that carries what is asked of a channel
@@ -47,5 +48,6 @@ def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transpo
 @cache
 def find_transport(name: str) -> Transport:
     """The transport of that name, which is one of NAMES."""
-    transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
+    with importing:
+        transport: Transport = import_module(f"hostweave.transports.{name}").TRANSPORT
     return transport

@@ -1,0 +1,47 @@
+"""What a forked process finds: no lock that a thread holds which is not there, and no module that is imported by halves."""
+
+import os
+import sys
+import threading
+from functools import cached_property
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+_Lock = TypeVar("_Lock")
+
+_PATIENCE = 10.0  # seconds that a fork waits for imports: the thread that forks may be in the midst of one that these wait for
+
+importing = threading.RLock()  # held by whoever imports a part of the package late; a fork waits for it
+_locks: WeakSet[Any] = WeakSet()
+_waited = threading.local()
+
+
+def renewed(lock: _Lock) -> _Lock:
+    """The lock, which is free in a forked process whoever held it before."""
+    _locks.add(lock)
+    return lock
+
+
+def _before() -> None:
+    _waited.has_lock = importing.acquire(timeout=_PATIENCE)
+
+
+def _in_parent() -> None:
+    if _waited.has_lock:
+        importing.release()
+
+
+def _in_child() -> None:
+    for lock in (importing, *_locks, *_locks_of_properties()):
+        lock._at_fork_reinit()
+
+
+def _locks_of_properties() -> list[Any]:
+    """The locks of cached properties, which these have before Python 3.12."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("hostweave.")]
+    classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
+    properties = (one for owner in classes for one in vars(owner).values() if isinstance(one, cached_property))
+    return [one.lock for one in properties if hasattr(one, "lock")]
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
