@@ -354,7 +354,7 @@ class Group:
             raise
         except BaseException as error:
             reason = f"rank {self.rank}: {reason_of(error)}"
-            first = self._told() or member.stopped or reason
+            first = self._failure or self._told() or member.stopped or reason
             self.fail(first)
             if first != reason and isinstance(error, Exception):  # but led to it
                 raise ExecutionError(f"{program}: {first}") from error
@@ -387,7 +387,8 @@ class Group:
         """Marks the group as failed, on this rank and all others."""
 
         def fail() -> None:
-            self._tell(lambda: self.meeting.fail(reason))
+            if not self._failure:  # else they know
+                self._tell(lambda: self.meeting.fail(reason))
             self.give_up(reason)
 
         interruptibly(fail)

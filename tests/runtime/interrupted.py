@@ -1,0 +1,139 @@
+"""A process that is interrupted at random moments, as by Ctrl-C: what `test_interrupts.py` starts.
+
+    python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
+
+It ends with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is right, and no thread of a rank is left over.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import hostweave as hw
+
+SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # seconds in which an interrupt comes
+SOON = 10.0  # seconds, on a machine that is busy with other tests
+RANKS = 2
+X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5
+
+
+def product(added: int) -> hw.Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=RANKS), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def product(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.matmul(x, w).stream("M", chunks=RANKS) + added
+
+    return product
+
+
+@hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"])
+def alone(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+    return hw.matmul(x, w)
+
+
+class Interrupted:
+    """The programs, and what is done with them until an interrupt comes."""
+
+    def __init__(self, moments: random.Random, target: str):
+        self._moments, self._target = moments, target
+        self._kept, self._alone = self._compiled(product(0)), self._compiled(alone)
+        self._torch = __import__("torch") if target == "cuda" else None
+
+    def _compiled(self, fusion: hw.Fusion) -> hw.Program:
+        return hw.compile(fusion, target=self._target)
+
+    def _local(self, array: np.ndarray) -> object:
+        return self._torch.from_numpy(array).cuda() if self._torch else array
+
+    def _expect(self, result: object, added: int = 0) -> None:
+        np.testing.assert_array_equal(result.cpu().numpy() if self._torch and hasattr(result, "cpu") else result, X @ W + added)
+
+    def run(self) -> None:
+        program = self._kept if self._moments.random() < 0.8 else self._compiled(product(0))
+        while True:
+            self._expect(program.run(X, W))
+
+    def call(self) -> None:
+        group, x, w = own_group(), self._local(X), self._local(W)
+        while True:
+            self._expect(self._alone(x, w, group=group))
+
+    def capture(self) -> None:
+        step = self._alone.capture(self._local(X), self._local(W), group=own_group())
+        while True:
+            self._expect(step())
+
+    def threads(self) -> None:
+        provider = hw.Threads(RANKS)
+
+        def rank(rank: int) -> None:
+            hw.init(provider)
+            rows = len(X) // RANKS
+            x, w = (self._local(array) for array in (np.ascontiguousarray(X[rows * rank : rows * (rank + 1)]), W))
+            while True:
+                self._expect(self._kept(x, w))
+
+        provider.run(rank)
+
+    def compile(self) -> None:
+        added = self._moments.randrange(10**9)
+        while True:
+            added += 1
+            self._compiled(product(added)).build()
+
+    def works(self) -> None:
+        self._expect(self._kept.run(X, W))
+        self._expect(self._alone(self._local(X), self._local(W), group=own_group()))
+
+
+def own_group() -> hw.Group:
+    return hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "1"}), "own")
+
+
+def threads_of_ranks() -> set[str]:
+    """Of the groups that have some."""
+    names = {thread.name.partition(",")[0] for thread in threading.enumerate()}
+    return {name for name in names if name.startswith(("hostweave ranks", "rank "))}
+
+
+def main(what: str, to: str, seed: str, count: str, target: str = "cpu") -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.dump_traceback_later(SOON * 20, exit=True)
+    moments = random.Random(seed)
+    interrupted = Interrupted(moments, target)
+    interrupted.works()
+    gc.disable()  # what is left over is not to wait for it
+    for trial in range(int(count)):
+        delay, sent = moments.uniform(0, SPANS[what]), [0.0]
+
+        def interrupt(delay: float = delay, sent: list[float] = sent) -> None:
+            time.sleep(delay)
+            sent[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT) if to == "process" else os.killpg(0, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        try:
+            thread.start()
+            getattr(interrupted, what)()
+        except KeyboardInterrupt:
+            took = time.monotonic() - sent[0]
+        thread.join()
+        assert took < SOON, f"trial {trial}: KeyboardInterrupt came after {took:.1f} seconds"
+        interrupted.works()
+        deadline = time.monotonic() + SOON
+        while len(threads_of_ranks()) > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(threads_of_ranks()) == 1, f"trial {trial}: left over: {threads_of_ranks()}"
+    print("right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
