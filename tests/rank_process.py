@@ -16,6 +16,7 @@ PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distribu
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -81,7 +82,7 @@ class Rank:
         self.device = f"cuda:{local_rank}" if target == "cuda" else "cpu"
         if target == "cuda":
             self.torch.cuda.set_device(self.device)
-        self.group = hw.init(provider, timeout=120, call_timeout=60, device=local_rank)
+        self.group = hw.init(provider, timeout=120, call_timeout=float(os.environ.get("CALL_TIMEOUT", "60")), device=local_rank)
 
     def array(self, block: np.ndarray, dtype: str) -> Any:
         """Of PyTorch where that is there, else of NumPy."""
@@ -173,6 +174,8 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
             calls.make()
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        say(f"interrupted: {rank.group.failure}")
     world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of those that are left
     again = Rank(hw.Environment(world), rank.target, local_rank)
     Calls(again, name).make()
@@ -246,6 +249,7 @@ def say(line: str) -> None:
 
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
     local_rank = Launch(os.environ).local_rank or 0
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):

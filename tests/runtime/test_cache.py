@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,6 +146,24 @@ def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Pa
     for imported_at, same in ((written, False), (written + 1, True)):
         monkeypatch.setattr("hostweave.base.imported_at", imported_at)
         assert (cache.stamp_of.__wrapped__(tmp_path) == cache.stamp_of.__wrapped__(tmp_path)) == same
+
+
+def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was set back, or the machine has another one than that on which they were installed. They are not taken to be edited just now."""
+    (tmp_path / "file").write_text("installed")
+    now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
+    monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
+    monkeypatch.setattr(cache, "time", SimpleNamespace(time_ns=lambda: now))
+    assert cache.stamp_of.__wrapped__(tmp_path) == cache.stamp_of.__wrapped__(tmp_path)
+
+
+def test_what_was_used_before_the_clock_was_set_back_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, hours in (("later", 24), ("soon", 0.1), ("earlier", -24)):
+        used = time.time() + 3600 * hours
+        os.utime(cache.get_or_make(name, make_text(name * 1000)) / cache._SUMS, (used, used))
+    monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "1 kB")
+    cache.evict()
+    assert [entry.path.name for entry in cache.entries()] == ["soon"]
 
 
 def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

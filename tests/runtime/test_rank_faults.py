@@ -420,6 +420,72 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
     assert f"hostweave: {expected}\n" in capsys.readouterr().err
 
 
+def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
+    """NCCL may not give one up before the other ranks do, which they do when they hear of it."""
+
+    def rank(group: hw.Group) -> list[int]:
+        class Channel:
+            def __del__(self) -> None:
+                seen.append(group.meeting.left())
+
+        seen: list[dict[int, int]] = []
+        group._members["cuda"] = Channel()
+        group.close()
+        return [rank for ranks in seen for rank in ranks if rank == group.rank]
+
+    assert as_processes(2, rank) == [[0], [1]]
+
+
+class Stopped(MemoryStore):
+    """A store in a process that is stopped: a request ends when it is continued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.goes_on.wait(60)
+        super().set(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        self.goes_on.wait(60)
+        return super().get(key, timeout)
+
+
+@pytest.mark.parametrize("what", ["a call", "an exchange", "check", "close"])
+def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
+    store, program = Stopped(), hw.compile(twice)
+    provider = hw.Threads(2)
+    both = threading.Barrier(2)
+
+    def rank(rank: int) -> float:
+        group = hw.Group(Here(rank, 2, store), "default", rank, 2, 10, 1, None)
+        both.wait()
+        if rank == 1:
+            both.wait(60)
+            return 0
+        store.goes_on.clear()
+        started = time.monotonic()
+        if what == "a call":
+            aborted = threading.Event()
+            group.programs[program] = SimpleNamespace(progress=("twice", 2, 1, 5.0), close=lambda: None)
+            group._members["cuda"] = SimpleNamespace(abort=lambda _: aborted.set())
+            watchdog.watch(group)
+            assert aborted.wait(30)
+        elif what == "close":
+            group.close()
+        else:
+            with pytest.raises(ExecutionError):
+                group.check() if what == "check" else group.agree(CallSignature("p", "mesh(x=2)", "1"), "", 1)
+        took = time.monotonic() - started
+        store.goes_on.set()
+        both.wait()
+        return took
+
+    assert provider.run(rank)[0] < 6
+
+
 def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
     """What is aborted has the devices until then, and a new group of this process would fail for it."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()

@@ -184,7 +184,8 @@ def test_a_will_is_done_when_a_process_dies_and_only_then(server: TcpServer, tcp
 import os
 from hostweave.runtime.stores import TcpStore
 store = TcpStore([("127.0.0.1", {server.port})], "job", 5)
-store.on_disconnect("will of " + os.environ["WHO"], b"died")
+for name in ("will", "last word"):
+    store.on_disconnect(f"{{name}} of {{os.environ['WHO']}}", b"died")
 if os.environ["WHO"] == "one":
     os.kill(os.getpid(), 9)
 store.close()
@@ -192,9 +193,28 @@ store.close()
     clean = dict(os.environ)
     for who, status in (("one", -9), ("two", 0)):
         assert subprocess.run([sys.executable, "-c", script], env=clean | {"WHO": who}).returncode == status
-    assert tcp_store.get("will of one", 5) == b"died"
+    assert tcp_store.get("will of one", 5) == tcp_store.get("last word of one", 5) == b"died"
     with pytest.raises(TimeoutError):
         tcp_store.get("will of two", 0.3)
+
+
+@pytest.mark.parametrize("timeout", [100.0, float("inf")])
+def test_a_client_that_dies_while_it_waits_leaves_no_waiter(server: TcpServer, tcp_store: TcpStore, timeout: float) -> None:
+    script = f"""
+from hostweave.runtime.stores import TcpStore
+TcpStore([("127.0.0.1", {server.port})], "job", 5).get("never", float("{timeout}"))
+"""
+    with subprocess.Popen([sys.executable, "-c", script]) as client:
+        deadline = time.monotonic() + 30
+        while "never" not in server._waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(server._waiting["never"]) == 1
+        client.kill()
+    while server._waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server._waiting == {}
+    tcp_store.set("key", b"value")
+    assert tcp_store.get("key", timeout) == b"value"
 
 
 def test_a_dead_server_is_an_error() -> None:

@@ -77,6 +77,7 @@ _SET, _GET, _WILL = b"s", b"g", b"w"
 _REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the value that follows, or -1 where there is none
 _RETRY = 0.05  # seconds between attempts to reach a server that is not there yet
 _GRACE = 10.0  # seconds for an answer to travel, and for a client to say who it is
+_LONGEST = 1e8  # seconds that are waited for an answer, which no clock is too small for
 _BACKLOG = 256
 _STRANGERS = 2 * _BACKLOG  # that may be about to say who they are; the first of more are turned away
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
@@ -219,7 +220,7 @@ class TcpStore:
         self._ask(_SET, key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
-        answer = self._ask(_GET, key, timeout=timeout)
+        answer = self._ask(_GET, key, timeout=min(timeout, _LONGEST))
         if answer is None:
             raise TimeoutError(key)
         return answer
