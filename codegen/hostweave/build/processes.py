@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,47 +17,22 @@ from hostweave.base.interrupts import LOOK, expect_not_interrupted, within
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = 'read -r _; kill -KILL -- "-$1"'  # waits until the other end of its input is closed, however this process ends
+_GUARD = "read -r _; kill -s KILL 0"  # waits until the other end of its input is closed, however this process ends
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs a compiler in `folder`. Returns its exit status and its output.
 
-    The compiler is the leader of a group of processes, which a signal to ours does not reach. The group is killed where this work is
-    interrupted, where this process ends, and at the time limit. Raises BuildError at the limit, or if it cannot be started.
+    The compiler, and all that it starts, is in a group of processes that Ctrl-C in a terminal does not reach. The group is killed where
+    this work is interrupted, where this process ends, and at the time limit. Raises BuildError at the limit, or if it cannot be started.
     """
     expect_not_interrupted()
     seconds = _limit()
-    other_end, kept_open = os.pipe()
     try:
-        with subprocess.Popen(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as compiler:
-            guard = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "sh", str(compiler.pid)],
-                stdin=other_end,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            try:
-                output = _output(compiler, command[0], seconds)
-                return compiler.returncode, output
-            finally:
-                guard.kill()
-                guard.wait()
+        with _guarded_group() as group:
+            return _run(command, folder, group, seconds)
     except OSError as error:
         raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; set CXX to one that can") from error
-    finally:
-        os.close(kept_open)
-        os.close(other_end)
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
@@ -68,19 +44,47 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
         raise _too_long(what, seconds) from None
 
 
-def _output(compiler: subprocess.Popen[str], name: str, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
+@contextmanager
+def _guarded_group() -> Iterator[int]:
+    """A group of processes that is killed when this process ends. Its first process, which sees to that, joins it before any other."""
+    other_end, kept_open = os.pipe()
+    nothing = subprocess.DEVNULL
     try:
-        while True:
-            try:
-                return compiler.communicate(timeout=LOOK)[0]
-            except subprocess.TimeoutExpired:
-                expect_not_interrupted()
-                if time.monotonic() > deadline:
-                    raise _too_long(f"the compiler {name}", seconds) from None
-    except BaseException:
-        os.killpg(compiler.pid, signal.SIGKILL)  # it is not reaped yet, so that the group is its own
-        raise
+        guard = subprocess.Popen(["/bin/sh", "-c", _GUARD], stdin=other_end, stdout=nothing, stderr=nothing, process_group=0)
+        try:
+            yield guard.pid
+        finally:
+            guard.kill()
+            guard.wait()
+    finally:
+        os.close(kept_open)
+        os.close(other_end)
+
+
+def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tuple[int, str]:
+    deadline = time.monotonic() + seconds
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=group,
+    ) as compiler:
+        try:
+            while True:
+                try:
+                    said = compiler.communicate(timeout=LOOK)[0]
+                    return compiler.returncode, said
+                except subprocess.TimeoutExpired:
+                    expect_not_interrupted()
+                    if time.monotonic() > deadline:
+                        raise _too_long(f"the compiler {command[0]}", seconds) from None
+        except BaseException:
+            os.killpg(group, signal.SIGKILL)
+            raise
 
 
 def _limit() -> float:
