@@ -240,7 +240,7 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-            self.rank.group.check()  # first: a call that was aborted has no result
+                self.rank.group.check()  # first: a call that was aborted has no result
             self.rank.check(self.fusion, arrays, result)
 
 

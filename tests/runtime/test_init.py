@@ -353,6 +353,7 @@ def test_an_interrupted_call_says_so_to_the_others() -> None:
         group.run("program", SimpleNamespace(stopped="", abort=lambda _: None), interrupted)
     with pytest.raises(ExecutionError, match=r"rank 0: KeyboardInterrupt; call hw\.init again"):
         group.expect_working()
+    group.close()
 
 
 def test_without_a_group_and_after_close() -> None:

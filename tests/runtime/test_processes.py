@@ -275,7 +275,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.tell(rank, " ".join(f"{name}={value}" for name, value in as_rank(rank, 2, port).items()))
         for rank in range(2):
-            assert ranks.line(rank, SECONDS) == f"rank {rank} of 2 is right"
+            assert ranks.line(rank, SECONDS, beginning=f"rank {rank} of") == f"rank {rank} of 2 is right"
             assert ranks.ended(rank) == 0
 
 
@@ -322,5 +322,5 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
             world = as_rank(place, len(survivors), other_port) | {"LOCAL_RANK": str(rank)}
             ranks.tell(rank, " ".join(f"{name}={value}" for name, value in world.items()))
         for place, rank in enumerate(survivors):
-            assert ranks.line(rank, SECONDS) == f"rank {place} of {len(survivors)} is right"
+            assert ranks.line(rank, SECONDS, beginning=f"rank {place} of") == f"rank {place} of {len(survivors)} is right"
             assert ranks.ended(rank) == 0

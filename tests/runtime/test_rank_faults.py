@@ -402,7 +402,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
         if group.rank < 2:  # rank 2 has been killed
             group.programs[program] = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), close=lambda: None)
             group._members["cuda"] = native
-            watchdog.watch(group)
+            watchdog.Watch(group)
             while native.aborted is None:
                 time.sleep(0.01)
             with pytest.raises(ExecutionError, match="has failed and cannot be reused: group 'default': rank 0: call 17 of twice"):
@@ -471,7 +471,7 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
             aborted = threading.Event()
             group.programs[program] = SimpleNamespace(progress=("twice", 2, 1, 5.0), close=lambda: None)
             group._members["cuda"] = SimpleNamespace(abort=lambda _: aborted.set())
-            watchdog.watch(group)
+            watchdog.Watch(group)
             assert aborted.wait(30)
         elif what == "close":
             group.close()

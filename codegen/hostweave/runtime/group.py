@@ -26,7 +26,7 @@ from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, 
 from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.stores import Store, StoreClosed, TcpStore
-from hostweave.runtime.watchdog import watch
+from hostweave.runtime.watchdog import Watch
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
@@ -138,6 +138,7 @@ class Group:
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
+        self._watches: list[Watch] = []
         self.windows = Windows(weakref.proxy(self))
         self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
         self._failure: str | None = None
@@ -250,6 +251,8 @@ class Group:
             for program in list(self.programs.values()):
                 program.close()
             self._members.clear()
+            for watch in self._watches:
+                watch.end()
             self._close_store()
 
     def _say_goodbye(self) -> None:
@@ -281,7 +284,7 @@ class Group:
                 epoch = self._world.epoch if self._world else ""
                 self._members[target.name] = module.Member(f"{self.name} {epoch}", device, self.rank, self.count, not self.in_process)
                 if target.is_asynchronous or not self.in_process:
-                    watch(self)
+                    self._watches.append(Watch(self))
             return self._members[target.name]
 
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:

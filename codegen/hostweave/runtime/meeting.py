@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from hostweave.runtime.stores import Store
+from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 
 _LOOK = 0.25  # seconds between looks at whether another rank has failed
 _LEFT = "-1 left"  # in place of a record; how many calls the rank has made comes after
@@ -35,6 +35,11 @@ class Meeting:
 
     This is the seat of a rank that has no way to meet the others: it takes it that they do as it does.
     """
+
+    @property
+    def waits_at_store(self) -> bool:
+        """True if `failure` waits without asking again and again."""
+        return False
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
@@ -80,6 +85,10 @@ class StoreMeeting(Meeting):
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
         self._store, self._prefix = store, prefix
+
+    @property
+    def waits_at_store(self) -> bool:
+        return isinstance(self._store, TcpStore | MemoryStore)
 
     def wills(self) -> dict[str, str]:
         """The values that are to be set when this rank's process ends without `leave`."""
@@ -204,6 +213,10 @@ class Table:
 
 class ThreadMeeting(Meeting):
     """Among the threads of one process. It also sees when a thread has ended."""
+
+    @property
+    def waits_at_store(self) -> bool:
+        return True
 
     def __init__(self, table: Table, rank: int):
         super().__init__(rank, len(table.threads))

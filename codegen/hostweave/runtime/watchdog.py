@@ -23,28 +23,37 @@ _PERIOD, _LISTENS = 0.25, 0.5  # seconds between looks: at what is here, and at 
 _ANSWER = 1.0  # seconds for the other ranks to say how far they came
 
 
-class _Heard:
-    """What the listener has heard."""
+class Watch:
+    """The two threads, and what the listener has heard."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group):
+        """Begins to watch, until the group is closed, fails or is gone."""
         self.reason = ""  # why the group has failed
         self.news = threading.Event()
+        self._waits_at_store = group.meeting.waits_at_store
+        watchdog, self._listener = (
+            threading.Thread(target=work, args=(weakref.ref(group), self), name=f"hostweave {name} of {group.name}", daemon=True)
+            for work, name in ((_watch, "watchdog"), (_listen, "listener"))
+        )
+        watchdog.start()
+        self._listener.start()
+
+    def end(self) -> None:
+        """Has the threads end, as the group is closed. One in the C++ of a foreign store would abort the process when Python ends."""
+        self.news.set()
+        if not self._waits_at_store and self._listener is not threading.current_thread():
+            self._listener.join(_LISTENS)
 
 
-def watch(group: Group) -> None:
-    """Begins to watch, until the group is closed, fails or is gone."""
-    heard = _Heard()
-    for work, name in ((_watch, "watchdog"), (_listen, "listener")):
-        threading.Thread(target=work, args=(weakref.ref(group), heard), name=f"hostweave {name} of {group.name}", daemon=True).start()
-
-
-def _listen(watched: weakref.ref[Group], heard: _Heard) -> None:
+def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         meeting = group.meeting
         try:
             reason = group.deserted() or group.diverged()
             del group  # which may end while this waits
-            heard.reason = reason or meeting.failure(_LISTENS) or ""
+            heard.reason = reason or meeting.failure(_LISTENS if meeting.waits_at_store else 0) or ""
+            if not heard.reason and not meeting.waits_at_store:
+                heard.news.wait(_LISTENS)
         except StoreClosed:
             return
         except ExecutionError as error:
@@ -53,7 +62,7 @@ def _listen(watched: weakref.ref[Group], heard: _Heard) -> None:
             return heard.news.set()
 
 
-def _watch(watched: weakref.ref[Group], heard: _Heard) -> None:
+def _watch(watched: weakref.ref[Group], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         if reason := heard.reason or group.overdue():
             report = _report(group, reason)
