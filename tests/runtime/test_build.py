@@ -387,7 +387,7 @@ def test_a_broken_module(empty_cache: Path) -> None:
     module.write_bytes(b"not a library")
     with pytest.raises(BuildError) as error:
         program.build()
-    assert str(error.value) == f"{module} cannot be loaded: {module}: file too short; remove its folder to build it again"
+    assert str(error.value) == f"{module} is not the file that was built; remove its folder to build it again"
     np.testing.assert_array_equal(hw.compile(doubled).run(x=X), X + X)
 
 

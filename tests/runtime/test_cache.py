@@ -345,3 +345,38 @@ def test_a_limit_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", text)
     with pytest.raises(BuildError, match=rf"^HOSTWEAVE_CACHE_LIMIT={re.escape(text)}: is no size; write one as 500 MB or 10 GB$"):
         cache.limit()
+
+
+def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
+    cache.get_or_make("a", make_text("ours"))
+    tmp_path.chmod(0o777)
+    for use in (lambda: cache.lookup("a"), lambda: cache.get_or_make("b", make_text("new"))):
+        with pytest.raises(
+            BuildError, match=rf"can be replaced by other users, .*: {tmp_path} belongs to uid \d+ with mode 777; change that"
+        ):
+            use()
+    tmp_path.chmod(0o1777)  # a sticky one
+    assert cache.lookup("a")
+    tmp_path.chmod(0o700)
+
+
+def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
+    """A file that is put in its place meanwhile is not."""
+    library = cache.get_or_make("a", make_text("ours")) / "text"
+    seen = set()
+    for _ in range(5):
+        with cache.opened(library) as file:
+            (tmp_path / "other").write_text("planted")
+            library.rename(tmp_path / "kept")
+            (tmp_path / "other").rename(library)
+            assert Path(file).read_text() == "ours"
+            (tmp_path / "kept").rename(library)
+        seen.add(file)
+    assert len(seen) == 5
+    library.chmod(0o666)
+    with pytest.raises(BuildError, match="can be written by other users"), cache.opened(library):
+        pass
+    library.chmod(0o600)
+    library.write_text("planted")
+    with pytest.raises(BuildError, match="is not the file that was built"), cache.opened(library):
+        pass

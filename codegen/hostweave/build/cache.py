@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -99,6 +100,7 @@ def lookup(name: str) -> Path | None:
     entry = root() / name
     with _told():
         try:
+            _expect_own_above(root())
             for folder in (root(), entry.parent, entry):
                 _expect_own(folder)
             if (entry / _SUMS).read_text() != _sums(entry):
@@ -126,6 +128,8 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             scratch.mkdir(0o700)
             (scratch / _SUMS).touch()
             make(scratch)
+            for file in map(Path, _files(scratch)):
+                file.chmod(file.stat().st_mode & ~0o022)
             (scratch / _SUMS).write_text(_sums(scratch))
         except BaseException as error:
             if not isinstance(error, BuildError) or isinstance(error, _FailedBuildError):
@@ -222,6 +226,8 @@ def _own(folder: Path) -> Path:
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder == root():
+        _expect_own_above(folder)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(0o700)
     _expect_own(folder)
@@ -243,6 +249,43 @@ def _expect_own(folder: Path) -> None:
             f"{folder} can be written by other users (mode {stat.S_IMODE(status.st_mode):o}), whose code would run as yours; "
             "remove it, or set HOSTWEAVE_CACHE to a folder of your own"
         )
+
+
+def _expect_own_above(folder: Path) -> None:
+    """Raises BuildError where another user may put something in the place of the folder. In a sticky folder only its owner may."""
+    for above in {*folder.parents, *folder.resolve().parents}:
+        status = above.stat()
+        if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
+            raise BuildError(
+                f"{folder} can be replaced by other users, whose code would run as yours: {above} belongs to uid {status.st_uid} with mode "
+                f"{stat.S_IMODE(status.st_mode):o}; change that to 755, or set HOSTWEAVE_CACHE to a folder of your own"
+            )
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[str]:
+    """A path of a library of an entry for the loader, which leads to the file that was checked, whatever is put in its place meanwhile.
+
+    Raises BuildError if another user may have written the file, or if it is not the one that was put into the entry.
+    """
+    with _told():
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise BuildError(f"{path} can be written by other users, whose code would run as yours; remove its folder")
+        with open(file, "rb", closefd=False) as data, _told():
+            line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
+            if line not in (path.parent / _SUMS).read_text():
+                raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
+        # The loader takes a path that it has seen for the same library, and numbers of files come again.
+        steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
+        yield f"/proc/self/fd/{''.join(steps)}{file}"
+    finally:
+        os.close(file)
+
+
+_opened = itertools.count(1)
 
 
 @contextlib.contextmanager

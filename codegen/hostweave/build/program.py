@@ -24,7 +24,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.forks import importing, renewed
 from hostweave.base.interrupts import carried
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
-from hostweave.build.cache import evict, get_or_make, lookup, name_of, stamp_of
+from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import Library, Toolchain, require_native
 
 Sources = Mapping[str, str]  # path -> text
@@ -81,17 +81,19 @@ def build(
 def load(path: Path, dlopen_flags: int) -> ModuleType:
     """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here."""
     name = f"{path.parent.name}.{_MODULE}"  # pybind11 keeps modules by their full name
-    spec = spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
-    assert spec is not None
-    assert spec.loader is not None
-    with _dlopen_flags:
+    with opened(path) as file, _dlopen_flags:
+        spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
+        assert spec is not None
+        assert spec.loader is not None
         before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | dlopen_flags)
         try:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
+            module.__file__ = str(path)
         except ImportError as error:
-            raise BuildError(f"{path} cannot be loaded: {error}; remove its folder to build it again") from error
+            reason = str(error).replace(file, path.name)
+            raise BuildError(f"{path} cannot be loaded: {reason}; remove its folder to build it again") from error
         finally:
             sys.setdlopenflags(before)
     return module

@@ -14,7 +14,7 @@ import numpy as np
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.forks import renewed
 from hostweave.base.paths import BUILDER, RUNTIME
-from hostweave.build.cache import get_or_make, name_of, stamp_of
+from hostweave.build.cache import get_or_make, name_of, opened, stamp_of
 from hostweave.build.make import make_runtime
 from hostweave.runtime.arguments import expect_as_many
 from hostweave.runtime.arrays import Buffer
@@ -156,6 +156,7 @@ def _library(include: Path, version: str) -> ctypes.CDLL:
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]
     folder = get_or_make(name_of("runtime_jax", *made_by), lambda folder: make_runtime(folder, files, toolchain, _LIBRARY))
-    library = ctypes.CDLL(str(folder / _LIBRARY))
+    with opened(folder / _LIBRARY) as file:
+        library = ctypes.CDLL(file)
     library.hostweave_jax_calls(_native_run)
     return library
