@@ -350,3 +350,21 @@ def test_the_process_ends_cleanly_with_programs_open() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class Broken:
+    """An array of a library whose DLPack raises what it likes."""
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise KeyError("nothing")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+
+def test_arrays_that_nobody_can_pass() -> None:
+    program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1))
+    with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack cannot pass it on"):
+        program.run(x=Broken())
+    with pytest.raises(hw.errors.ExecutionError, match=r"no memory for a contiguous copy of float32\[1048576, 1048576\]"):
+        program.run(x=np.broadcast_to(np.float32(1), (2**20, 2**20)))  # 4 TiB

@@ -139,7 +139,11 @@ class NumpyLibrary(Library):
         return int(array.__array_interface__["data"][0])
 
     def contiguous(self, array: Array) -> Array:
-        return array if array.flags.c_contiguous else array.copy(order="C")
+        try:
+            return array if array.flags.c_contiguous else array.copy(order="C")
+        except MemoryError:
+            what = f"{array.dtype}{list(array.shape)}"
+            raise ExecutionError(f"there is no memory for a contiguous copy of {what}; pass a smaller array") from None
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         try:
@@ -214,7 +218,7 @@ class _AnyDLPack(NumpyLibrary):
     def accept(self, array: Array) -> Array:
         try:
             return np.from_dlpack(array)
-        except (BufferError, RuntimeError) as error:
+        except Exception as error:  # whatever a library of others raises
             raise TypeError(f"its library's DLPack cannot pass it on ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
 
     def give(self, array: Array) -> Array:
