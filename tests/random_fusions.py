@@ -22,8 +22,9 @@ from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
 from hostweave.fusion_ir.reference import run_reference
-from hostweave.fusion_ir.rewriting import map_functions
+from hostweave.fusion_ir.rewriting import at_sizes, map_functions
 from hostweave.host_ir.ir import HostProgram
+from hostweave.host_ir.size_requirements import undivided
 from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
@@ -489,9 +490,17 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
     plain = without_kernels(fusion)
     if host and plain != fusion:
         host = checked(plain, options)
+    arrays = generator.arrays(fusion, seed)
+    if host and (ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes})):
+        plain = at_sizes(plain, ints, [output.type for output in host.outputs])  # as a program does for sizes that its ranks cannot share
+        try:
+            host = checked(plain, options)
+        except ProgramError as error:
+            if "do not divide" in str(error):  # chunks of a stated loop, or pieces of a zigzag
+                return False
+            raise
     if not host:
         return False
-    arrays = generator.arrays(fusion, seed)
     try:
         ranks = interpret(host, arrays)
     except (ArgumentError, ProgramError):

@@ -18,6 +18,7 @@ from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.communication.schedules import reach_memory
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.rewriting import at_sizes
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import Options
@@ -61,6 +62,17 @@ class Compiled:
             ways |= dict.fromkeys(loops, IN_SEQUENCE)  # which leaves matmuls to others that could be in loops
             made = self.otherwise(ways=ways)
         return made
+
+    def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
+        """The same with ints for these sizes; None if it has no such form."""
+        if not isinstance(self.given, Fusion) or self.given.user_kernels:
+            return None
+        rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
+        made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
+        try:
+            return compiled(made, self.target.name, replace(self.options, sizes=rest))
+        except ProgramError:
+            return None
 
     @property
     def reaches_memory(self) -> bool:

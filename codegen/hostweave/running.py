@@ -14,7 +14,7 @@ from hostweave.base.forks import renewed
 from hostweave.base.interrupts import interruptibly, taken
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided, undivided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
@@ -45,6 +45,7 @@ class Running:
         self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
         self.without_puts: Running | None = None  # for ranks that cannot reach each other's memory
         self._without_loops: Running | None = None  # for sizes that chosen loops do not divide
+        self._at_sizes: dict[tuple[tuple[str, int], ...], Running] = {}  # for sizes that ranks cannot share as the program does
         self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
         self._closed = False
@@ -63,7 +64,7 @@ class Running:
                 self._session = None
             for local in list(self._locals):
                 local.close()
-        for other in filter(None, (self.without_puts, self._without_loops, *self.in_windows.values())):
+        for other in filter(None, (self.without_puts, self._without_loops, *self.in_windows.values(), *self._at_sizes.values())):
             if other is not self:
                 other.close()
 
@@ -94,6 +95,25 @@ class Running:
             return call(self)
         except LoopsDoNotDivide:
             return call(self.in_sequence)
+
+    def _for_sizes(self, sizes: Sizes) -> Running:
+        """The same with ints for those sizes that its ranks cannot share evenly, as it needs; itself if there are none, or no such form."""
+        divided = are_divided(self.compiled.host, sizes)
+        key = tuple(undivided((self if divided else self.in_sequence).compiled.host, sizes).items())
+        with self._lock:
+            if key and key not in self._at_sizes:
+                made = self.compiled.at_sizes(dict(key))
+                self._at_sizes[key] = Running(made) if made else self
+            return self._at_sizes[key] if key else self
+
+    def _known(self, sizes: Sizes) -> Sizes:
+        """Those of the sizes that it has names for."""
+        return {name: size for name, size in sizes.items() if name in self.compiled.host.symbols()}
+
+    def _rebound(self, held: Bound | None) -> Bound | None:
+        """The arrays that another variant holds, as this one takes them."""
+        arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
+        return self.bind(None, arrays) if arrays else None
 
     def _by_sends(self, figures: Machine) -> Running:
         """The same by figures that say what ranks cannot reach."""
@@ -149,6 +169,8 @@ class Running:
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
             self.compiled.expect_sizes("sizes=", sizes)
+            if (other := self._for_sizes({**self._sizes_of(held, arrays, {}, whole=True), **sizes})) is not self:
+                return other.call(other._rebound(held), (arrays, {}), out, stream, group, other._known(sizes), captures)
 
         def call(one: Running) -> Any:
             local = one._local(group, bound, arrays, stream, out)
@@ -165,6 +187,10 @@ class Running:
         bound = held or self._nothing_bound
         for one in sizes:
             self.compiled.expect_sizes("prepare", one)
+        for one in sizes:
+            if (other := self._for_sizes(one)) is not self:
+                other.prepare(other._rebound(held), [other._known(one)], group)
+        sizes = [one for one in sizes if self._for_sizes(one) is self]
         divided = [one for one in sizes if are_divided(self.compiled.host, one)]
         rest = [one for one in sizes if one not in divided]
         if divided:
@@ -225,6 +251,8 @@ class Running:
             return made
 
         expect_own_devices()
+        if calls and (other := self._for_sizes(self._sizes_of(held, *calls[0]))) is not self:
+            return other.run(other._rebound(held), calls, poison)
         return self._here()._or_in_sequence(run)
 
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
@@ -237,11 +265,21 @@ class Running:
             return interruptibly(lambda: one._ready().measure(made, warmups, repetitions))
 
         expect_own_devices()
+        if (other := self._for_sizes(self._sizes_of(held, *given))) is not self:
+            return other.measure(other._rebound(held), given, warmups, repetitions)
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
         """Itself, or without puts where the library has none."""
         return self._without(why) if (why := self._lacks) else self
+
+    def _sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
+        """The sizes that global arrays tell, as far as they are arrays; of dims that a rank has as a `whole`, those of local arrays."""
+        bound = held or self._nothing_bound
+        given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
+        shapes = bound.shapes() | {p.name: shape for p, array in given if isinstance(shape := getattr(array, "shape", None), tuple)}
+        pairs = (pair for p in self.compiled.host.inputs for pair in zip(p.type.dims, shapes.get(p.name, ()), strict=False))
+        return {dim.size.name: size for dim, size in pairs if dim.size.name and not (whole and dim.axes)}
 
     def _call_of(self, held: Bound | None, arrays: Arrays, named: Named) -> Call:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)

@@ -94,7 +94,9 @@ class Program:
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
         self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # those with the memory of inputs
         self.sizes = tuple(sizes.values())
-        self.parts = tuple(part_view(program, integers, part) for part in parts_of(flat) if part.size.is_int)  # of dims that are ints
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs tell the others
+        self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
+        self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates = _coordinates(integers, self.body)
         prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
         self.coordinates_of_plans = _coordinates(integers, prepared)

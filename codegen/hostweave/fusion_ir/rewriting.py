@@ -1,6 +1,6 @@
 """Helpers of passes over fusions: unique names, consumers, what is needed, and functions: mapped, inlined, or on one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from hostweave.base.names import claim_unique
@@ -8,7 +8,7 @@ from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.types.mesh import Mesh
-from hostweave.types.tensor import Dim
+from hostweave.types.tensor import Dim, TensorType
 
 
 class Names:
@@ -65,6 +65,25 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
     for body in (*fusion.functions, fusion):
         done[body.name] = result = apply(replace(body, ops=tuple(map(linked, body.ops))))
     return result
+
+
+def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
+    """The program with ints for some of its symbolic sizes. Its results have the shardings of `outputs`, which have the symbols."""
+
+    def known(type: TensorType) -> TensorType:
+        return replace(type, dims=tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims))
+
+    def bound(body: Fusion) -> Fusion:
+        inputs = tuple(replace(value, type=known(value.type)) for value in body.inputs)
+        return replace(
+            body, inputs=inputs, ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops)
+        )
+
+    made = map_functions(fusion, bound)
+    names = Names(made)
+    results = [Value(names.new(name), known(type), pinned=True) for name, type in zip(made.outputs, outputs, strict=True)]
+    ops = (Op("reshard", (name,), result) for name, result in zip(made.outputs, results, strict=True))
+    return replace(made, ops=(*made.ops, *ops), outputs=tuple(result.name for result in results))
 
 
 def inlined(fusion: Fusion) -> Fusion:

@@ -119,6 +119,16 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
             raise LoopsDoNotDivide(f"{program.name}: {size} = {size.bind(sizes)}: no multiple of {wanted[size]}, as chosen loops want it")
 
 
+def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of the sizes that the program must divide, as among ranks, and cannot."""
+    return {name: sizes[name] for name, multiple in _of_symbols(program).items() if sizes.get(name, 0) % multiple}
+
+
+@ir.analysis
+def _of_symbols(program: ir.HostProgram) -> dict[str, int]:
+    return {factor: multiple for factor, multiple in multiples(dedupe_functions(program)).items() if isinstance(factor, str)}
+
+
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
     """Whether no size that is given, or that follows from these, is one that chosen loops do not divide."""
     return _first_undivided(_multiples(program), sizes) is None

@@ -69,8 +69,10 @@ class Size:
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """Whether so many ranks may not hold as much of it each: an int that does not divide, or one of the `uneven` symbols."""
-        return int(self) % ranks > 0 if self.is_int else ranks > 1 and self.name is not None and self.name in uneven
+        """True if so many ranks may hold different parts: of an int that does not divide, an `uneven` symbol, or a sum with one."""
+        if self.is_int:
+            return int(self) % ranks > 0
+        return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
 
     def ceil_div(self, ranks: int) -> Size:
         """What each of so many ranks holds, but for the last ones."""
@@ -113,6 +115,16 @@ class Size:
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
+
+    def at(self, sizes: Mapping[str, int]) -> Size:
+        """The size with numbers for some of its symbols, also inside sums."""
+
+        def of_factor(factor: Factor) -> Size:
+            if isinstance(factor, Sum):
+                return summed(term.at(sizes) for term in factor.terms)
+            return Size(sizes[factor]) if isinstance(factor, str) and factor in sizes else Size(1, (factor,))
+
+        return product((Size(self.coefficient, (), self.divisor), *map(of_factor, self.factors)))
 
     def replaced(self, values: Mapping[Factor, Size]) -> Size:
         """With sizes in place of some factors."""

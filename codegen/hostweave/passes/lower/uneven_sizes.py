@@ -25,8 +25,8 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
     for body in (*fusion.functions, fusion):  # a size is one for all of them
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
-        sharded |= dict.fromkeys(dim.size.name for dim in dims if dim.size.name)
-        even.update(name for dim in dims if not dim.size.name or isinstance(dim.axes, Zigzag) for name in dim.size.symbols)
+        sharded |= dict.fromkeys(name for dim in dims if dim.size.factor for name in dim.size.symbols)
+        even.update(name for dim in dims if not dim.size.factor or isinstance(dim.axes, Zigzag) for name in dim.size.symbols)
         for op in body.ops:
             for dim, mesh, why in _even(op, types, body, transport):
                 ranks = mesh.size_of(dim.axes)

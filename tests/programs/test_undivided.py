@@ -1,0 +1,103 @@
+"""Sizes that ranks cannot share as a program with names needs it: it runs with ints for these, as if the user had written them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from whole_programs import compiled, expect, integer_arrays
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError
+from hostweave.fusion_ir.ir import Fusion
+
+SIZES = {"M": 5, "N": 6, "K": 3, "J": 3, "B": 3, "S": 4, "E": 5}
+MESHES = [hw.Mesh(a=1, b=1), hw.Mesh(a=2, b=1), hw.Mesh(a=1, b=3), hw.Mesh(a=2, b=2), hw.Mesh(a=2, b=4)]
+
+
+def some_axes(mesh: hw.Mesh) -> Fusion:
+    """Reshards over some of the axes of a dim, and reductions to some of them."""
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], y=hw.f32["M@a", "K"], z=hw.f32["M@a", "K@b"], g=hw.f32["B@a,b", "E"])
+    def some_axes(x, y, z, g):  # type: ignore[no-untyped-def]
+        return (
+            *(hw.reshard(x, *to) for to in (("M@a", "K"), ("M@b", "K"), ("M@b,a", "K"), ("M@a", "K@b"))),
+            *(hw.reshard(y, *to) for to in (("M@a,b", "K"), ("M@b,a", "K"))),
+            hw.reshard(z, "M@a,b", "K"),
+            hw.reshard(hw.einsum("be,bf->ef", g, g), "E@a", "E"),
+        )
+
+    return some_axes
+
+
+def reshapes(mesh: hw.Mesh) -> Fusion:
+    """Reshapes that merge a dim with others, or split it."""
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], y=hw.f32["J", "M@b"], t=hw.f32["B@a", "S", "E"], w=hw.f32["E", 3], n=hw.f32["N@a,b"])
+    def reshapes(x, y, t, w, n):  # type: ignore[no-untyped-def]
+        rows = hw.reshape(t, "B*S", "E") @ w
+        return (
+            *(hw.reshape(x, "M*K") * 2, hw.reshape(y, "J*M") + 1, hw.sum(hw.reshape(y, 1, "J*M"), 1)),
+            *(rows, hw.reshape(rows, "B", "S", 3), hw.reshape(n, "N/2", 2) * 3, hw.reshape(n, 2, "N/2")),
+        )
+
+    return reshapes
+
+
+def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
+    """Slices and concats that ranks share, of which no program with ints is made."""
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@a", "K"], y=hw.f32["N", "K"], w=hw.f32["K", 4])
+    def sums_of_sizes(x, y, w):  # type: ignore[no-untyped-def]
+        both = hw.reshard(hw.concat([x, y]), "(M + N)@a,b", "K")
+        rows = hw.reshard(x[1:], "(M - 1)@b", "K")
+        return both @ w, hw.sum(both, 0), hw.reshard(both * 2, "(M + N)", "K"), rows, hw.softmax(rows, 0), hw.reshard(rows, "(M - 1)", "K")
+
+    return sums_of_sizes
+
+
+PROGRAMS: tuple[Callable[[hw.Mesh], Fusion], ...] = (some_axes, reshapes, sums_of_sizes)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
+def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None:
+    fusion = make(mesh)
+    for sizes in (SIZES, {**SIZES, "M": 8, "B": 8, "E": 8, "N": 8}):
+        arrays = integer_arrays(fusion, sizes, seed=mesh.size)
+        expect(fusion, arrays, compiled(fusion).run(**arrays, ranks=True))
+
+
+def test_the_ranks_of_a_group() -> None:
+    """Which say the sizes, as of other dims that they share unevenly; one input is bound."""
+    mesh = hw.Mesh(a=2, b=2)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], w=hw.f32["K", 2])
+    def some(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "M@a", "K") @ w
+
+    x, w = np.arange(15, dtype=np.float32).reshape(5, 3), np.ones((3, 2), np.float32)
+    program, threads = hw.compile(some).bind(w=w), hw.Threads(4)
+    x_type, y_type = hw.f32["M@a,b", "K"], hw.f32["M@a", 2]
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+        program.prepare({"M": 5, "K": 3})
+        got = program(x_type.shard(x, rank, mesh).copy(), sizes={"M": 5})
+        np.testing.assert_array_equal(got, y_type.shard(x @ w, rank, mesh))
+
+    threads.run(on_rank)
+
+
+def test_no_such_program() -> None:
+    """A stated loop must divide the rows, whether these are a name or an int."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
+    def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return (hw.reshard(x, "M", "K") @ w).stream("M", chunks=2, algorithm="p2p")
+
+    arrays: dict[str, Any] = integer_arrays(looped, {"M": 5, "K": 3}, seed=0)
+    with pytest.raises(ArgumentError, match=r"dim 0 \(M = 5\) cannot be shared evenly by 2 ranks along x; pad it to 6"):
+        compiled(looped).run(**arrays)
