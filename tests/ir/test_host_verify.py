@@ -114,8 +114,7 @@ BODIES = {
         "text:2: @t: matmul %x, %n -> %y: dtypes differ: %x is f32[M/2, 4], %n is i32[M/2, 4], %y is f32[M/2, 4]; cast first"
     ),
     "%a = allocate i32[4, 4]\nmatmul %a, %a -> %a": (
-        "text:3: @t: matmul %a, %a -> %a: "
-        "cuBLASLt has no product of i32 by i32 that gives i32, only of f16, bf16, f32 and f64: cast both before"
+        "text:3: @t: matmul %a, %a -> %a: cuBLASLt has no product of i32 by i32 that gives i32: launch a kernel that adds up products"
     ),
     "matmul %x, %x -> %y": "text:2: @t: matmul %x, %x -> %y: inner dims differ: f32[M/2, 4] x f32[M/2, 4]",
     "%v = select %x[0: 0]\nmatmul %v, %x -> %y": "text:3: @t: matmul %v, %x -> %y: both operands need at least two dims",

@@ -18,10 +18,10 @@ ERRORS = {
         f"matmul of {dtype}": (
             "return hw.matmul(x, w)",
             {"x": f'hw.{dtype}["M", "K"]', "w": f'hw.{dtype}["K", "N"]'},
-            f"4: matmul: cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64; "
+            f"4: matmul: there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints; "
             "use hw.astype on both",
         )
-        for dtype in ("f8e4m3", "f8e5m2", "i8", "u8", "i32", "u32", "i64")
+        for dtype in ("f8e4m3", "f8e5m2")
     },
     "rank of matmul": (
         "return hw.matmul(x, w)",
@@ -191,7 +191,11 @@ ERRORS = {
     ),
     "gelu": ("return hw.gelu(x, approximate='x')", {}, "4: gelu: approximate='x' is neither 'none' nor 'tanh'"),
     "clip": ("return hw.clip(x)", {}, "4: clip: neither min nor max is given; pass one"),
-    "var": ("return hw.var(x, correction=1)", {}, "4: var: correction=1 is not supported; use 0 and scale the result"),
+    "var": (
+        "return hw.var(x, correction=0.5)",
+        {},
+        "4: var: correction=0.5 of K*M elements is no int; write an int, or ints for the sizes",
+    ),
     "logical": ("return x & x", {}, "4: logical_and: not defined for bf16; use hw.astype to a dtype that is bool"),
     "iota": ("return hw.iota(x, 0, hw.f32)", {}, "4: iota: not defined for f32; use hw.astype to a dtype that is int or uint"),
     "seed": (

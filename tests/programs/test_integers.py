@@ -118,3 +118,38 @@ def test_nothing_overflows_by_the_rules_of_cpp(tmp_path: Path) -> None:
     environment = os.environ | {"CXX": str(compiler), "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": folders}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(1, hw.i64), (2, hw.i8), (2, hw.u64), (3, hw.u8), (4, hw.i16), (4, hw.u32), (8, hw.i32)], ids=str
+)
+def test_products(ranks: int, dtype: DType) -> None:
+    """Of the largest numbers: products and their sums wrap around; also in loops, over sharded dims, and as views."""
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=ranks),
+        **{"x": dtype["M@x", "K"], "w": dtype["K", "N"], "k": dtype["N", "K@x"], "l": dtype["K@x", 3], "b": dtype["B", "M", "K"]},
+        **{"rows": dtype[f"{2 * ranks}@x", 4], "columns": dtype[4, 5]},
+    )
+    def products(x, w, k, l, b, rows, columns):  # type: ignore[no-untyped-def]  # noqa: E741
+        whole = hw.reshard(x, "M", "K")
+        looped = (hw.reshard(rows, 2 * ranks, 4) @ columns).stream(0, chunks=2 * ranks, algorithm="p2p" if ranks > 1 else None)
+        return (
+            *(x @ w, k @ l, hw.reshard(k @ l, "N@x", 3), x.T @ hw.reshard(x, "M@x", "K"), b @ w, looped),
+            *(hw.einsum("bmk,bnk->mnb", b, b), hw.einsum("bmk,kn->bnm", b, w), hw.einsum("bmk,mk->b", b, whole)),
+        )
+
+    random, kind = np.random.default_rng(ranks), np.iinfo(numpy_dtype(dtype))
+    shapes = {value.name: [size.bind({"M": 5, "K": 6, "N": 7, "B": 2}) for size in value.type.shape] for value in products.inputs}
+    arrays = {name: random.integers(kind.min, kind.max, shape, kind.dtype, endpoint=True) for name, shape in shapes.items()}
+    for got, want in zip(hw.compile(products).run(**arrays), run_reference(products, arrays), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_ring_of_sums_is_of_floats() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i32[4, "4@x"], w=hw.i32["4@x", 4])
+    def summed(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x @ w, "4@x", 4).stream(0, chunks=2, algorithm="ring")
+
+    with pytest.raises(hw.errors.ProgramError, match="sums the results of a matmul of floats in its loop; use algorithm='p2p'"):
+        hw.compile(summed)

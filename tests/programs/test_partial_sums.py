@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from whole_programs import expect, random_arrays
@@ -72,3 +73,25 @@ def test_norms_of_what_is_far_from_zero() -> None:
     mean, variance = hw.compile(moments).run(x=x)
     np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), rtol=1e-7)
     np.testing.assert_allclose(variance, x.astype(np.float64).var(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("stated", [False, True], ids=["names", "ints"])
+def test_variance_of_samples(stated: bool, ranks: int) -> None:
+    """Each correction, of dims that ranks share and of others; NaN where it is as large as the number of elements."""
+    rows, columns = (5, 3) if stated else ("M", "K")
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32[f"{rows}@x", columns], y=hw.bf16[rows, columns])
+    def samples(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        of_one = hw.var(x[:, :1], 1, correction=1)
+        return hw.var(x, correction=1), hw.std(x, 0, 2), hw.var(x, 1, 1, True), hw.var(x, (0, 1), -1), of_one, hw.std(x, 1), hw.std(y, 1, 1)
+
+    assert Fusion.parse(str(samples)) == samples
+    x = (np.random.default_rng(0).standard_normal((5, 3)) + 100).astype(np.float32)
+    y = (x - 99).astype(ml_dtypes.bfloat16)
+    wide, narrow = x.astype(np.float64), y.astype(np.float64)
+    wanted = (wide.var(ddof=1), wide.std(0, ddof=2), wide.var(1, ddof=1, keepdims=True), wide.var(ddof=-1), np.full(5, np.nan), wide.std(1))
+    *got, of_narrow = hw.compile(samples).run(x, y)
+    for number, (result, want) in enumerate(zip(got, wanted, strict=True)):
+        np.testing.assert_allclose(result, want, rtol=1e-5, err_msg=str(number))
+    np.testing.assert_allclose(of_narrow.astype(np.float64), narrow.std(1, ddof=1), rtol=2**-8)

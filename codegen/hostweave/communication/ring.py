@@ -85,12 +85,12 @@ class _Sums(_PassedOn):
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.producer[name]
-            if producer.kind == "matmul":
+            if producer.kind == "matmul" and producer.result.type.dtype.kind == "float":
                 return name
             if not self.flow.is_view(producer):
                 break
             name = producer.tensors[0]
-        why = "algorithm='ring' sums the results of a matmul in its loop; use algorithm='p2p' for other ops"
+        why = "algorithm='ring' sums the results of a matmul of floats in its loop; use algorithm='p2p' for other ops"
         raise ProgramError(f"reshard: {why}", self.op.location)
 
     def step(self, steps: Steps) -> None:

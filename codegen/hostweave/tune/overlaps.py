@@ -133,7 +133,13 @@ class _Finder:
         return (matmul,), dim
 
     def is_plain_matmul(self, op: Op) -> bool:
-        return op.kind == "matmul" and op.result.stream is None and op.result.type.mesh is None and len(op.tensors) == 2
+        return (
+            op.kind == "matmul"
+            and op.result.type.dtype.kind == "float"
+            and op.result.stream is None
+            and op.result.type.mesh is None
+            and len(op.tensors) == 2
+        )
 
     def is_outermost(self, op: Op, dim: int) -> bool:
         """Whether chunks of the dim are contiguous."""

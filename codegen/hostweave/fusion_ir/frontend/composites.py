@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from math import nan
 from typing import TYPE_CHECKING, ParamSpec
 
 from hostweave.base.errors import ProgramError
@@ -10,7 +11,7 @@ from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import DType, f32, u32
 
 _P = ParamSpec("_P")
@@ -61,23 +62,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @_called("var")
-def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: int = 0, keepdims: bool = False) -> Tensor:
-    """The variance, of floats: the mean of squared differences from the mean, over `axis` as in `mean`; f32 inside for narrower dtypes.
+def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
+    """The variance, of floats: the sum of squared differences from the mean over N - `correction`, along `axis` as in `mean`.
 
-    `correction` is 0, the population variance. The mean of the differences is subtracted, which corrects for the rounding of the
-    mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983).
-    Over sharded dims, along however many mesh axes, it takes two all-reduces.
-    Raises ProgramError for another correction.
+    N is the number of elements. A correction of 0 gives the population variance, 1 the unbiased one of a sample; the result is NaN if
+    it is N or more. It is computed in f32 for narrower dtypes. The sum of the differences is subtracted, which corrects for the
+    rounding of the mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
+    1983). Over sharded dims, along however many mesh axes, it takes two all-reduces. Raises ProgramError for a correction that is no
+    int if the sizes are names.
 
-    Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1)`.
+    Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
-    if correction != 0:
-        raise ProgramError.here(f"var: correction={correction!r} is not supported; use 0 and scale the result")
-    axes, wide = dims_of(x, axis, "var"), _wide(x)
+    return _cast(_variance(x, dims_of(x, axis, "var"), correction, keepdims, "var"), x.dtype)
+
+
+@_called("std")
+def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
+    """The standard deviation, of floats: the square root of `var`, which says what `correction` does. Raises ProgramError as it does.
+
+    Example: `x: f32[M, N]` gives `f32[M]` by `hw.std(x, axis=-1, correction=1)`.
+    """
+    return _cast(hw.sqrt(_variance(x, dims_of(x, axis, "std"), correction, keepdims, "std")), x.dtype)
+
+
+def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: bool, name: str) -> Tensor:
+    """The variance, in f32 for narrower dtypes."""
+    wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
+    if correction and not count.is_int and int(correction) != correction:
+        raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is no int; write an int, or ints for the sizes")
     # By how much the mean was rounded, and the square, in one tensor: ranks reduce their terms of both at once.
-    rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
-    return _cast(hw.maximum(square - rest * rest, 0), x.dtype)
+    if not correction or count.is_int:
+        rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
+        scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
+        variance = hw.maximum(square - rest * rest, 0)
+        return variance if scale == 1 else variance * scale
+    rest, scaled = hw.mean(distance, axes, keepdims), count - int(correction)
+    terms = (record("mean", term, axis=axes, keepdims=keepdims, count=scaled) for term in (distance, distance * distance))
+    rest, scaled_rest, square = hw.concat([term[None] for term in (rest, *terms)])
+    return hw.maximum(square - rest * scaled_rest, 0)
 
 
 @_called("softmax")

@@ -20,7 +20,7 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
     """The sum of products that `subscripts` states, as in numpy.einsum: a letter for each dim of each operand, then those of the result.
 
     A letter that the result lacks is summed over; without `->` the result has the letters that stand once, in alphabetical order.
-    Of several operands the first two are multiplied first. A product over common letters is one matmul, of f16, bf16, f32 or f64, over
+    Of several operands the first two are multiplied first. A product over common letters is one matmul, of the dtypes of `hw.matmul`, over
     all of them at once: where they are sharded, its terms are reduced once, and nothing is gathered. Raises ProgramError for an ellipsis,
     a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
 
@@ -47,7 +47,7 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
     """The sum of products over some dims of a and b, as in numpy.tensordot: the other dims of a, then those of b.
 
     `axes` is how many of the last dims of a and of the first of b, or a pair: the dims of a, and those of b in the same order, by number
-    or name. One matmul contracts them all, of f16, bf16, f32 or f64: where they are sharded, its terms are reduced once.
+    or name. One matmul contracts them all, of its dtypes: where they are sharded, its terms are reduced once.
     Raises ProgramError for dims that differ in size or number.
 
     Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.

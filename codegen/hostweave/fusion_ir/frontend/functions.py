@@ -28,8 +28,10 @@ SizeLike = int | str | Size
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """The matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]; the leading dims broadcast.
 
-    Both operands have one dtype, f16, bf16, f32 or f64, which is the result's; 16-bit floats are summed in f32. A dim K that is
-    sharded gives a partial sum, which is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+    Both operands have one dtype, f16, bf16, f32, f64 or that of ints, which is the result's; 16-bit floats are summed in f32. Sums of
+    ints wrap around, modulo 2 to the number of bits. cuBLASLt has no such product of ints: a generated kernel computes it, which is
+    much slower than one of floats. A dim K that is sharded gives a partial sum, which is all-reduced, or reduce-scattered to a sharding
+    that `reshard` states.
     Raises ProgramError for other dtypes, or inner dims that differ.
 
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.

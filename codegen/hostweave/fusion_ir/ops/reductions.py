@@ -183,9 +183,9 @@ def _transposed(a: TensorType, b: TensorType) -> str:
 
 def why_no_product(dtype: DType) -> str:
     """Why no matmul is of this dtype; nothing where one is."""
-    if dtype.kind == "float" and dtype.itemsize > 1:
+    if dtype.kind in ("int", "uint") or (dtype.kind == "float" and dtype.itemsize > 1):
         return ""
-    return f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32 and f64"
+    return f"there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints"
 
 
 def widens(operands: DType, result: DType) -> bool:

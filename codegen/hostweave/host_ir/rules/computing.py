@@ -55,7 +55,10 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
 
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
-    if why := why_no_product(c.types[i.a].dtype):
+    dtype = c.types[i.a].dtype
+    if dtype.kind in ("int", "uint"):
+        c.fail(f"cuBLASLt has no product of {dtype} by {dtype} that gives {dtype}: launch a kernel that adds up products")
+    if why := why_no_product(dtype):
         c.fail(f"{why}: cast both before")
     a, b, dst = (c.types[name].shape for name in (i.a, i.b, i.dst))
     if min(len(a), len(b)) < 2:

@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import reduce
 
 from hostweave.base.names import unique_name
-from hostweave.fusion_ir.ir import Op, Value
+from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
-from hostweave.types.tensor import BufferType, TensorType, f32
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 # Of each reduction the op that reduces along a dim, and that of two terms.
 PAIRWISE = {
@@ -38,6 +39,31 @@ class Kernels:
             kernel = ir.Kernel("", inputs, (body,))
             self.made[same] = replace(kernel, name=unique_name(kernel.telling_name, taken))
         return self.made[same].name
+
+    def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
+        """The name of the kernel of a matmul of ints, of which cuBLASLt has none: it adds up products, which wrap around."""
+        result = Value(op.result.name, self.tensor(target))
+        sizes = {name: self.tensor(name).shape for name in (a, b)}
+        rank = len(result.type.dims) + 1  # batch, m, k, n
+        names = {name: f"operand_{number}" for number, name in enumerate(sizes)}
+        *batch, m, n = result.type.shape
+        k = sizes[a][-1]
+
+        def seen(name: str, buffer: str, at: int) -> Op:
+            shape = (*sizes[buffer][:at], Size(), *sizes[buffer][at:])
+            dims = tuple(map(Dim, (*(Size() for _ in range(rank - len(shape))), *shape)))
+            return Op("reshape", (names[buffer],), Value(name, replace(result.type, dims=dims)), location=op.location)
+
+        product = Value("product", replace(result.type, dims=tuple(map(Dim, (*batch, m, k, n)))))
+        ops = (
+            *(seen("rows", a, len(sizes[a])), seen("columns", b, len(sizes[b]) - 2)),
+            Op("multiply", ("rows", "columns"), product, location=op.location),
+            Op("sum", ("product",), result, attributes(axis=(rank - 2,)), op.location),
+        )
+        inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
+        kernel = ir.Kernel(f"matmul_{result.name}", inputs, ops)
+        self.made[kernel] = kernel
+        return kernel.name
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
         """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from hostweave.communication.collective import permute, take_shard
-from hostweave.communication.packing import contiguous_source, packed_destination
+from hostweave.communication.packing import contiguous_source, packed_destination, temporary
 from hostweave.communication.put import PUTS
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
@@ -272,11 +272,20 @@ class _Lowering:
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if self.lowering and op.result.name == self.lowering.adds:
             self.lowering.matmul = matmul
+        elif self.b.types[dst].dtype.kind != "float":
+            self.multiply_ints(op, a, b, dst, steps)
         elif is_matrix(self.b.types[dst]):
             self.b.emit(matmul)
         else:
             with packed_destination(self.b, dst, steps) as packed:
                 self.b.emit(replace(matmul, dst=packed))
+
+    def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: Steps | None) -> None:
+        """A matmul that cuBLASLt does not have, by a kernel, which reads one element of each input."""
+        if a == b:
+            b = temporary(self.b, a, steps)
+            self.b.emit(ir.Copy(a, b))
+        self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
         """An operand with the dims that are contracted as one: the last ones of the first operand, of the second those before its last."""

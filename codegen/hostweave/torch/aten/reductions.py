@@ -41,15 +41,7 @@ for _name, _function in {"any": hw.any, "all": hw.all}.items():
 
 @aten("var.correction", "var.dim")
 def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
-    dims, less = _dims(x, dim), 1 if correction is None else correction
-    sizes = [x.shape[d] for d in dims]
-    if less and not all(isinstance(size, int) for size in sizes):
-        raise refuse(f"a variance with correction={less} over sizes that are not known, {sizes}, is not supported; use correction=0")
-    variance = hw.var(x, dims, 0, keepdim)
-    if not less:
-        return variance
-    count = math.prod(map(int, sizes))
-    return variance * (count / (count - less) if count > less else math.nan)
+    return hw.var(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
 
 
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
