@@ -492,11 +492,11 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
         host = checked(plain, options)
     arrays = generator.arrays(fusion, seed)
     if host and (ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes})):
-        plain = at_sizes(plain, ints, [output.type for output in host.outputs])  # as a program does for sizes that its ranks cannot share
-        try:
+        try:  # as a program does for sizes that its ranks cannot share
+            plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             host = checked(plain, options)
         except ProgramError as error:
-            if "do not divide" in str(error):  # chunks of a stated loop, or pieces of a zigzag
+            if "do not divide" in str(error) or "is no int" in str(error):  # chunks of a stated loop, pieces of a zigzag, or M/2
                 return False
             raise
     if not host:

@@ -68,8 +68,8 @@ class Compiled:
         if not isinstance(self.given, Fusion) or self.given.user_kernels:
             return None
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
-        made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
         try:
+            made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
             return compiled(made, self.target.name, replace(self.options, sizes=rest))
         except ProgramError:
             return None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
 from hostweave.fusion_ir.ir import Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
@@ -68,10 +69,16 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """The program with ints for some of its symbolic sizes. Its results have the shardings of `outputs`, which have the symbols."""
+    """The program with ints for some of its symbolic sizes. Its results have the shardings of `outputs`, which have the symbols.
+
+    Raises ProgramError for a quotient that is no int at these sizes.
+    """
 
     def known(type: TensorType) -> TensorType:
-        return replace(type, dims=tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims))
+        dims = tuple(Dim(dim.size.at(sizes), dim.axes) for dim in type.dims)
+        if broken := next((dim for dim in dims if not dim.size.factors and dim.size.divisor > 1), None):
+            raise ProgramError(f"{type}: {broken.size} is no int; choose sizes that it divides")
+        return replace(type, dims=dims)
 
     def bound(body: Fusion) -> Fusion:
         inputs = tuple(replace(value, type=known(value.type)) for value in body.inputs)
