@@ -18,22 +18,23 @@ from typing import Any
 import numpy as np
 
 from hostweave.base.errors import HostweaveError
-from hostweave.check.check import check
+from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.match_collectives import meetings
 from hostweave.check.results.lanes import Real
-from hostweave.check.results.results import Wanted, computed_outputs, difference
+from hostweave.check.results.results import Wanted, computed_outputs, difference, work
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import minimal_sizes, sizes_to_check
+from hostweave.check.sizes import minimal_sizes, nearer_sizes, sizes_to_check
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, joined
-from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank
+from hostweave.host_ir.expr import Binary, Const, Coordinate, Expr, Rank, Symbol, leaves
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
 from hostweave.options import Options
 from hostweave.pipeline import lower
+from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
 Mutant = tuple[str, str, HostProgram]  # its kind, where it is, and the program
@@ -65,8 +66,6 @@ def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
 
 
 def _count(i: ir.Chunk) -> Expr:
-    from hostweave.host_ir.expr import Symbol
-
     return Const(int(i.count)) if i.count.is_int else Symbol(i.count)
 
 
@@ -123,21 +122,24 @@ def _other_value(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
 def _other_condition(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
     if isinstance(i, ir.If):
         yield "another condition", replace(i, condition=Binary("==", i.condition, Const(0)))
+
+
+def _of_other_rank(i: tree.Instruction, mesh: Mesh) -> Iterator[tuple[str, tree.Instruction]]:
+    """What is computed of the rank is that of the next one."""
     for expr in tree.expressions(i):
-        if any(isinstance(leaf, Coordinate | Rank) for leaf in _leaves(expr)):
-            yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _other_rank(e) if e is expr else e)
+        if any(isinstance(leaf, Coordinate | Rank) for leaf in leaves(expr)):
+            yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _next_rank(e, mesh) if e is expr else e)
 
 
-def _leaves(expr: Expr) -> Sequence[Expr]:
-    from hostweave.host_ir.expr import leaves
-
-    return leaves(expr)
-
-
-def _other_rank(expr: Expr) -> Expr:
-    if isinstance(expr, Binary):
-        return Binary(expr.op, _other_rank(expr.left), _other_rank(expr.right))
-    return Binary("+", expr, Const(1)) if isinstance(expr, Coordinate | Rank) else expr
+def _next_rank(expr: Expr, mesh: Mesh) -> Expr:
+    match expr:
+        case Binary(op, left, right):
+            return Binary(op, _next_rank(left, mesh), _next_rank(right, mesh))
+        case Coordinate(axis) if axis in mesh.axes:
+            return Binary("%", Binary("+", expr, Const(1)), Const(mesh.size_of((axis,))))
+        case Rank():
+            return Binary("%", Binary("+", expr, Const(1)), Const(mesh.size))
+    return expr
 
 
 RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_attention, _other_value, _other_condition)
@@ -159,7 +161,7 @@ def of_instructions(host: HostProgram) -> Iterator[Mutant]:
             for rule in RULES:
                 for kind, other in rule(i):
                     yield kind, where, lambda n=number, o=other, e=edited: e({n: o})  # type: ignore[misc]
-            for kind, other in _other_operands(i, types):
+            for kind, other in (*_other_operands(i, types), *_of_other_rank(i, part.mesh)):
                 yield kind, where, lambda n=number, o=other, e=edited: e({n: o})  # type: ignore[misc]
             if i.work and not tree.bodies(i):
                 yield "a missing instruction", where, lambda n=number, e=edited: e({n: ()})  # type: ignore[misc]
@@ -250,7 +252,8 @@ class Subject:
 
     @cached_property
     def wanted(self) -> list[Wanted]:
-        return [Wanted(self.fusion, sizes) for sizes in sizes_to_check(self.host)]
+        sizes = [*sizes_to_check(self.host), *nearer_sizes(self.host)]
+        return [Wanted(self.fusion, at) for at in sizes if work(self.fusion, at) < MOST_ELEMENTS]
 
     @cached_property
     def elsewhere(self) -> list[Wanted]:
@@ -308,20 +311,31 @@ def subjects(ranks: int) -> Iterator[Subject]:
     found |= {**examples.exchange_fusions(ranks), **examples.pipelines(ranks)}
     found |= {make.__name__: make(ranks, hw.f32) for make in larger_programs.PROGRAMS}
     found |= {f"keys_in_a_loop_{by}": keys_in_a_loop(3, by, hw.bf16) for by in ("p2p", "ring")}
-    for file in ("transformer.py",):
-        found |= {f"{file} {name}": program for name, program in programs_in(load_file(EXAMPLES / file)).items()}
+    found |= {f"transformer.py {name}": program for name, program in programs_in(load_file(EXAMPLES / "transformer.py")).items()}
+    found |= {"decode": small_llama(ranks, decode=True), "prefill": small_llama(ranks, decode=False)}
     for name, program in found.items():
         if isinstance(program, Fusion):
-            yield Subject(name, program)
-    for seed in range(200):
+            yield Subject(f"{name} on {ranks} ranks", program)
+    for seed in range(100 * ranks, 100 * ranks + 100):
+        transport = "auto" if seed % 5 else "one_sided"
         try:
-            subject = Subject(
-                f"random {seed}", random_fusions.Generator(seed).fusion(), Options(transport="auto" if seed % 5 else "one_sided")
-            )
+            subject = Subject(f"random {seed}", random_fusions.Generator(seed).fusion(), Options(transport=transport))
             subject.host.code  # noqa: B018  may be refused
         except HostweaveError:
             continue
         yield subject
+
+
+def small_llama(ranks: int, decode: bool) -> Fusion:
+    """Two layers, a function that is called twice."""
+    from hostweave.base.paths import EXAMPLES
+    from hostweave.cli.programs import load_file
+
+    example = load_file(EXAMPLES / "llama.py")
+    given = {"hidden_size": 8, "intermediate_size": 4 * ranks, "num_attention_heads": 2 * ranks, "num_key_value_heads": ranks}
+    config = example.Config(**given, head_dim=4, num_hidden_layers=2, vocab_size=4 * ranks)
+    made: Fusion = example.program(config, ranks, decode)
+    return made
 
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:

@@ -55,7 +55,7 @@ def test_every_rank_has_what_numpy_says(make, first: Mesh) -> None:  # type: ign
     for second, size in product(MESHES, (12, 5)):
         fusion = make(first, second)
         host = lower(fusion, hw.Options())
-        check(host)
+        check(host, fusion=fusion)
         sizes = {name: size if name in host.uneven else 12 for name in "MNK"}
         draw = np.random.default_rng(0)
         given = {v.name: draw.integers(-2, 3, [e.bind(sizes) for e in v.type.shape]).astype(np.float32) for v in fusion.inputs}

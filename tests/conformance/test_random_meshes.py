@@ -70,7 +70,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     host = lower(fusion, hw.Options())
     assert hw.Fusion.parse(str(fusion)) == fusion
     assert HostProgram.parse(str(host)) == host
-    check(host)
+    check(host, fusion=fusion)
     draw = np.random.default_rng(seed)
     for size in (SIZE, 10, 3):
         sizes = {name: size if name in host.uneven else SIZE for name in "ABC"}

@@ -201,7 +201,7 @@ def test_every_rank_has_what_numpy_says(seed: int) -> None:
     host = lower(fusion, hw.Options(transport=draw.choice(["auto", "one_sided"]), overlap=draw.choice(["auto", "off"]), sizes=known))
     assert hw.Fusion.parse(str(fusion)) == fusion
     assert HostProgram.parse(str(host)) == host
-    check(host)
+    check(host, fusion=fusion)
     given = given_arrays(fusion, {name: draw.randrange(ROWS, 20) if name in host.uneven else size for name, size in SIZES.items()}, seed)
     results = interpret(host, given)
     for output, whole in zip(host.outputs, run_reference(fusion, given), strict=True):

@@ -99,7 +99,7 @@ def is_right(seed: int) -> bool:
         sizes = case.random.choice([{}, {name: size for name, size in case.sizes.items() if name in known}])
         host = lower(fusion, Options(transport=case.random.choice(["auto", "one_sided"]), sizes=sizes))
         assert HostProgram.parse(str(host)) == host
-        check(host)
+        check(host, fusion=fusion)
         arrays = case.arrays(fusion, seed)
         ranks = interpret(host, arrays)
     except (ArgumentError, ProgramError) as error:

@@ -101,12 +101,16 @@ def _search(sizes: Steps, wanted: list[tuple[Size, int]], steps: int) -> dict[st
 
 ROOM, SHARD = 3, 2  # elements of a dim, at least, and of each shard
 MOST_ELEMENTS = 2**14  # of all buffers of a rank, up to which every dim has room; beyond it those that cost little
+NEAR = 64  # times as large
 LITTLE = 1.5  # times as many
 
 
 @ir.analysis
-def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
-    """Small sizes that ranks share evenly, ones that they do not where that may be, and larger ones where a condition is on sizes."""
+def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tuple[dict[str, int], ...]:
+    """Small sizes that ranks share evenly, ones that they do not where that may be, and larger ones where a condition is on sizes.
+
+    Conditions that need sizes more than `most_times` as large are left as they are.
+    """
     program = dedupe_functions(program)
     conditions = [condition for body in bodies(program) for i in tree.walk(body.body) if (condition := i.condition_of_body)]
     deciding = {name for condition in conditions for name in _decides(condition)}
@@ -115,13 +119,18 @@ def sizes_to_check(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
     times: dict[str, int] = {}  # of the least size
     for condition in conditions:
         found = {name: _times_until_other(condition, name, RankSizes(least, program.mesh)) for name in _decides(condition)}
-        if larger := [name for name, factor in found.items() if factor > 1]:
+        if larger := [name for name, factor in found.items() if 1 < factor <= most_times]:
             name = min(larger, key=lambda name: (name not in times, found[name]))  # one of them is enough
             times[name] = max(times.get(name, 1), found[name])
     if not times:
         return small
     other = {name: (size, size * times[name]) if name in times else (0, size) for name, size in least.items()}
     return (*small, *filter(None, [_with_room(program, other)]))
+
+
+def nearer_sizes(program: ir.HostProgram) -> list[dict[str, int]]:
+    """Sizes beside those to check, at which conditions that need far larger sizes are left as they are."""
+    return [sizes for sizes in sizes_to_check(program, NEAR) if sizes not in sizes_to_check(program)]
 
 
 def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
