@@ -21,6 +21,7 @@ from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
+GPU_WORKERS = 4  # that share the GPUs: most of the time of their tests goes into building programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
 
 # No worker is left with one of these when the others are done.
@@ -80,8 +81,8 @@ def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores: some tests wait for processes, time-outs and locks."""
-    return len(os.sched_getaffinity(0)) + 1
+    """One more than cores: some tests wait for processes, time-outs and locks. A few share the GPUs."""
+    return GPU_WORKERS if gpus() else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:
@@ -118,7 +119,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a GPU, which one worker has for itself; those marked slow must be asked for. The longest begin first."""
+    """Tests marked gpu need a GPU, which a few workers share, a file each; those marked slow must be asked for. The longest begin first."""
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         if imports_or_skips(item.path):
@@ -126,7 +127,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for reason in {why_missing(name) for mark in item.iter_markers("extra") for name in mark.args} - {None}:
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
+            item.add_marker(pytest.mark.xdist_group(f"gpu {item.path.name}"))
     unwanted = {"gpu"} if not gpus() else set()
     if "slow" not in config.option.markexpr:
         unwanted.add("slow")

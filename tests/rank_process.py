@@ -125,8 +125,8 @@ class Rank:
 
 def run_all(rank: Rank, which: str) -> None:
     programs = programs_for(rank.group.count, which)
-    for name, fusion in programs.items():
-        transport = "one_sided" if rank.target == "cpu" and name in EXCHANGES else "auto"  # which needs no NCCL
+    both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # one_sided needs a late NCCL on CUDA
+    for (name, fusion), transport in ((item, by) for item in programs.items() for by in (both if item[0] in EXCHANGES else ("auto",))):
         program = hw.compile(fusion, target=rank.target, options=hw.Options(transport=transport))
         sizes = sizes_of(program._host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
@@ -186,8 +186,7 @@ def run_graphs(rank: Rank) -> None:
     """Each rank has arrays in an order of its own, and the last one some that are new."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
-        transport = "one_sided" if name in EXCHANGES else "auto"
-        program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport=transport))
+        program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
         values = integer_arrays(fusion, sizes_of(fusion), 0)
         sets = [rank.local(fusion, values) for _ in range(4)]
         out = program(*sets[3])

@@ -38,18 +38,22 @@ class Options:
       its partial sum to the dtype of the result.
     - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
       The CPU target computes in f32.
-    - `transport`: how bytes travel between ranks. two_sided: by collectives, sends and recvs. one_sided: ranks write and read each
-      other's memory, which leaves all multiprocessors to the matmuls, inside one host, and on CUDA with version 2.29 of the library
-      (2.32 for moves between meshes); chunk loops that communicate are by put, by ring, or over slices of every rank's shard, on the
-      mesh of all ranks. auto: two_sided but for loops that say `.stream(..., algorithm="put")`, and for those
-      that are chosen by the cost model, where all ranks are on GPUs of one host and the library is of that version; and all-reduces
-      of few bytes are done by the kernels that use them, of ranks of one host.
+    - `transport`: how bytes travel between ranks.
+        - two_sided: collectives, sends and recvs of the communication library. It works everywhere.
+        - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Streams write and
+          await the words that signal. It needs peer access between the GPUs, and no communication library.
+        - one_sided: the same through windows and signals of the library, from version 2.29 on (2.32 for moves between meshes).
+        - auto: two_sided, and peer for chunk loops that say `.stream(..., algorithm="put")` or that the cost model chooses. Falls back to
+          one_sided, then to two_sided, if the ranks cannot use it; a line on stderr says why. All-reduces of few bytes are done by the
+          kernels that use them.
+
+      With peer and one_sided, chunk loops are by put, by ring, or over slices of every rank's shard, on the mesh of all ranks.
     - `windows`: names of inputs and outputs that lie in arrays of `group.empty`, so that one-sided communication reads and writes them
       where they lie. A call finds that out by itself, and uses a program that is compiled for it; what is named here has to lie there.
     - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
       of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
       are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
-      short operations, where the time of the host shows. Of programs with one-sided communication calls are graphs on all ranks or on
+      short operations, where the time of the host shows. Of programs on transport one_sided calls are graphs on all ranks or on
       none: the ranks meet before calls 3, 5, 9, 17 and so on, and every 4096 calls at least. Where since the last time all of them
       had nearly always arrays of a call before, calls are graphs until the next, of new arrays, too. By default nothing is captured
       by itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from hostweave.runtime.lifetime import expect_own_devices
 from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
-from hostweave.transports.transport import DEFAULT
+from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
 from hostweave.types.machine import Machine
 
 T = TypeVar("T")
@@ -30,6 +31,15 @@ Arrays = Sequence[Any]
 Named = Mapping[str, Any]
 Sizes = Mapping[str, int]
 Given = tuple[Arrays, Named]  # by position, and by name
+
+_told: set[str] = set()
+
+
+def _tell_once(text: str) -> None:
+    """Prints a line on stderr, once per process."""
+    if text not in _told:
+        _told.add(text)
+        print(text, file=sys.stderr, flush=True)
 
 
 class Running:
@@ -43,7 +53,7 @@ class Running:
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
         self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
-        self.without_puts: Running | None = None  # for ranks that cannot reach each other's memory
+        self.by_figures: dict[Machine, Running] = {}  # for ranks that cannot reach each other's memory, or not by every transport
         self._without_loops: Running | None = None  # for sizes that chosen loops do not divide
         self._at_sizes: dict[tuple[tuple[str, int], ...], Running] = {}  # for sizes that ranks cannot share as the program does
         self._session: Session | None = None
@@ -64,7 +74,8 @@ class Running:
                 self._session = None
             for local in list(self._locals):
                 local.close()
-        for other in filter(None, (self.without_puts, self._without_loops, *self.in_windows.values(), *self._at_sizes.values())):
+        others = (*self.by_figures.values(), *self.in_windows.values(), *self._at_sizes.values())
+        for other in filter(None, (self._without_loops, *others)):
             if other is not self:
                 other.close()
 
@@ -115,12 +126,12 @@ class Running:
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 
-    def _by_sends(self, figures: Machine) -> Running:
+    def _by(self, figures: Machine) -> Running:
         """The same by figures that say what ranks cannot reach."""
         with self._lock:
-            if self.without_puts is None:
-                self.without_puts = Running(self.compiled.otherwise(ways={}, machine=figures))
-            return self.without_puts
+            if figures not in self.by_figures:
+                self.by_figures[figures] = Running(self.compiled.otherwise(ways={}, machine=figures))
+            return self.by_figures[figures]
 
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
         """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
@@ -143,14 +154,19 @@ class Running:
         """Why the library here cannot do the program's communication; asked each time, since something else may load one."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
-    def _without(self, why: str) -> Running:
-        """The same without puts, for ranks that all know why there are none. Raises ExecutionError where the user stated them."""
+    def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
+        """Returns the same program without the transports that share memory, but for those that all ranks have.
+
+        All ranks know the reason. Raises ExecutionError if the user stated the transport.
+        """
         if not self.compiled.reaches_memory:
             raise ExecutionError(f'{self.name}: ranks cannot reach each other: {why}; compile with transport="{DEFAULT}"')
+        _tell_once(f"hostweave: {self.name} overlaps less than it could: {why}")
         figures = self.compiled.options.figures
-        for transport in self.compiled.host.memory_transports:
-            figures = figures.without(transport.name, why)
-        return self._by_sends(figures)
+        for transport in map(find_transport, NAMES):
+            if transport.shares_memory and not all_have(transport):
+                figures = figures.without(transport.name, why)
+        return self._by(figures)
 
     # --- on this rank of a group ---
 
@@ -209,7 +225,10 @@ class Running:
             raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
-            return self._by_sends(figures)._local(group, bound, arrays, stream)
+            return self._by(figures)._local(group, bound, arrays, stream)
+        if not group.can_meet and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.memory_transports):
+            why = "communicators of the application map no memory"
+            return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
         local = group.programs.get(self) or self._made_local(group, stream, arrays)
@@ -270,8 +289,9 @@ class Running:
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
-        """Itself, or without puts where the library has none."""
-        return self._without(why) if (why := self._lacks) else self
+        """Returns itself, or the program on the next transport if the ranks of this process cannot use this one."""
+        why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.memory_transports else "")
+        return self._without(why)._here() if why else self
 
     def _sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
         """The sizes that global arrays tell, as far as they are arrays; of dims that a rank has as a `whole`, those of local arrays."""

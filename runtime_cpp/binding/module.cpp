@@ -272,12 +272,15 @@ PYBIND11_MODULE(hostweave_program, m) {
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
       py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());
   m.def("device_for", &hw::Member::device_for, py::arg("rank"), py::arg("local_rank"));
-  m.def("new_id", &hw::Member::new_process_group_id, py::arg("member"), WithoutGil());
+  m.def(
+      "new_id", [](hw::Member& member, const std::string& key) { return member.new_process_group_id(table(), key); },
+      py::arg("member"), py::arg("key"), WithoutGil());
   m.def("is_captured", [](uintptr_t stream) { return hw::is_captured(stream_at(stream)); }, py::arg("stream"));
   m.def("missing_process_groups", missing_process_groups, py::arg("member"));
   m.def("connect", connect, py::arg("member"), py::arg("ids"), py::arg("timeout"), WithoutGil());
   m.def("out_of_reach", out_of_reach, py::arg("member"), WithoutGil());
   m.def("adopt", adopt, py::arg("member"), py::arg("communicators"), WithoutGil());
+  m.def("new_peer_id", [](hw::Member& member) { return member.new_id(hw::Transport::peer); }, py::arg("member"), WithoutGil());
   m.def("connect_all", &hw::GroupMemory::connect, py::arg("member"), py::arg("id"), py::arg("timeout"), WithoutGil());
   py::class_<hw::GroupMemory, Holder<hw::GroupMemory>>(m, "GroupMemory", py::module_local())
       .def(py::init<hw::Member&, size_t>(), py::arg("member"), py::arg("bytes"), py::keep_alive<1, 2>(), WithoutGil())

@@ -127,6 +127,25 @@ void await_across_processes(Op& op, const ncclComm& comm, const std::vector<nccl
   });
 }
 
+OpPtr signal_op(ncclComm_t comm, int peer, int number, bool acknowledged) {
+  OpPtr op = new_op("signal", -1);
+  give_after(*op, comm, peer, number, acknowledged, {});
+  return op;
+}
+
+OpPtr wait_op(ncclComm_t comm, const std::vector<ncclWaitSignalDesc_t>& awaited, bool acknowledged) {
+  OpPtr op = new_op("wait for signals", -1);
+  ProcessGroup& process_group = *comm->process_group;
+  for (const ncclWaitSignalDesc_t& signal : awaited) {
+    auto count = count_of(process_group, signal.peer, comm->rank, signal.sigIdx + (acknowledged ? kInGraphs : 0));
+    const std::uint64_t turn = count->awaited += signal.opCnt;
+    op->awaits.push_back({std::move(count), turn});
+    if (acknowledged) op->gives.push_back(next_signal(comm, signal.peer, signal.sigIdx + kTaken));
+  }
+  if (process_group.shared) await_across_processes(*op, *comm, awaited, acknowledged);
+  return op;
+}
+
 // What a rank tells the others of the memory that it registers.
 struct Registration {
   SharedFile file;
@@ -285,11 +304,7 @@ ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, 
 ncclResult_t ncclSignal(int peer, int number, int context, unsigned int flags, ncclComm_t comm, cudaStream_t stream) {
   Call call;
   if (const ncclResult_t result = check("ncclSignal", comm, peer, number, context, flags)) return result;
-  return enqueue(call.lock, comm, stream, [=](bool in_graph) {
-    OpPtr op = new_op("signal", -1);
-    give_after(*op, comm, peer, number, in_graph, {});
-    return op;
-  });
+  return enqueue(call.lock, comm, stream, [=](bool in_graph) { return signal_op(comm, peer, number, in_graph); });
 }
 
 ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, ncclComm_t comm, cudaStream_t stream) {
@@ -299,18 +314,19 @@ ncclResult_t ncclWaitSignal(int descriptors, ncclWaitSignalDesc_t* signals, nccl
     if (const ncclResult_t result = check("ncclWaitSignal", comm, signal.peer, signal.sigIdx, signal.ctx, 0)) return result;
     if (signal.opCnt != 1) return nccl_not_supported("ncclWaitSignal for several signals of a peer at once");
   }
-  return enqueue(call.lock, comm, stream, [=](bool in_graph) {
-    OpPtr op = new_op("wait for signals", -1);
-    ProcessGroup& process_group = *comm->process_group;
-    for (const ncclWaitSignalDesc_t& signal : awaited) {
-      auto count = count_of(process_group, signal.peer, comm->rank, signal.sigIdx + (in_graph ? kInGraphs : 0));
-      const std::uint64_t turn = count->awaited += signal.opCnt;
-      op->awaits.push_back({std::move(count), turn});
-      if (in_graph) op->gives.push_back(next_signal(comm, signal.peer, signal.sigIdx + kTaken));
-    }
-    if (process_group.shared) await_across_processes(*op, *comm, awaited, in_graph);
-    return op;
-  });
+  return enqueue(call.lock, comm, stream, [=](bool in_graph) { return wait_op(comm, awaited, in_graph); });
+}
+
+ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream) {
+  Call call;
+  if (const ncclResult_t result = check("signal", comm, peer, number, 0, 0)) return result;
+  return enqueue(call.lock, comm, stream, [=](bool) { return signal_op(comm, peer, number, true); });
+}
+
+ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream) {
+  Call call;
+  if (const ncclResult_t result = check("wait_signal", comm, peer, number, 0, 0)) return result;
+  return enqueue(call.lock, comm, stream, [=](bool) { return wait_op(comm, {{1, peer, number, 0}}, true); });
 }
 
 }  // extern "C"

@@ -130,11 +130,23 @@ Communicators::~Communicators() {
   for (ncclComm_t comm : comms_) ncclCommDestroy(comm);
 }
 
-Channel Communicators::channel(int color, int rank_in_group, int64_t size) {
+Channel Communicators::channel(int color, int rank_in_group, int64_t size, Transport transport) {
   ncclComm_t comm;
   HW_CHECK(ncclCommSplit(comms_.front(), color, rank_in_group, &comm, nullptr));
   comms_.push_back(comm);
-  return {comm, rank_in_group, size};
+  if (transport != Transport::peer) return {comm, rank_in_group, size};
+  ncclUniqueId id{};
+  if (rank_in_group == 0) id = PeerGroup::new_id();
+  DeviceMemory shared;
+  void* const data = shared.reserve(sizeof id);
+  HW_CHECK(cudaMemcpy(data, &id, sizeof id, cudaMemcpyHostToDevice));
+  HW_CHECK(ncclBroadcast(data, data, sizeof id, ncclUint8, 0, comm, nullptr));
+  HW_CHECK(cudaMemcpy(&id, data, sizeof id, cudaMemcpyDeviceToHost));
+  constexpr double kSeconds = 300;  // for the others to come
+  peers_.push_back(std::make_unique<PeerGroup>(id, rank_in_group, size, kSeconds));
+  if (const std::string& why = peers_.back()->why_out_of_reach(); !why.empty())
+    throw std::runtime_error("transport peer: " + why);
+  return {*peers_.back(), rank_in_group, size};
 }
 
 void Communicators::no_channel() {

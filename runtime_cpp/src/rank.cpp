@@ -7,6 +7,7 @@
 
 #include "hostweave/check.h"
 #include "hostweave/errors.h"
+#include "hostweave/peer.h"
 
 namespace hw {
 
@@ -64,14 +65,25 @@ bool Rank::has_channel(const char* mesh, const char* axes, Transport transport) 
 const Channel& Rank::channel(const char* mesh, const char* axes, int64_t size, Transport transport) const {
   const auto found = pools_->channels.find(std::pair(std::string(mesh) + " " + axes, transport));
   if (found == pools_->channels.end()) {
-    throw ExecutionError(std::string(transport == Transport::one_sided ? "no one-sided channel along " : "no channel along ") +
-                         axes + " of " + mesh + ": add it to the rank before the program");
+    throw ExecutionError(std::string("no channel of transport ") + name_of(transport) + " along " + axes + " of " + mesh +
+                         ": add it to the rank before the program");
   }
   if (found->second.size() != size) {
     throw ExecutionError(std::string("the channel along ") + axes + " of " + mesh + " has " +
                          std::to_string(found->second.size()) + " ranks, and the program is for " + std::to_string(size));
   }
   return found->second;
+}
+
+const char* name_of(Transport transport) {
+  constexpr const char* names[] = {"two_sided", "one_sided", "peer"};
+  return names[static_cast<int>(transport)];
+}
+
+cudaError_t Channel::signal(int64_t peer, int number, cudaStream_t stream) const { return peers_->signal(peer, number, stream); }
+
+cudaError_t Channel::wait_signal(int64_t peer, int number, cudaStream_t stream) const {
+  return peers_->wait_signal(peer, number, stream);
 }
 
 char* Channel::on_peer(int64_t peer, const char* place) const {

@@ -1,8 +1,6 @@
 #include "hostweave/term_exchange.h"
 
 #include <array>
-#include <cstring>
-#include <fstream>
 #include <map>
 #include <mutex>
 #include <string>
@@ -12,7 +10,7 @@
 #include "hostweave/errors.h"
 
 #ifndef HOSTWEAVE_CPU_DEVICE
-#include <unistd.h>
+#include "hostweave/reached.h"
 #endif
 
 namespace hw {
@@ -53,43 +51,6 @@ void TermExchange::Shared::connect(const Channel&) {}
 
 namespace {
 
-// What a rank tells the others of its landing memory.
-struct Card {
-  char machine[64];  // the boot of its host
-  int64_t process;
-  int device;
-  void* landing;
-  cudaIpcMemHandle_t handle;
-};
-
-Card card_of(void* landing) {
-  Card card{};
-  std::ifstream("/proc/sys/kernel/random/boot_id").read(card.machine, sizeof card.machine - 1);
-  card.process = getpid();
-  HW_CHECK(cudaGetDevice(&card.device));
-  card.landing = landing;
-  if (cudaIpcGetMemHandle(&card.handle, landing) != cudaSuccess) cudaGetLastError();  // then other processes do not reach it
-  return card;
-}
-
-// The landing memory of another rank as this one's kernels see it, null where they do not.
-Packet* reached(const Card& own, const Card& peer) {
-  if (std::memcmp(own.machine, peer.machine, sizeof own.machine) != 0) return nullptr;
-  void* landing = nullptr;
-  cudaError_t error = cudaSuccess;
-  if (own.process == peer.process) {
-    int can = 0;
-    error = cudaDeviceCanAccessPeer(&can, own.device, peer.device);
-    if (error == cudaSuccess && can) error = cudaDeviceEnablePeerAccess(peer.device, 0);
-    if (error == cudaErrorPeerAccessAlreadyEnabled) error = cudaSuccess;
-    landing = can ? peer.landing : nullptr;
-  } else {
-    error = cudaIpcOpenMemHandle(&landing, peer.handle, cudaIpcMemLazyEnablePeerAccess);
-  }
-  cudaGetLastError();
-  return error == cudaSuccess ? static_cast<Packet*>(landing) : nullptr;
-}
-
 // What each rank has of these bytes, in their order.
 template <class T>
 std::vector<T> gather(const Channel& channel, const T& own) {
@@ -111,8 +72,10 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 // The memory stays until the process ends: peers may have it open, and to free it then is not defined.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t bytes = sizeof(Packet) * 2 * channel.size() * kPackets;
-  void* landing = nullptr;
-  HW_CHECK(cudaMalloc(&landing, bytes + 2 * sizeof(uint32_t)));
+  const MemoryCard rank = card_of_rank();
+  bool in_process = true;
+  for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
+  void* const landing = allocate_shared(bytes + 2 * sizeof(uint32_t), in_process);
   HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before anybody knows of it
   HW_CHECK(cudaDeviceSynchronize());
   uint32_t* aborted = nullptr;
@@ -122,13 +85,13 @@ void TermExchange::Shared::connect(const Channel& channel) {
   exchange.aborted = aborted;
   exchange.rank = static_cast<int>(channel.rank());
 
-  const Card own = card_of(landing);
+  const MemoryCard own = with_memory(rank, landing);
   HW_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, own.device));
-  const std::vector<Card> cards = gather(channel, own);
+  const std::vector<MemoryCard> cards = gather(channel, own);
   int32_t reaches_all = 1;
   for (size_t peer = 0; peer < cards.size(); ++peer) {
     const bool is_own = static_cast<int64_t>(peer) == channel.rank();
-    exchange.landing[peer] = is_own ? static_cast<Packet*>(landing) : reached(own, cards[peer]);
+    exchange.landing[peer] = static_cast<Packet*>(is_own ? landing : open_memory(own, cards[peer]));
     if (!exchange.landing[peer]) reaches_all = 0;
   }
   in_packets = true;

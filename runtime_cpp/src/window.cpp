@@ -33,14 +33,14 @@ struct WindowUsers {
 
 std::mutex users_mutex;
 
-std::map<ncclComm_t, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
-  static auto* const users = new std::map<ncclComm_t, std::weak_ptr<WindowUsers>>;
+std::map<const void*, std::weak_ptr<WindowUsers>>& all_users() {  // guarded by users_mutex
+  static auto* const users = new std::map<const void*, std::weak_ptr<WindowUsers>>;
   return *users;
 }
 
-std::shared_ptr<WindowUsers> users_of(ncclComm_t comm) {
+std::shared_ptr<WindowUsers> users_of(const Channel& channel) {
   const std::lock_guard lock(users_mutex);
-  std::weak_ptr<WindowUsers>& known = all_users()[comm];
+  std::weak_ptr<WindowUsers>& known = all_users()[channel.key()];
   std::shared_ptr<WindowUsers> users = known.lock();
   if (!users || users->aborted) known = users = std::make_shared<WindowUsers>();
   return users;
@@ -85,7 +85,7 @@ struct WindowArena::Windows {
 
   explicit Windows(std::initializer_list<const Channel*> channels) : channels_(channels) {
     for (const Channel* channel : channels_) {
-      if (channel->size()) users_.push_back(users_of(channel->comm()));
+      if (channel->size()) users_.push_back(users_of(*channel));
     }
   }
 
@@ -107,10 +107,11 @@ struct WindowArena::Windows {
     const size_t total = whole_pieces(needed.in_windows);
     const bool in_graphs = std::ranges::any_of(users_, [](const auto& users) { return users->calls.in_graphs(); });
     if (total > memory_.bytes) {
-      expect_one_sided_calls();
       for (const Channel* channel : channels_) {
+        if (channel->size() && channel->peers() && !by_peers())
+          throw ExecutionError("a program has channels of the transports one_sided and peer; compile it for one of them");
         if (const std::string why = why_out_of_reach(*channel); !why.empty())
-          throw ExecutionError("transport one_sided: " + why + "; compile with transport=\"two_sided\"");
+          throw ExecutionError("peers cannot write to this rank's memory: " + why + "; compile with transport=\"two_sided\"");
       }
       Memory old = std::exchange(memory_, {});
       if (in_graphs) {
@@ -118,7 +119,8 @@ struct WindowArena::Windows {
       } else {
         release(std::move(old));
       }
-      HW_CHECK(ncclMemAlloc(&memory_.data, total));
+      const auto first = std::ranges::find_if(channels_, [](const Channel* channel) { return channel->size() > 0; });
+      memory_.data = allocate_window(first == channels_.end() ? nullptr : *first, total);
       memory_.registered.resize(channels_.size());
       for (size_t channel = 0; channel < channels_.size(); ++channel) {
         if (channels_[channel]->size()) register_window(*channels_[channel], memory_.data, total, memory_.registered[channel]);
@@ -138,19 +140,21 @@ struct WindowArena::Windows {
 
   // What peers do with this memory they have told by signals, which the calls have waited for.
   void release(Memory memory) const {
-    if (!memory.data) return;
-    if (is_aborted()) return;
+    if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
-    for (size_t channel = 0; channel < memory.registered.size(); ++channel) {
-      const ncclWindow_t window = memory.registered[channel].window;
-      if (window) HW_CHECK(ncclCommWindowDeregister(channels_[channel]->comm(), window));
-    }
-    HW_CHECK(ncclMemFree(memory.data));
+    release_window(memory.data, memory.registered);
+  }
+
+  // True if the channels are of the transport peer.
+  bool by_peers() const {
+    return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }
 
   // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
   bool is_aborted() const {
-    return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; });
+    return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
+           std::ranges::any_of(channels_,
+                               [](const Channel* channel) { return channel->peers() && channel->peers()->is_stuck(); });
   }
 
   std::vector<const Channel*> channels_;
@@ -165,11 +169,24 @@ WindowArena::WindowArena(std::initializer_list<const Channel*> channels) : windo
 
 void WindowArena::reserve(MemoryPlan& plan) { windows_->reserve(plan); }
 
+void* allocate_window(const Channel* channel, size_t bytes) {
+  if (channel && channel->peers()) return channel->peers()->allocate(bytes);
+  if (channel) expect_one_sided_calls();
+  void* data = nullptr;
+  HW_CHECK(ncclMemAlloc(&data, bytes));
+  return data;
+}
+
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made) {
+  made.channel = &channel;
+  if (channel.peers()) {
+    made.mapping = channel.peers()->map(data, bytes);
+    made.peers = made.mapping.begins;
+    return;
+  }
   HW_CHECK(ncclCommWindowRegister(channel.comm(), data, bytes, &made.window, NCCL_WIN_COLL_SYMMETRIC));
   if (!made.window) {
-    throw ExecutionError(
-        "transport one_sided: NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
+    throw ExecutionError("NCCL registers no windows here (NCCL_DEBUG=INFO says why); compile with transport=\"two_sided\"");
   }
   made.peers.assign(channel.size(), static_cast<char*>(data));
   for (int64_t peer = 0; peer < channel.size(); ++peer) {
@@ -178,14 +195,27 @@ void register_window(const Channel& channel, void* data, size_t bytes, Registere
     HW_CHECK(ncclGetPeerDevicePointer(made.window, 0, static_cast<int>(peer), &base));
     if (!base) {
       throw ExecutionError(
-          "transport one_sided: this rank cannot reach the memory of rank " + std::to_string(peer) +
+          "this rank cannot reach the memory of rank " + std::to_string(peer) +
           " of the channel, which is on another host or has no peer access; compile with transport=\"two_sided\"");
     }
     made.peers[peer] = static_cast<char*>(base);
   }
 }
 
+void release_window(void* data, const std::vector<Registered>& registered) {
+  std::vector<PeerGroup::Mapping> mappings;
+  for (const Registered& one : registered) {
+    if (one.mapping.group) mappings.push_back(one.mapping);
+    if (one.window) HW_CHECK(ncclCommWindowDeregister(one.channel->comm(), one.window));
+  }
+  if (mappings.empty())
+    HW_CHECK(ncclMemFree(data));
+  else
+    PeerGroup::free(data, mappings);
+}
+
 std::string why_out_of_reach(const Channel& channel) {
+  if (channel.peers()) return channel.peers()->why_out_of_reach();
 #ifdef HOSTWEAVE_ASKS_NCCL
   if (!channel.size() || !ncclCommQueryProperties) return "";
   ncclCommProperties_t properties{};
@@ -204,6 +234,20 @@ std::string why_out_of_reach(const Channel& channel) {
   return "";
 }
 
+std::string why_no_windows(const Channel& channel) {
+  if (channel.peers()) return "";  // whose ranks tried it when they met
+  void* const data = allocate_window(&channel, kPiece);
+  std::string why;
+  Registered made;
+  try {
+    register_window(channel, data, kPiece, made);
+  } catch (const ExecutionError& error) {
+    why = error.what();
+  }
+  release_window(data, {made});
+  return why;
+}
+
 size_t WindowArena::offset(const void* place) const {
   const auto offset = static_cast<size_t>(static_cast<const char*>(place) - static_cast<const char*>(windows_->memory_.data));
   if (offset > windows_->memory_.bytes)
@@ -214,7 +258,7 @@ size_t WindowArena::offset(const void* place) const {
 cudaError_t WindowArena::begin_call(cudaStream_t caller) const {
   for (const auto& users : windows_->users_) {
     if (const cudaError_t error = users->calls.begin_call(caller)) return error;
-    if (users->calls.capturing()) expect_signals_in_graphs();
+    if (users->calls.capturing() && !windows_->by_peers()) expect_signals_in_graphs();
   }
   return cudaSuccess;
 }

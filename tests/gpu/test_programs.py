@@ -246,7 +246,7 @@ def test_more_ranks_than_gpus() -> None:
     fusion = fusion_of("allgather_p2p", 2 * GPUS, 3, hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
     assert message_of(ExecutionError, lambda: compiled(fusion, "cuda", Options(check=False)).run(**arrays)) == (
-        f"allgather_p2p: the program needs {2 * GPUS} GPUs and this machine has {GPUS}; compile it for a smaller mesh, or for the CPU"
+        f"allgather_p2p: {2 * GPUS} GPUs are needed, and this machine has {GPUS}; compile for a smaller mesh, or for the CPU"
     )
 
 

@@ -1,4 +1,4 @@
-"""Programs whose ranks write and read each other's memory, on real GPUs of one host, with NCCL 2.29 or later."""
+"""Programs whose ranks write and read each other's memory, on real GPUs of one host; by one_sided with NCCL 2.29 or later."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}"),
-    pytest.mark.skipif(GPUS >= 2 and nccl() < 22900, reason="needs NCCL 2.29: NCCL_HOME names a folder with a later one"),
 ]
+OLD = pytest.mark.skipif(GPUS >= 2 and nccl() < 22900, reason="needs NCCL 2.29: NCCL_HOME names a folder with a later one")
+TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
-def test_matches_numpy(name: str, ranks: int) -> None:
+def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     """With memory that grows between calls, over memory full of NaN, and with several calls in flight."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, "cuda", Options(transport="one_sided" if name in WHOLLY else "auto"))
+    program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
         sizes = sizes_of(fusion, times)
         arrays = random_arrays(fusion, sizes, seed=times)
@@ -47,16 +49,17 @@ def test_matches_numpy(name: str, ranks: int) -> None:
             expect(fusion, arrays, results, exact=True)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_exchanges_match_numpy(name: str, ranks: int) -> None:
+def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
     """Communication outside of loops, with memory that grows, several calls in flight, and blocks of two sizes, of which one may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has nobody to communicate with")
     if fusion.mesh.size > GPUS:
         pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {GPUS}")
-    program = compiled(fusion, "cuda", Options(transport="one_sided"))
+    program = compiled(fusion, "cuda", Options(transport=transport))
     for times, more in ((1, 0), (8, 1), (1, 1 - ranks), (2, 0)):
         calls = [integer_arrays(fusion, sizes_of(program._host, times, more), seed) for seed in range(4)]
         for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
@@ -95,7 +98,7 @@ def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> Non
     """By threads, with arrays that are freed between calls."""
     torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program, provider = hw.compile(fusion, target="cuda", options=Options(transport="one_sided")), hw.Threads(ranks)
+    program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)
 
     def rank(rank: int) -> None:
         group = hw.init(provider, call_timeout=40)

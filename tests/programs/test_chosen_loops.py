@@ -94,12 +94,12 @@ def test_explain() -> None:
     assert lines[:4] == [
         "layer on mesh(x=2)",
         "  times by the figures of slow, at F=48, K=16, M=1536, N=24",
-        "  one-sided transport where it is faster",
+        "  transport peer where it is faster",
         "@layer",
     ]
     h, z, y = program.choices
     others = ", ".join(f"{way.name} {way.micros:.1f} us" for way in h.ways[1:])
-    of_h = f"{h.taken.chunks} chunks by put, one_sided, predicted {h.taken.micros:.1f} us; instead of {others}"
+    of_h = f"{h.taken.chunks} chunks by put, peer, predicted {h.taken.micros:.1f} us; instead of {others}"
     assert lines[4] == f"  %h = all_gather of %relu_x: {of_h}"
     assert lines[6].startswith(f"  %y = reduce_scatter of %matmul_wd_2: {y.taken.chunks} chunks by put")
     assert z.taken.name in ("none", "all_reduce(2)", "all_reduce(4)")
@@ -130,7 +130,7 @@ def test_explain_why_not() -> None:
     assert "in sequence, predicted" in explained(sizes=SIZES)
     assert '  two-sided transport alone, by transport="two_sided"' in explained(transport="two_sided")
     why = "puts need NCCL 2.29 or later, and NCCL 2.28.9 was found"
-    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without("one_sided", why))
+    assert f"  two-sided transport alone: {why}" in explained(machine=H200.without("peer", why).without("one_sided", why))
 
     @hw.fusion(mesh=hw.Mesh(x=2), q=hw.bf16["B", "H@x", "S", 64], m=hw.f32["S", "S"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def others(q: hw.Tensor, m: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -228,7 +228,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     assert program.choices[-1].value == "w_0_resharded"  # which is needed at once
     assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same
     for way in ("put", "get"):
-        assert f"beside other ops on a stream of its own by {way}, one_sided, predicted" in program.explain()
+        assert f"beside other ops on a stream of its own by {way}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
     assert "\n  copy %w_0 -> " in first.host_ir  # at once, as the caller's stream waits for the gather
@@ -239,7 +239,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
         for w in (*weights[:2], np.maximum(weights[2], 0)):
             want = np.maximum(want @ w, 0)
         np.testing.assert_array_equal(run(x, *weights), want)
-    for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("one_sided", "of an old NCCL")}, {"sizes": {}}):
+    for two_sided in ({"transport": "two_sided"}, {"machine": SLOW.without("peer", "here").without("one_sided", "here")}, {"sizes": {}}):
         with pytest.raises(ProgramError, match="there is nothing to choose for @layers %w_1_resharded"):
             hw.compile(fusion, options=replace(options, **two_sided))
     stated = replace(options, ways={"@layers %w_1_resharded": "none", "@layers %computed_resharded": "get(1)"})
@@ -247,7 +247,7 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     with pytest.raises(ProgramError, match=r"Options: ways: @layers %w_1_resharded: put\(2\) cannot be; one of put\(1\), none"):
         hw.compile(fusion, options=replace(options, ways={"@layers %w_1_resharded": "put(2)"}))
     text = str(hw.Fusion.parse(_stage(fusion, options, "overlap_communication")))
-    assert "%w_1_resharded: f32[K, K] pinned async one_sided = all_gather" in text
+    assert "%w_1_resharded: f32[K, K] pinned async peer = all_gather" in text
     program.close()
     first.close()
 
@@ -319,14 +319,14 @@ def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         figures.measured(gpus)
 
 
-OLD_NCCL = "puts need NCCL 2.29 or later, and NCCL 2.28.9 is loaded already"
+OLD_DRIVER = "the driver has no stream memory operations"
 
 
 def why_not(transport: Transport) -> str:
-    return OLD_NCCL if transport.since else ""
+    return OLD_DRIVER if transport.shares_memory else ""
 
 
-@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_NCCL])
+@pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them, and so do
     those of which one has an older NCCL since then, before a channel is made."""
@@ -339,7 +339,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "hosts" in why:
         monkeypatch.setattr(Group, "hosts", 2)
         monkeypatch.setattr(type(find_target("cpu")), "needs_one_host", False)
-    elif why == OLD_NCCL:
+    elif why == OLD_DRIVER:
         monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by) if (group := current()) and group.rank else "")
     else:
         monkeypatch.setattr(LocalProgram, "out_of_reach", property(lambda _: why, lambda *_: None), raising=False)
@@ -356,13 +356,12 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     y = np.concatenate(threads.run(lambda rank: on_rank()))
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
-    assert "one_sided" in program.host_ir
-    variant = program._running.without_puts
-    assert variant is not None
+    assert " peer" in program.host_ir
+    (variant,) = program._running.by_figures.values()
     made = Program(variant.compiled)
-    assert "one_sided" not in made.host_ir
+    assert "peer" not in made.host_ir
     assert f"two-sided transport alone: {why}" in made.explain()
-    assert any("one_sided" in key for key in channels) == ("finds" in why)
+    assert any("peer" in key for key in channels) == ("finds" in why)
     program.close()
 
 
@@ -374,8 +373,8 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays()
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
-    assert chosen._running.without_puts is not None
-    refused = rf'layer: ranks cannot reach each other: {OLD_NCCL}; compile with transport="two_sided"'
+    assert chosen._running.by_figures
+    refused = rf'layer: ranks cannot reach each other: {OLD_DRIVER}; compile with transport="two_sided"'
     with pytest.raises(ExecutionError, match=refused):
         stated.run(**given)
     threads = hw.Threads(2)

@@ -1,4 +1,4 @@
-"""Communication outside of chunk loops on one-sided channels, on any number of ranks and in random schedules."""
+"""Communication outside of chunk loops on channels whose ranks share memory, on any number of ranks and in random schedules."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 
-ONE_SIDED = Options(transport="one_sided")
+PEER, ONE_SIDED = Options(transport="peer"), Options(transport="one_sided")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_the_ir_says_the_same(name: str, ranks: int) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    host = lower(fusion, ONE_SIDED)
+    host = lower(fusion, PEER)
+    assert str(lower(fusion, ONE_SIDED)) == str(host).replace(" peer", " one_sided")
     check(host)
     assert HostProgram.parse(str(host)) == host
     assert "two_sided" not in str(host)
-    assert ("one_sided" in str(host)) == (fusion.mesh.size > 1)
+    assert (" peer" in str(host)) == (fusion.mesh.size > 1)
     for more in (0, 1, 1 - ranks):  # blocks of one size, of two, and some that are empty
         arrays = integer_arrays(host, sizes_of(host, 1 if more < 0 else 3, more), seed=0)
         ranks_of = [tuple(rank.get(output.name) for output in host.outputs) for rank in interpret(host, arrays)]
@@ -37,10 +38,11 @@ RUNS = [("exchanges", 3), ("exchanges", 8), ("permutes", 2), ("permutes", 4), ("
 RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 
 
+@pytest.mark.parametrize("options", [PEER, ONE_SIDED], ids=lambda options: options.transport)
 @pytest.mark.parametrize(("name", "ranks"), RUNS)
-def test_matches_numpy(name: str, ranks: int) -> None:
+def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, options=ONE_SIDED)
+    program = compiled(fusion, options=options)
     for times, more in ((1, 0), (3, 1), (2, -1)):  # memory that grows, and is used again
         arrays = integer_arrays(fusion, sizes_of(program._host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
@@ -126,7 +128,7 @@ def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
             (backward if is_backward else forward)(batch, stage)
         return tuple(gradient for _, gradient in sorted((batch, back[batch][-1]) for batch in range(batches)))
 
-    for options in (ONE_SIDED, Options()):
+    for options in (PEER, ONE_SIDED, Options()):
         host = lower(pipeline, options)
         check(host)
         arrays = integer_arrays(host, {"M": 2, "N": 3}, seed=1)

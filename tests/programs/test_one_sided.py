@@ -31,14 +31,19 @@ RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
 ]
 
 
-def options_of(name: str) -> Options:
-    return Options(transport="one_sided" if name in WHOLLY else "auto")
+TRANSPORTS = ("peer", "one_sided")
 
 
+def options_of(name: str, transport: str = "peer") -> Options:
+    """A program whose transport is not stated takes peer; another transport has to be."""
+    return Options(transport=transport if name in WHOLLY or transport != "peer" else "auto")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("name", "ranks"), RUNS)
-def test_matches_numpy(name: str, ranks: int) -> None:
+def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    program = compiled(fusion, options=options_of(name))
+    program = compiled(fusion, options=options_of(name, transport))
     for times in (1, 3, 2):  # memory that grows, and is used again
         arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True))
@@ -113,11 +118,11 @@ def message_of(fusion: hw.Program | object, **options: object) -> str:
 def test_options() -> None:
     with pytest.raises(ProgramError) as caught:
         Options(transport="pigeon")
-    assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, two_sided"
+    assert str(caught.value) == "Options: there is no transport='pigeon'; one of auto, one_sided, peer, two_sided"
     flat = fusion_of("ag_matmul_flat", 2, 3, hw.bf16)
-    assert "one_sided" not in hw.compile(flat).host_ir
-    assert "one_sided" in hw.compile(flat, options=Options(transport="one_sided")).host_ir
-    assert "two_sided" not in hw.compile(flat, options=Options(transport="one_sided")).host_ir
+    assert "x peer" not in hw.compile(flat).host_ir
+    for transport in TRANSPORTS:
+        assert f"channels(x: x {transport})" in hw.compile(flat, options=Options(transport=transport)).host_ir
     assert message_of(fusion_of("ag_matmul_put", 2, 3, hw.bf16), transport="two_sided").endswith(
         "stream of %y: algorithm='put' is not possible here; the all_gather of %x_gathered can use p2p (by_shard), broadcast (by_shard), "
         "ring (by_shard), all_gather (across_shards); transport='two_sided' has no other algorithm, use transport=\"auto\""

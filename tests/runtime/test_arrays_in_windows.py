@@ -24,7 +24,7 @@ from hostweave.runtime.windows import WindowArray
 from hostweave.types.tensor import block_of
 
 M, K = 12, 24
-ONE_SIDED = hw.Options(transport="one_sided")
+PEER = hw.Options(transport="peer")
 
 
 @cache
@@ -40,7 +40,7 @@ def shared(ranks: int) -> tuple[Any, hw.Program]:
         h = hw.relu(x)
         return layer(layer(hw.reshard(x, "M", "K"), w), v), h, hw.reshard(h, "M", "K")
 
-    return shared, hw.compile(shared, options=ONE_SIDED)
+    return shared, hw.compile(shared, options=PEER)
 
 
 def arrays_of(seed: int) -> dict[str, np.ndarray]:
@@ -103,7 +103,7 @@ def test_in_random_schedules() -> None:
 
 def test_the_ir_says_it() -> None:
     fusion, program = shared(2)
-    host = hw.compile(fusion, options=hw.Options(transport="one_sided", windows=("x", "v", "w", "h")))._host
+    host = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "v", "w", "h")))._host
     assert host.windows == ("x", "w", "v", "h")
     assert HostProgram.parse(str(host)) == host
     check(host)
@@ -124,7 +124,7 @@ def test_captured_calls_and_calls_with_views() -> None:
     def gather(x, w):  # type: ignore[no-untyped-def]
         return hw.matmul(hw.reshard(x, "M", "K"), w)
 
-    program = hw.compile(gather, options=ONE_SIDED)
+    program = hw.compile(gather, options=PEER)
 
     def rank(rank: int) -> None:
         group = hw.init(provider)
@@ -242,7 +242,7 @@ def test_ranks_that_disagree() -> None:
 
 def test_what_was_compiled_for_windows_gets_them() -> None:
     fusion = shared(2)[0]
-    program = hw.compile(fusion, options=hw.Options(transport="one_sided", windows=("x", "h")))
+    program = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "h")))
     plain = [np.zeros((size // 2, K), "f4") for size in (M, K, K)]
     remedy = "lies in no window, and the program was compiled for one that does; pass an array of group.empty"
     assert f"shared: x: {remedy}" in message_of(2, lambda group: program(*plain))

@@ -134,10 +134,11 @@ LOOPS = [("ag_matmul_put", 2), ("ag_pieces_put", 3), ("ag_matmul_pull", 2), ("ml
 EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)]
 
 
+@pytest.mark.parametrize("transport", ["peer", "one_sided"])
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES])
-def test_signals_in_graphs(name: str, ranks: int) -> None:
+def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
     """A signal is not given there before the one before has been waited for."""
-    check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport="auto" if (name, ranks) in LOOPS else "one_sided"))
+    check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport=transport))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
@@ -145,8 +146,7 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
     """Of calls with signals, each rank with arrays of its own in an order of its own: of few, so that calls become graphs; of new ones on a
     rank, for which it captures, and of larger sizes; then of new ones on a rank in each call, so that calls are graphs no more."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
-    transport = "auto" if (name, ranks) in LOOPS else "one_sided"
-    program, threads = compiled(fusion, options=hw.Options(graph="auto", transport=transport)), hw.Threads(ranks)
+    program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(ranks)
     values, larger = (integer_arrays(fusion, sizes_of(fusion, times), 0) for times in (3, 24))
 
     def on_rank(rank: int) -> list[Any]:
@@ -182,7 +182,7 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
     """A rank that captures anew has peers write to the new windows, also those that have graphs of the same arrays from before."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
-    program, threads = compiled(fusion, options=hw.Options(graph="auto")), hw.Threads(2)
+    program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
     values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # more than a piece of 2 MiB
 
     def on_rank(rank: int) -> list[Any]:

@@ -156,12 +156,13 @@ def test_a_rank_that_raises_or_ends() -> None:
 FORK = "  HW_CHECK(ring_.fork(caller));\n"
 GUARD = "      const hw::CloseGroupOnError guard;\n"
 RECV = "channel_x_.comm(), stream));\n"
+PUTS = "HW_CHECK(puts_.fork(caller));\n"
 
 
 @pytest.mark.parametrize(
     ("transport", "place"),
-    [("two_sided", FORK), ("two_sided", GUARD), ("two_sided", RECV), ("one_sided", "HW_CHECK(puts_.fork(caller));\n")],
-    ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal"],
+    [("two_sided", FORK), ("two_sided", GUARD), ("two_sided", RECV), ("peer", PUTS), ("one_sided", PUTS)],
+    ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal", "for one of NCCL"],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are in the middle of their calls too. A new group works after it, on the same threads, and so does .run."""

@@ -93,7 +93,7 @@ def on_two_ranks(script: str, transport: str, **more: str) -> list[list[str]]:
     return [[line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))] for output in outputs]
 
 
-@pytest.mark.parametrize("transport", ["one_sided", "two_sided"])
+@pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
 def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
     fit = "pass blocks of one f32[M@x, K]"
     for rank, lines in enumerate(on_two_ranks(CASES, transport)):
@@ -119,7 +119,7 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("transport", ["one_sided", "two_sided"])
+@pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
 def test_random_sizes(transport: str, seed: int) -> None:
     """Whatever sizes ranks have passed before, a call is right or raises on both."""
     assert on_two_ranks(RANDOM, transport, SEED=str(seed)) == [["done"]] * 2

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import permutations
 from pathlib import Path
 
 from hostweave.base.errors import BuildError
@@ -119,6 +120,18 @@ def gpus() -> tuple[Gpu, ...]:
     if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
     return tuple(_gpu(driver, index) for index in range(count.value))
+
+
+@cache
+def without_access() -> tuple[int, int] | None:
+    """Returns two GPUs of which the first cannot reach the memory of the second; None if all reach each other."""
+    driver, can = _driver(), ctypes.c_int()
+    if driver is None:
+        return None
+    for device, peer in permutations(range(len(gpus())), 2):
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) != 0 or not can.value:
+            return device, peer
+    return None
 
 
 def driver_version() -> str | None:

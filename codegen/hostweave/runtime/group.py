@@ -222,18 +222,17 @@ class Group:
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
         """A contiguous array of this rank, not initialized, in a window: memory that the other ranks reach where it lies.
 
-        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs with one-sided
-        communication, of `hw.Options(transport="one_sided")` or with loops of puts, read such inputs from their peers and write such
-        outputs where they lie, and copy others. For that the ranks pass, as one argument, what one call of `empty` gave them, or a part
-        of it that begins at the same place. The first call of a program with other arguments in windows compiles it for these.
+        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs on the transports
+        peer and one_sided read such inputs from their peers and write such outputs where they lie, and copy others. For that the ranks
+        pass, as one argument, what one call of `empty` gave them, or a part of it that begins at the same place. The first call of a
+        program with other arguments in windows compiles it for these.
 
         On the CPU target that is a NumPy array, of bf16 and f8 with the dtypes of `ml_dtypes`, which DLPack does not know; on CUDA an
         array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
         in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
 
-        Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError where ranks
-        cannot reach each other's memory, as on several hosts or with older libraries than `transport="one_sided"` takes, if the group has
-        failed, or where there is not as much memory.
+        Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError if ranks
+        cannot reach each other's memory, as on several hosts, if the group has failed, or if there is not as much memory.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
@@ -321,7 +320,7 @@ class Group:
             if self._communicators is not None:
                 module.adopt(member, self._communicators)
             elif process_groups := module.missing_process_groups(member):
-                made = ((key, module.new_id(member) if rank == 0 else None) for key, rank in process_groups)
+                made = ((key, module.new_id(member, key) if rank == 0 else None) for key, rank in process_groups)
                 module.connect(member, {key: self._share_id(f"process_group/{key}", id) for key, id in made}, self.timeout)
             return module.Instance(member, tune)
 
@@ -332,7 +331,7 @@ class Group:
         """Makes the channel of all ranks, by which they share memory. Gives why they cannot, the same on all, or ""."""
 
         def connect() -> str:
-            id = module.new_id(member) if self.rank == 0 else None
+            id = module.new_peer_id(member) if self.rank == 0 else None
             id = self._share_id(f"process_group/all for {target}", id) if self._store else id
             return str(module.connect_all(member, id, self.timeout))
 

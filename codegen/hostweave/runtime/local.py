@@ -60,8 +60,8 @@ class LocalProgram:
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
-        gives_signals = bool(host.memory_transports)
-        self._common_graphs = CommonGraphs() if options.graph == "auto" and gives_signals else None
+        counts_apart = any(channel.transport.graphs_apart for channel in host.channels)
+        self._common_graphs = CommonGraphs() if options.graph == "auto" and counts_apart else None
         for option, is_set in (("verify_calls", self._meets), ("tune", options.tune), ('graph="auto"', self._common_graphs)):
             if is_set and group.count > 1 and not group.can_meet:
                 where = f"{host.name}: {option}: the ranks of group {group.name!r} have nowhere to meet"
@@ -91,12 +91,19 @@ class LocalProgram:
         self._arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
         self._native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
         # Why its ranks cannot reach each other's memory; the same on all.
-        self.out_of_reach: str = lacking[0] if lacking else self.module.out_of_reach(self._member)
+        self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
         # On the CPU target a call ends when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
+
+    def _why_out_of_reach(self) -> str:
+        """The first reason of any rank, of which some may be on channels whose ranks do reach each other."""
+        why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
+        if not self._host.memory_transports:
+            return why
+        return next(filter(None, self._gathered("reach", why, self._waits_for, self._group.timeout)), "")
 
     @property
     def progress(self) -> tuple[str, int, int, float]:

@@ -5,6 +5,7 @@ its token: who is there, and the epoch, which is part of every key that the grou
 """
 
 import json
+import os
 import socket
 import time
 import uuid
@@ -122,6 +123,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
 
 
 def this_host() -> str:
-    """Of this machine since it was started."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    """Returns a name that ranks share if they can map each other's memory: of the machine, its boot and the namespace of process ids."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    texts = (boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else "")
+    return " ".join((socket.gethostname(), *texts))

@@ -60,11 +60,13 @@ class Session:
 
                 def find(rank: int) -> None:
                     for key, _ in module.missing_process_groups(members[rank]):
-                        ids[key] = ids.get(key) or module.new_id(members[rank])
+                        ids[key] = ids.get(key) or module.new_id(members[rank], key)
 
                 self._ranks.each_here(at_rest, find)
                 if ids:
                     self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
+                reasons = self._ranks.each(at_rest, lambda rank: str(module.out_of_reach(members[rank])))
+                self.out_of_reach = next(filter(None, reasons), "")  # why ranks cannot reach each other's memory
                 self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
                 self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None

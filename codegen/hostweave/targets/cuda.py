@@ -66,6 +66,8 @@ class _Cuda(Target):
         for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn):
             yield next((word for word in ("nccl", "cublas", "cudnn") if word in part.name), "toolkit"), _part(part)
         yield "gpus", _gpus(found.major)
+        if len(cuda.gpus()) > 1:
+            yield "peers", why_no_peers(len(cuda.gpus())) or "all GPUs reach each other's memory: chunk loops use transport peer"
         yield self.name, _readiness(found)
 
     def machine(self, ranks: int) -> Machine:
@@ -117,6 +119,8 @@ def why_no_peers(ranks: int) -> str:
     """Why they cannot reach it at all."""
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
+    if ranks > 1 and (pair := cuda.without_access()):
+        return f"puts need peer access, and GPU {pair[0]} has none to GPU {pair[1]}"
     return ""
 
 

@@ -13,5 +13,6 @@ TRANSPORT = Transport(
     holds_multiprocessors=False,
     is_rendezvous=False,
     shares_memory=True,
+    graphs_apart=True,
     since=(2, 29),
 )

@@ -10,7 +10,11 @@ from importlib import import_module
 from hostweave.base.forks import importing
 from hostweave.types.machine import Machine
 
-PREFERRED = ("two_sided", "one_sided")  # all transports; transport="auto" takes the first one that carries what is asked of a channel
+PREFERRED = (
+    "two_sided",
+    "peer",
+    "one_sided",
+)  # all transports; transport="auto" takes the first one that carries what is asked of a channel
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
@@ -32,6 +36,8 @@ class Transport:
     holds_multiprocessors: bool  # its kernels occupy the device until others arrive: those of one channel at a time, in the order of issue
     is_rendezvous: bool  # a communication ends only after all others that take part in it have started
     shares_memory: bool = False  # ranks touch the memory of others: the arena of a program is registered with its channels
+    graphs_apart: bool = False  # signals of CUDA graphs are counted apart from those of calls: all ranks capture a call, or none
+    has_communicator: bool = True  # a communicator of the application can be its channel
     since: tuple[int, ...] = ()  # the first version of the library that has its calls, where not all have them
     reduces: frozenset[str] = frozenset({"sum", "prod", "min", "max", "avg"})  # for others the terms are gathered, and reduced by a kernel
 

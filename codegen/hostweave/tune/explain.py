@@ -37,7 +37,7 @@ def _basis(options: Options) -> Iterator[str]:
     elif why := faster.why_not(options.figures):
         yield f"two-sided transport alone: {why}"
     else:
-        yield "one-sided transport where it is faster"
+        yield f"transport {faster.name} where it is faster"
 
 
 def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kernels: Set[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "cuda_runtime_api.h"
+#include "nccl.h"
 
 extern "C" {
 
@@ -103,6 +104,10 @@ typedef struct hw_cpu_range {
 // that enqueues it, the `subject`.
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
+
+// Signals of which a rank gives the next one only when its peer has taken the one before, in calls and in graphs alike.
+ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
+ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 
 // For kernels: calls run(closure, i) for each i below count, on idle workers, too.
 void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* closure);

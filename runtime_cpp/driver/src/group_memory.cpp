@@ -20,27 +20,22 @@ std::string GroupMemory::connect(Member& member, const ncclUniqueId& id, double 
   member.expect_working();
   const Member::Use use(member);
   Rank& rank = member.rank();
-  try {
-    expect_one_sided_calls();
-  } catch (const ExecutionError& missing) {
-    return missing.what();
-  }
-  if (!rank.has_channel(kGroup, kRank, Transport::one_sided)) {
+  if (!rank.has_channel(kGroup, kRank, Transport::peer)) {
     ProcessGroup all{.mesh = kGroup, .axes = kRank, .key = "group", .rank_in_group = rank.index(), .size = rank.size()};
-    all.transport = Transport::one_sided;
+    all.transport = Transport::peer;
     all.ranks.resize(rank.size());
     std::iota(all.ranks.begin(), all.ranks.end(), 0);
     member.connect(all, id, timeout_seconds);
   }
-  return why_out_of_reach(rank.channel(kGroup, kRank, rank.size(), Transport::one_sided));
+  return why_out_of_reach(rank.channel(kGroup, kRank, rank.size(), Transport::peer));
 }
 
 GroupMemory::GroupMemory(Member& member, size_t bytes)
-    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::one_sided)) {
+    : member_(member), channel_(member.rank().channel(kGroup, kRank, member.rank().size(), Transport::peer)) {
   member.expect_working();
   const Member::Use use(member);
   const size_t total = whole_pieces(bytes);
-  HW_CHECK(ncclMemAlloc(&data_, total));
+  data_ = allocate_window(&channel_, total);
   register_window(channel_, data_, total, registered_);
   member.rank().share({static_cast<char*>(data_), total, registered_.peers});
 }
@@ -51,8 +46,7 @@ GroupMemory::~GroupMemory() {
     const Member::Use use(member_);
     member_.rank().unshare(static_cast<char*>(data_));
     HW_CHECK(cudaDeviceSynchronize());
-    HW_CHECK(ncclCommWindowDeregister(channel_.comm(), registered_.window));
-    HW_CHECK(ncclMemFree(data_));
+    release_window(data_, {registered_});
   } catch (const std::exception&) {
     // Nothing more can be done for a device that does not even free.
   }

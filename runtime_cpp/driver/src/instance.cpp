@@ -337,8 +337,8 @@ int64_t Instance::graphs() const {
 }
 
 Graph::Graph(Member& member, cudaGraph_t graph, cudaStream_t stream) : member_(member) {
-  const std::unique_ptr<CUgraph_st, decltype(&cudaGraphDestroy)> taken(graph, cudaGraphDestroy);
   events_ = straighten(graph, stream);
+  const std::unique_ptr<CUgraph_st, decltype(&cudaGraphDestroy)> taken(graph, cudaGraphDestroy);
   HW_CHECK(cudaGraphInstantiateWithFlags(&exec_, graph, 0));
   member_.add_graph(exec_);
   HW_CHECK(cudaGraphUpload(exec_, stream));

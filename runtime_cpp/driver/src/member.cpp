@@ -1,5 +1,6 @@
 #include "hostweave/member.h"
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -47,8 +48,9 @@ Member::Member(std::string group, int device, int64_t index, int64_t size, bool 
 
 Member::~Member() {
   destroy_graphs();
-  if (owned_.empty()) return;
-  const auto end = [comms = owned_, aborted = aborted_.load()] {
+  if (owned_.empty() && peers_.empty()) return;
+  const auto end = [comms = owned_, peers = std::make_shared<decltype(peers_)>(std::move(peers_)), aborted = aborted_.load()] {
+    peers->clear();
     if (aborted) return target::abort(comms);
     for (const ncclComm_t comm : comms) ncclCommDestroy(comm);
   };
@@ -71,9 +73,15 @@ std::vector<ProcessGroup> Member::missing_process_groups(const ProgramTable& pro
   return process_groups;
 }
 
-ncclUniqueId Member::new_process_group_id() {
+ncclUniqueId Member::new_process_group_id(const ProgramTable& program, const std::string& key) {
+  const std::vector<ProcessGroup> all = process_groups_of(program, rank_.index());
+  return new_id(std::ranges::find(all, key, &ProcessGroup::key)->transport);
+}
+
+ncclUniqueId Member::new_id(Transport transport) {
   expect_working();
   const Use use(*this);
+  if (transport == Transport::peer) return PeerGroup::new_id();
   ncclUniqueId id;
   HW_CHECK(ncclGetUniqueId(&id));
   return id;
@@ -88,6 +96,13 @@ void Member::connect(const ProgramTable& program, const std::map<std::string, nc
 
 void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, double timeout_seconds) {
   expect_not_stopped();
+  if (process_group.transport == Transport::peer) {
+    auto peers = std::make_unique<PeerGroup>(id, process_group.rank_in_group, process_group.size, timeout_seconds);
+    add_channel(process_group, *peers);
+    const std::lock_guard lock(owned_mutex_);
+    peers_.push_back(std::move(peers));
+    return;
+  }
   const ncclComm_t comm = target::make_channel(process_group, id, device(), timeout_seconds);
   {
     const std::lock_guard lock(owned_mutex_);
@@ -96,8 +111,9 @@ void Member::connect(const ProcessGroup& process_group, const ncclUniqueId& id, 
   add_channel(process_group, comm);
 }
 
-void Member::add_channel(const ProcessGroup& of, ncclComm_t comm) {
-  rank_.add_channel(of.mesh.c_str(), of.axes.c_str(), Channel(comm, of.rank_in_group, of.size, of.ranks), of.transport);
+template <class Communicator>
+void Member::add_channel(const ProcessGroup& of, Communicator&& communicator) {
+  rank_.add_channel(of.mesh.c_str(), of.axes.c_str(), Channel(communicator, of.rank_in_group, of.size, of.ranks), of.transport);
 }
 
 void Member::adopt(const ProgramTable& program, const std::map<std::string, ncclComm_t>& communicators) {
@@ -132,9 +148,10 @@ std::string Member::out_of_reach(const ProgramTable& program) {
   expect_working();
   const Use use(*this);
   for (const ProcessGroup& one : process_groups_of(program, rank_.index())) {
-    if (one.transport != Transport::one_sided) continue;
+    if (one.transport == Transport::two_sided) continue;
     const Channel& channel = rank_.channel(one.mesh.c_str(), one.axes.c_str(), one.size, one.transport);
     if (std::string why = why_out_of_reach(channel); !why.empty()) return why;
+    if (std::string why = why_no_windows(channel); !why.empty()) return why;
   }
   return "";
 }
@@ -144,14 +161,17 @@ void Member::abort(const std::string& reason) {
   stop(reason);
   std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
   std::vector<ncclComm_t> comms;
+  std::vector<std::future<void>> done;
   {
     const std::lock_guard lock(owned_mutex_);
     comms.swap(owned_);
+    for (const auto& peers : peers_) done.push_back(in_background(device(), [group = peers.get()] { group->abort(); }));
   }
   // Launches that wait for other ranks end first: only then has a graph gone that is destroyed, and NCCL waits for it.
-  const std::future<void> done = in_background(device(), [comms] { target::abort(comms); });
+  done.push_back(in_background(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
-  done.wait_for(kPatience);
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  for (const std::future<void>& one : done) one.wait_until(end);
 }
 
 void Member::add_graph(cudaGraphExec_t graph) {

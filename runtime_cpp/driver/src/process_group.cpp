@@ -39,7 +39,7 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
   for (size_t i = 0; i < mesh_axes.size(); ++i) {
     if (common[i]) process_group.key += std::string(", ") + mesh_axes[i].name + "=" + std::to_string(coordinates[i]);
   }
-  if (transport == Transport::one_sided) process_group.key += " one_sided";
+  if (transport != Transport::two_sided) process_group.key += std::string(" ") + name_of(transport);
   for (int64_t member = 0; member < process_group.size; ++member) {
     int64_t rest = member, rank = 0;
     for (const size_t i : std::views::reverse(along)) {
@@ -56,10 +56,8 @@ ProcessGroup process_group_of(const char* mesh, List<Axis> mesh_axes, const std:
 
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank) {
   std::vector<ProcessGroup> process_groups;
-  for (const char* axes : program.channels)
-    process_groups.push_back(process_group_of(program.mesh, program.axes, axes, Transport::two_sided, rank));
-  for (const char* axes : program.one_sided_channels)
-    process_groups.push_back(process_group_of(program.mesh, program.axes, axes, Transport::one_sided, rank));
+  for (const MeshChannel& one : program.channels)
+    process_groups.push_back(process_group_of(program.mesh, program.axes, one.axes, one.transport, rank));
   for (const SubmeshChannel& one : program.submesh_channels) {
     const auto found = std::ranges::find(one.ranks, rank);
     if (found == one.ranks.end()) continue;

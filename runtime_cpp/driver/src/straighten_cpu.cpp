@@ -4,6 +4,6 @@ namespace hw {
 
 void prepare_to_straighten() {}
 
-LaunchEvents straighten(cudaGraph_t, cudaStream_t) { return {}; }
+LaunchEvents straighten(cudaGraph_t&, cudaStream_t) { return {}; }
 
 }  // namespace hw

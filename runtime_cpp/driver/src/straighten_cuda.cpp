@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 
 #include "hostweave/check.h"
+#include "hostweave/errors.h"
 #include "hostweave/launch.h"
 #include "hostweave/straighten.h"
 
@@ -131,10 +133,12 @@ class Straightening {
   const LaunchEvents& events() const { return events_; }
 
  private:
+  // Of a node of stream memory operations the runtime API gives no type, and an error.
   bool is(size_t node, cudaGraphNodeType wanted) const {
     cudaGraphNodeType type;
-    HW_CHECK(cudaGraphNodeGetType(nodes_[node], &type));
-    return type == wanted;
+    if (cudaGraphNodeGetType(nodes_[node], &type) == cudaSuccess) return type == wanted;
+    cudaGetLastError();
+    return false;
   }
 
   // Each once: what a graph waits for was recorded before its launch, or by itself, in an order that its edges keep.
@@ -164,16 +168,25 @@ void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
 // NCCL has nodes wait for its events and record them, so that what is launched keeps its order with calls that are not. A launch
 // that does so before and after the whole graph keeps it, too.
-LaunchEvents straighten(cudaGraph_t graph, cudaStream_t idle) {
+LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));
   if (driver < kFirstWithKindsOfEdges) return {};
-  Straightening straightening(graph);
-  straightening.leave_out_events();
-  straightening.replace_memsets(idle);
-  straightening.lay_edges();
-  straightening.destroy_what_is_left_out();
-  return straightening.events();
+  cudaGraph_t clone = nullptr;
+  try {
+    HW_CHECK(cudaGraphClone(&clone, graph));
+    Straightening straightening(clone);
+    straightening.leave_out_events();
+    straightening.replace_memsets(idle);
+    straightening.lay_edges();
+    straightening.destroy_what_is_left_out();
+    cudaGraphDestroy(std::exchange(graph, clone));
+    return straightening.events();
+  } catch (const ExecutionError&) {
+    cudaGetLastError();
+    if (clone) cudaGraphDestroy(clone);
+    return {};
+  }
 }
 
 }  // namespace hw

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "hostweave/channel.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
+#include "hostweave/peer.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
 
@@ -46,12 +48,13 @@ class Communicators {
   Communicators(Communicators&&) = delete;
 
   // The ranks that give the same `color` are a process group, in the order of their `rank_in_group`.
-  Channel channel(int color, int rank_in_group, int64_t size);
+  Channel channel(int color, int rank_in_group, int64_t size, Transport transport = Transport::two_sided);
   // All ranks take part in making a process group, also those that are in none.
   void no_channel();
 
  private:
   std::vector<ncclComm_t> comms_;
+  std::vector<std::unique_ptr<PeerGroup>> peers_;
 };
 
 // A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either

@@ -1,7 +1,7 @@
 // kernel @relu_h(%x: bf16[M/4, K]) {
 //   %h: bf16[M/4, K] = relu(%x)
 // }  # ends here: %h is written in parts
-// host @ag_matmul_pull(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
+// host @ag_matmul_pull(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x peer) streams(ring[2],
 // puts[1]) events(arrived[8]) {
 //   %h = allocate_window bf16[M/4, K]
 //   launch @relu_h %x -> %h
@@ -55,7 +55,7 @@ namespace programs::ag_matmul_pull {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
       arrived_(8),
@@ -112,7 +112,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -123,7 +123,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
       if (i % 2 == 0) {
-        HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+        HW_CHECK(channel_x_.wait_signal(p, 0, stream));
       }
       HW_CHECK(cudaMemcpyAsync(h_gathered_i, arena_.on_peer(channel_x_, p, h_i), M / 8 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
@@ -140,10 +140,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.join(caller));

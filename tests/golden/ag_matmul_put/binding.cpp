@@ -7,7 +7,7 @@ using namespace programs::ag_matmul_put;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kOneSidedChannels[] = {"x"};
+constexpr hw::MeshChannel kChannels[] = {{"x", hw::Transport::peer}};
 
 }  // namespace
 
@@ -17,7 +17,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .one_sided_channels = kOneSidedChannels,
+    .channels = kChannels,
     .prepares_together = true,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

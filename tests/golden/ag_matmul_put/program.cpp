@@ -1,4 +1,4 @@
-// host @ag_matmul_put(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x one_sided) streams(ring[2],
+// host @ag_matmul_put(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x peer) streams(ring[2],
 // puts[1]) events(arrived[4]) {
 //   %x_gathered = allocate_window bf16[M, K]
 //   fork puts
@@ -42,7 +42,7 @@ namespace programs::ag_matmul_put {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
       arrived_(4),
@@ -92,10 +92,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -107,8 +107,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       auto* x_gathered_i_2 = x_gathered_ + rank_x * (M / 4 * K);
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, (rank_x - i + 4) % 4, x_gathered_i_2), x, M / 4 * K * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(ncclSignal((rank_x - i + 4) % 4, 0, 0, 0, channel_x_.comm(), stream));
-      HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
     }
     const hw::Stream stream = ring_[i];

@@ -7,7 +7,7 @@ using namespace programs::allgather_p2p;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kChannels[] = {"x"};
+constexpr hw::MeshChannel kChannels[] = {{"x"}};
 
 }  // namespace
 

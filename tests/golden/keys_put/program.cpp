@@ -21,7 +21,7 @@
 //   %y: bf16[2, S/4, 64] = astype(%y_sum_2)
 // }
 // host @keys_in_a_loop(%q: bf16[2, S@x, 64], %k: bf16[2, S@x, 64], %v: bf16[2, S@x, 64]) -> (%y: bf16[2, S@x, 64]) mesh(x=4)
-// channels(x: x one_sided) streams(ring[2], puts[1]) events(arrived[4]) {
+// channels(x: x peer) streams(ring[2], puts[1]) events(arrived[4]) {
 //   %y_packed = allocate_window bf16[2, S/4, 128]
 //   %y_packed_0 = slice %y_packed[2: 64 from 0]
 //   copy %k -> %y_packed_0
@@ -99,7 +99,7 @@ namespace programs::keys_in_a_loop {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
       arrived_(4),
@@ -172,7 +172,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -181,7 +181,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* keys_i = keys_ + p * (64 * S);
     if (p != rank_x) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(hw::wait_signal(p, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal(p, 0, stream));
       HW_CHECK(cudaMemcpyAsync(keys_i, arena_.on_peer(channel_x_, p, y_packed_), 64 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -206,10 +206,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.join(caller));

@@ -7,7 +7,7 @@ using namespace programs::matmul_ar;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kChannels[] = {"x"};
+constexpr hw::MeshChannel kChannels[] = {{"x"}};
 
 }  // namespace
 

@@ -7,7 +7,7 @@ using namespace programs::matmul_ar_ag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
-constexpr const char* kChannels[] = {"tp", "dp"};
+constexpr hw::MeshChannel kChannels[] = {{"tp"}, {"dp"}};
 
 }  // namespace
 

@@ -7,7 +7,7 @@ using namespace programs::matmul_ar_two_axes;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 2}, {"tp", 4}};
-constexpr const char* kChannels[] = {"tp"};
+constexpr hw::MeshChannel kChannels[] = {{"tp"}};
 
 }  // namespace
 

@@ -9,8 +9,8 @@
 //   %term_6: f32[M/4, N] = add(%term_4, %term_5)
 //   %y: bf16[M/4, N] = astype(%term_6)
 // }
-// host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x one_sided)
-// streams(ring[1], puts[1]) events(made[3]) uneven(K) {
+// host @matmul_rs_put(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x peer) streams(ring[1],
+// puts[1]) events(made[3]) uneven(K) {
 //   %y_landing = allocate_window bf16[3, 1, M/4, N]
 //   %matmul_w = allocate_window bf16[M, N]
 //   fork puts
@@ -66,7 +66,7 @@ namespace programs::matmul_rs_put {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::one_sided)),
+      channel_x_(rank.channel(kMesh, "x", 4, hw::Transport::peer)),
       ring_(rank, "ring", 1),
       puts_(rank, "puts", 1),
       made_(3),
@@ -122,10 +122,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_x + 1 + i) % 4, 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.signal((rank_x + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.fork(caller));
@@ -144,14 +144,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       const hw::Stream stream = puts_[0];
       HW_CHECK(cudaStreamWaitEvent(stream, made_[i], 0));
       auto* y_landing_by_sender = y_landing_ + i * (M / 4 * N);
-      HW_CHECK(ncclPutSignal(matmul_w_i, M / 4 * N, ncclBfloat16, q, arena_.window(channel_x_),
-                             arena_.offset(y_landing_by_sender), 0, 0, 0, channel_x_.comm(), stream));
+      HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_x_, q, y_landing_by_sender), matmul_w_i, M / 4 * N * sizeof(hw::bf16),
+                               cudaMemcpyDeviceToDevice, stream));
+      HW_CHECK(channel_x_.signal(q, 0, stream));
     }
   }
   {
     const hw::Stream stream = puts_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_x + 1 + i) % 4, 0, channel_x_.comm(), stream));
+      HW_CHECK(channel_x_.wait_signal((rank_x + 1 + i) % 4, 0, stream));
     }
   }
   HW_CHECK(ring_.join(caller));

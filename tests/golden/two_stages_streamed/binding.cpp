@@ -7,7 +7,7 @@ using namespace programs::two_stages_streamed;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"x", 4}};
-constexpr const char* kChannels[] = {"x"};
+constexpr hw::MeshChannel kChannels[] = {{"x"}};
 constexpr hw::Axis kAxes1[] = {{"x", 2}};
 constexpr int64_t kRanks1[] = {0, 1};
 constexpr hw::Axis kAxes2[] = {{"x", 2}};

@@ -7,7 +7,7 @@ using namespace programs::weights_by_columns;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"dp", 4}};
-constexpr const char* kOneSidedChannels[] = {"dp"};
+constexpr hw::MeshChannel kChannels[] = {{"dp", hw::Transport::peer}};
 
 }  // namespace
 
@@ -17,7 +17,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .one_sided_channels = kOneSidedChannels,
+    .channels = kChannels,
     .prepares_together = true,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

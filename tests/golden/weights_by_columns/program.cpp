@@ -1,7 +1,7 @@
 // choice %all_down of @weights_by_columns predicted: put(4) 44.5 us, put(1) 44.6 us, none 93.0 us
 // choice %all_up of @weights_by_columns predicted: put(4) 189.9 us, none 106.0 us, put(1) 171.2 us
 // host @weights_by_columns(%x: bf16[M@dp, K], %up: bf16[N@dp, K], %down: bf16[N, K@dp]) -> (%y: bf16[M@dp, K]) mesh(dp=4)
-// channels(dp: dp one_sided) streams(comm[1]) events(all_up_ready[1], all_down_ready[1]) uneven(M) {
+// channels(dp: dp peer) streams(comm[1]) events(all_up_ready[1], all_down_ready[1]) uneven(M) {
 //   %all_up = allocate_window bf16[4, N/4, K]
 //   %all_down = allocate_window bf16[4, N, K/4]
 //   fork comm
@@ -71,7 +71,7 @@ namespace programs::weights_by_columns {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_dp_(rank.channel(kMesh, "dp", 4, hw::Transport::one_sided)),
+      channel_dp_(rank.channel(kMesh, "dp", 4, hw::Transport::peer)),
       comm_(rank, "comm", 1),
       all_up_ready_(1),
       all_down_ready_(1),
@@ -131,19 +131,19 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = comm_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     auto* all_up_block = all_up_ + rank_dp * (K / 4 * N);
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_up_block), up, K / 4 * N * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     HW_CHECK(cudaEventRecord(all_up_ready_[0], stream));
   }
@@ -151,19 +151,19 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   {
     const hw::Stream stream = comm_[0];
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     auto* all_down_block = all_down_ + rank_dp * (K / 4 * N);
     for (int64_t i = 0; i < 3; ++i) {
       HW_CHECK(cudaMemcpyAsync(arena_.on_peer(channel_dp_, (rank_dp + 1 + i) % 4, all_down_block), down,
                                K / 4 * N * sizeof(hw::bf16), cudaMemcpyDeviceToDevice, stream));
-      HW_CHECK(ncclSignal((rank_dp + 1 + i) % 4, 0, 0, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     for (int64_t i = 0; i < 3; ++i) {
-      HW_CHECK(hw::wait_signal((rank_dp + 1 + i) % 4, 0, channel_dp_.comm(), stream));
+      HW_CHECK(channel_dp_.wait_signal((rank_dp + 1 + i) % 4, 0, stream));
     }
     HW_CHECK(cudaEventRecord(all_down_ready_[0], stream));
   }

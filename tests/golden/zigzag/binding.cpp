@@ -7,7 +7,7 @@ using namespace programs::trained_in_zigzag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"cp", 4}};
-constexpr const char* kChannels[] = {"cp"};
+constexpr hw::MeshChannel kChannels[] = {{"cp"}};
 
 }  // namespace
 

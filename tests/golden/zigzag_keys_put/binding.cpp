@@ -7,7 +7,7 @@ using namespace programs::in_zigzag;
 namespace {
 
 constexpr hw::Axis kAxes[] = {{"cp", 2}};
-constexpr const char* kOneSidedChannels[] = {"cp"};
+constexpr hw::MeshChannel kChannels[] = {{"cp", hw::Transport::peer}};
 
 }  // namespace
 
@@ -17,7 +17,7 @@ const hw::ProgramTable hw_program_table = {
     .mesh = kMesh,
     .world = kWorld,
     .axes = kAxes,
-    .one_sided_channels = kOneSidedChannels,
+    .channels = kChannels,
     .prepares_together = true,
     .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
 };

@@ -23,7 +23,7 @@
 // }
 // choice %k_gathered of @in_zigzag predicted: put(2) 52.2 us, p2p(2) 64.9 us, none 73.0 us
 // host @in_zigzag(%q: bf16[4, S@zigzag(cp), 64], %k: bf16[2, S@zigzag(cp), 64], %v: bf16[2, S@zigzag(cp), 64]) -> (%y: bf16[4,
-// S@zigzag(cp), 64]) mesh(cp=2) channels(cp: cp one_sided) streams(ring[2], puts[1]) events(arrived[2]) {
+// S@zigzag(cp), 64]) mesh(cp=2) channels(cp: cp peer) streams(ring[2], puts[1]) events(arrived[2]) {
 //   %y_attention_packed = allocate_window bf16[2, S/2, 128]
 //   %y_attention_packed_0 = slice %y_attention_packed[2: 64 from 0]
 //   copy %k -> %y_attention_packed_0
@@ -107,7 +107,7 @@ namespace programs::in_zigzag {
 
 Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)),
-      channel_cp_(rank.channel(kMesh, "cp", 2, hw::Transport::one_sided)),
+      channel_cp_(rank.channel(kMesh, "cp", 2, hw::Transport::peer)),
       ring_(rank, "ring", 2),
       puts_(rank, "puts", 1),
       arrived_(2),
@@ -186,7 +186,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(ncclSignal((rank_cp + 1) % 2, 0, 0, 0, channel_cp_.comm(), stream));
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));
   }
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 2; ++i) {
@@ -194,7 +194,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     auto* k_gathered_i = k_gathered_ + p * (128 * S);
     if (p != rank_cp) {
       const hw::Stream stream = puts_[0];
-      HW_CHECK(hw::wait_signal(p, 0, channel_cp_.comm(), stream));
+      HW_CHECK(channel_cp_.wait_signal(p, 0, stream));
       HW_CHECK(cudaMemcpyAsync(k_gathered_i, arena_.on_peer(channel_cp_, p, y_attention_packed_), 128 * S * sizeof(hw::bf16),
                                cudaMemcpyDeviceToDevice, stream));
       HW_CHECK(cudaEventRecord(arrived_[i], stream));
@@ -230,8 +230,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   {
     const hw::Stream stream = puts_[0];
-    HW_CHECK(ncclSignal((rank_cp + 1) % 2, 0, 0, 0, channel_cp_.comm(), stream));
-    HW_CHECK(hw::wait_signal((rank_cp + 1) % 2, 0, channel_cp_.comm(), stream));
+    HW_CHECK(channel_cp_.signal((rank_cp + 1) % 2, 0, stream));
+    HW_CHECK(channel_cp_.wait_signal((rank_cp + 1) % 2, 0, stream));
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));

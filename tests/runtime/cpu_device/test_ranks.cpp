@@ -35,7 +35,7 @@ struct Pass {
 };
 
 constexpr hw::Axis kAxes[] = {{"x", kRanks}};
-constexpr const char* kChannels[] = {"x"};
+constexpr hw::MeshChannel kChannels[] = {{"x"}};
 const hw::ProgramTable kProgram{.abi = hw::kAbi,
                                 .name = "pass",
                                 .mesh = "mesh(x=3)",
@@ -67,7 +67,7 @@ struct Ranks {
     for (int r = 0; r < kRanks; ++r) {
       members[r] = std::make_unique<hw::Member>(group, r, r, kRanks, false);
       for (const hw::ProcessGroup& one : members[r]->missing_process_groups(kProgram))
-        if (!ids.contains(one.key)) ids[one.key] = members[r]->new_process_group_id();
+        if (!ids.contains(one.key)) ids[one.key] = members[r]->new_process_group_id(kProgram, one.key);
     }
     const auto make = [&](int r) {
       members[r]->connect(kProgram, ids, 10);

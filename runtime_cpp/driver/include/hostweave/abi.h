@@ -34,6 +34,12 @@ struct Axis {
   int64_t size;
 };
 
+// A channel along axes of the program's mesh, such as "tp" or "dp, tp".
+struct MeshChannel {
+  const char* axes;
+  Transport transport = Transport::two_sided;
+};
+
 // A channel along axes of a mesh of some of the program's ranks.
 struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
@@ -75,19 +81,18 @@ struct Calls {
 };
 
 struct ProgramTable {
-  int abi;                     // kAbi of the headers that the program was compiled against
-  const char* name;            // the user's name of the program
-  const char* mesh;            // "mesh(dp=2, tp=4)"
-  int world;                   // how many ranks the program is for
-  List<Axis> axes;             // of the mesh, the last one fastest
-  List<const char*> channels;  // which channels the program uses, by the axes of their process groups: "tp", or "dp, tp"
+  int abi;           // kAbi of the headers that the program was compiled against
+  const char* name;  // the user's name of the program
+  const char* mesh;  // "mesh(dp=2, tp=4)"
+  int world;         // how many ranks the program is for
+  List<Axis> axes;   // of the mesh, the last one fastest
+  List<MeshChannel> channels;
   List<SubmeshChannel> submesh_channels;
-  List<const char*> one_sided_channels{};  // by the same
-  bool prepares_together = false;          // ranks wait for one another when they prepare
+  bool prepares_together = false;  // ranks wait for one another when they prepare
   Calls calls;
 };
 
-constexpr int kAbi = 10;
+constexpr int kAbi = 11;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.

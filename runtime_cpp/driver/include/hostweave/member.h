@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "hostweave/device_lease.h"
+#include "hostweave/peer.h"
 #include "hostweave/process_group.h"
 #include "hostweave/rank.h"
 
@@ -51,8 +52,10 @@ class Member {
 
   // The process groups of the program whose channels are still to be made. Throws ArgumentError where the group has another size.
   std::vector<ProcessGroup> missing_process_groups(const ProgramTable& program) const;
-  // An id for one of them.
-  ncclUniqueId new_process_group_id();
+  // An id for the one of this key.
+  ncclUniqueId new_process_group_id(const ProgramTable& program, const std::string& key);
+  // An id for a group of that transport.
+  ncclUniqueId new_id(Transport transport);
   // Makes those channels, with an id by the key of each: every rank of the group calls it. Throws ExecutionError where the others
   // do not come in time.
   void connect(const ProgramTable& program, const std::map<std::string, ncclUniqueId>& ids, double timeout_seconds);
@@ -105,7 +108,8 @@ class Member {
   };
 
  private:
-  void add_channel(const ProcessGroup& of, ncclComm_t comm);
+  template <class Communicator>
+  void add_channel(const ProcessGroup& of, Communicator&& communicator);
   void destroy_graphs();
   // Asked in a turn, when nobody can make the devices serve another party: a rank may have failed before this one began.
   void expect_not_stopped() const;
@@ -120,7 +124,8 @@ class Member {
   bool processes_;
   std::timed_mutex in_use_;
   std::mutex owned_mutex_;
-  std::vector<ncclComm_t> owned_;  // behind the channels of rank_
+  std::vector<ncclComm_t> owned_;                  // behind the channels of rank_
+  std::vector<std::unique_ptr<PeerGroup>> peers_;  // likewise, of the transport peer
   std::set<cudaGraphExec_t> graphs_;
   std::atomic<bool> aborted_ = false;
 };

@@ -20,7 +20,7 @@ struct ProcessGroup {
   Transport transport = Transport::two_sided;
 
   // The axes, and the transport where it is another than usual.
-  std::string name() const { return axes + (transport == Transport::one_sided ? " one_sided" : ""); }
+  std::string name() const { return transport == Transport::two_sided ? axes : axes + " " + name_of(transport); }
 };
 
 // The process groups of `rank` whose channels the program uses.

@@ -32,7 +32,8 @@ struct LaunchEvents {
 
 // Loads what `straighten` needs on the current device, before any rank runs.
 void prepare_to_straighten();
-// Straightens a graph before it is instantiated; its launches stand between these events then. `idle` is for a capture.
-LaunchEvents straighten(cudaGraph_t graph, cudaStream_t idle);
+// Puts a straightened graph in the place of a captured one; its launches stand between these events then. Leaves a graph that
+// it cannot straighten as it is. `idle` is for a capture.
+LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw

@@ -1,0 +1,77 @@
+// Peer memory on the CPU device, which has windows and counted signals: the words of a group are signals of which a rank gives
+// the next one when its peer has taken the one before.
+#include <hostweave_cpu.h>
+
+#include "hostweave/check.h"
+#include "hostweave/peer.h"
+#include "hostweave/reach.h"
+
+namespace hw {
+
+struct PeerGroup::State {
+  ncclComm_t comm = nullptr;
+  int64_t size = 0;
+  bool aborted = false;
+  std::string out_of_reach;
+};
+
+ncclUniqueId PeerGroup::new_id() {
+  ncclUniqueId id;
+  HW_CHECK(ncclGetUniqueId(&id));
+  return id;
+}
+
+PeerGroup::PeerGroup(const ncclUniqueId& id, int64_t rank, int64_t size, double) : state_(std::make_shared<State>()) {
+  state_->size = size;
+  HW_CHECK(ncclCommInitRank(&state_->comm, static_cast<int>(size), id, static_cast<int>(rank)));
+}
+
+PeerGroup::~PeerGroup() {
+  if (!state_->aborted) ncclCommDestroy(state_->comm);
+}
+
+const std::string& PeerGroup::why_out_of_reach() const { return state_->out_of_reach; }
+
+void* PeerGroup::allocate(size_t bytes) {
+  void* data = nullptr;
+  HW_CHECK(ncclMemAlloc(&data, bytes));
+  return data;
+}
+
+PeerGroup::Mapping PeerGroup::map(void* data, size_t bytes) {
+  Mapping mapping{.group = this};
+  ncclWindow_t window = nullptr;
+  HW_CHECK(ncclCommWindowRegister(state_->comm, data, bytes, &window, NCCL_WIN_COLL_SYMMETRIC));
+  mapping.handle = window;
+  for (int peer = 0; peer < state_->size; ++peer) {
+    void* base = nullptr;
+    HW_CHECK(ncclGetPeerDevicePointer(window, 0, peer, &base));
+    mapping.begins.push_back(static_cast<char*>(base));
+  }
+  return mapping;
+}
+
+void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {
+  for (const Mapping& mapping : mappings)
+    HW_CHECK(ncclCommWindowDeregister(mapping.group->state_->comm, static_cast<ncclWindow_t>(mapping.handle)));
+  if (data) HW_CHECK(ncclMemFree(data));
+}
+
+cudaError_t PeerGroup::signal(int64_t peer, int number, cudaStream_t stream) {
+  const bool done = hw_cpu_set_signal(state_->comm, static_cast<int>(peer), number, stream) == ncclSuccess;
+  return done ? cudaSuccess : cudaErrorUnknown;  // the report of the device says why
+}
+
+cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream) {
+  const bool done = hw_cpu_take_signal(state_->comm, static_cast<int>(peer), number, stream) == ncclSuccess;
+  return done ? cudaSuccess : cudaErrorUnknown;
+}
+
+void PeerGroup::abort() {
+  if (std::exchange(state_->aborted, true)) return;
+  ncclCommAbort(state_->comm);
+}
+
+bool PeerGroup::is_stuck() const { return state_->aborted; }
+
+}  // namespace hw
