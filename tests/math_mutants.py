@@ -20,7 +20,6 @@ import numpy as np
 from hostweave.base.errors import HostweaveError
 from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.match_collectives import meetings
-from hostweave.check.results.lanes import Real
 from hostweave.check.results.results import Wanted, computed_outputs, difference, work
 from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import minimal_sizes, nearer_sizes, sizes_to_check
@@ -52,7 +51,7 @@ OTHER_OP = {
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
-    """Another chunk, shard or slice: the index is one more, in the range of the chunks."""
+    """Yields another chunk, shard or slice: the index is one more, in the range of the chunks."""
     if isinstance(i, ir.Chunk):
         yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
     if isinstance(i, ir.Select):
@@ -125,7 +124,7 @@ def _other_condition(i: tree.Instruction) -> Iterator[tuple[str, tree.Instructio
 
 
 def _of_other_rank(i: tree.Instruction, mesh: Mesh) -> Iterator[tuple[str, tree.Instruction]]:
-    """What is computed of the rank is that of the next one."""
+    """Yields an instruction whose expressions use the next rank's coordinates."""
     for expr in tree.expressions(i):
         if any(isinstance(leaf, Coordinate | Rank) for leaf in leaves(expr)):
             yield "another rank", tree.with_expressions(i, lambda e, expr=expr: _next_rank(e, mesh) if e is expr else e)
@@ -146,7 +145,7 @@ RULES = (_other_place, _other_order, _other_reduction, _other_product, _other_at
 
 
 def of_instructions(host: HostProgram) -> Iterator[Mutant]:
-    """One instruction is another one, reads another buffer, or is left out."""
+    """Yields programs in which one instruction differs, reads another buffer, or is missing."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         types = ir.buffer_types(part)
@@ -169,7 +168,7 @@ def of_instructions(host: HostProgram) -> Iterator[Mutant]:
 
 
 def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterator[tuple[str, tree.Instruction]]:
-    """Two operands of one type change places, or another buffer of their type takes the place of one: a stale one."""
+    """Yields two operands of one type in each other's place, or a stale buffer of the same type."""
     reads = [name for name in tree.names(i, "read") if name in types]
     if tree.bodies(i) or not (i.work or isinstance(i, ir.Communication | ir.Call)):
         return
@@ -183,7 +182,7 @@ def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterat
 
 
 def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
-    """Two instructions of a kind, such as the calls of two layers, read each other's operands."""
+    """Yields programs in which two instructions of a kind, such as calls of two layers, read each other's operands."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for number, i in enumerate(walked):
         if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):
@@ -228,7 +227,7 @@ def _other_ops(op: Op) -> Iterator[tuple[str, Op]]:
 
 
 def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]]]:
-    """What is wrong, where, and the program."""
+    """Returns the kind, the place and the program of each mutant."""
     return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
 
 
@@ -240,7 +239,7 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Subject:
-    """A fusion with its host program, and what it gives at the sizes of the check, and at other ones."""
+    """A fusion with its host program, and its results at the sizes of the check and at other sizes."""
 
     name: str
     fusion: Fusion
@@ -257,12 +256,12 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Wanted]:
-        """At larger sizes, with more seeds: where only f64 looks."""
+        """The results at larger sizes with more seeds, which are compared in f64 alone."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()}
         return [*self.wanted, Wanted(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Whether the check catches a mutant; refused by the verifier or the proof of order, it is no program."""
+        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order does not accept it."""
         try:
             mutant = made()
             verify_host(mutant)
@@ -284,16 +283,7 @@ class Subject:
 def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
     instances = instantiate(mutant, wanted.sizes)
     with np.errstate(all="ignore"):
-        for output in computed_outputs(wanted, instances, meetings(instances)):
-            got, want = output.got.value, output.want.value
-            if not isinstance(output.got, Real):
-                if (got != want).any():
-                    return True
-                continue
-            far = np.abs(got - want) > TOLERANCE * (1 + np.abs(want))
-            if (far | (np.isnan(got) != np.isnan(want))).any():
-                return True
-    return False
+        return any(output.differs_in_f64(TOLERANCE).any() for output in computed_outputs(wanted, instances, meetings(instances)))
 
 
 def subjects(ranks: int) -> Iterator[Subject]:

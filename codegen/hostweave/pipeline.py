@@ -118,7 +118,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
-    """What a program is after each pass that changes it, with the pass's name."""
+    """Returns the program after each pass that changes it, with the pass's name."""
     found: list[tuple[str, Fusion | HostProgram]] = []
 
     def note(name: str, stage: Fusion | HostProgram) -> None:

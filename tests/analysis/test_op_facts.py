@@ -44,7 +44,7 @@ FUSIONS["attention"] = hw.fusion(mesh=hw.Mesh(x=RANKS), **HEADS)(attention)
 
 
 def gradients() -> str:
-    """Of queries, keys, values and a bias, with the log-sum-exps that they take."""
+    """Returns a fusion with the gradients of queries, keys, values and a bias."""
     masked, rows, given = "scale=0.5, bias=true", "f32[2, H, S, 8]", "%q, %k, %v, %o, %g, %lse, %bias"
     return f"""fusion @g(%q: {rows}, %k: f32[2, H, T, 8], %v: f32[2, H, T, 8], %g: {rows}, %bias: f32[H, S, T]) mesh(x=2) {{
   %o: {rows} = attention(%q, %k, %v, %bias, {masked})
@@ -141,7 +141,7 @@ def test_what_is_not_linear_is_seen(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Each label of the op's indices: blocks of the operands give the block of the result, or terms of it. Returns how many there are."""
+    """Splits each label of the op's indices: blocks of the operands give a block of the result, or a term. Returns the number of labels."""
     types = operand_types(case.op, {name: value.type for name, value in case.fusion.values().items()})
     indices, definition, tried = index_map(case.op, types), OPS[case.op.kind], 0
     for label in dict.fromkeys(label for labels in indices.operands for label in labels if label):
@@ -172,7 +172,7 @@ def combine(functions: Functions, reduction: str) -> Callable[..., Lanes]:
 
 
 def halved(operand: Any, labels: Sequence[str | None], label: str, rank: int) -> Any:
-    """The block of a rank; None where there is none."""
+    """Returns the block of a rank, or None if the size is odd."""
     for dim, own in enumerate(labels):
         if own == label:
             size = operand.shape[dim]

@@ -1,4 +1,4 @@
-"""Whatever is wrong in the math of a host program is seen by the check of results, if f64 sees it. `pytest -m slow` tries many more."""
+"""The check of results finds each wrong piece of math in a host program that f64 finds. `pytest -m slow` tries many more."""
 
 from __future__ import annotations
 

@@ -132,3 +132,24 @@ def test_a_kernel_of_the_user_is_a_function_of_all_that_it_reads() -> None:
     (kernel,) = host.kernels
     wrong = replace(host, kernels=(replace(kernel, ops=tuple(replace(op, operands=(op.operands[0], 3)) for op in kernel.ops)),))
     assert "the output" in fault(rows, wrong)
+
+
+Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
+  %lse: f32[2, S] = attention_lse(%q, %k, scale=0.5)
+  %scaled: f32[2, S] = multiply(%lse, 0.001)
+  return %scaled
+}
+"""
+
+
+def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
+    """The field does not know what exp of it is; f64 does, and sees what is wrong."""
+    fusion = Fusion.parse(Z_LOSS)
+    host = lower(fusion, Options())
+    assert check(host, fusion=fusion) == ()
+    kernels = [
+        replace(k, ops=tuple(replace(op, operands=(op.operands[0], 0.002)) if 0.001 in op.operands else op for op in k.ops))
+        for k in host.kernels
+    ]
+    assert kernels != list(host.kernels)
+    assert "is not what the fusion computes" in fault(fusion, replace(host, kernels=tuple(kernels)))

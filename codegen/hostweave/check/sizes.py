@@ -134,7 +134,7 @@ def nearer_sizes(program: ir.HostProgram) -> list[dict[str, int]]:
 
 
 def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
-    """The minimal sizes, larger where no loop counts them, so that a mistake inside of a shard shows."""
+    """Returns the minimal sizes, larger where no loop counts them, so that a mistake inside a shard shows."""
     least = minimal_sizes(program)
     walked = {name for count in trip_counts(program) for name in count.factors}
     steps: Steps = {name: (0, size) for name, size in least.items()}
@@ -150,7 +150,7 @@ def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
 
 
 def _elements(program: ir.HostProgram, sizes: Mapping[str, int]) -> float:
-    """Elements of all buffers of a rank; of sizes that do not divide about as many."""
+    """Returns the number of elements of all buffers of a rank, approximately if sizes do not divide."""
     known = RankSizes(sizes, program.mesh)
     return sum(prod(_about(size, known) for size in type.shape) for type in ir.buffer_types(program).values())
 

@@ -37,7 +37,7 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a fusion is computed: the functions of NumPy, the dtype that stands for one of ours, casts, and calls of an op's function."""
+    """The means to compute a fusion: functions of NumPy, NumPy's dtype for one of ours, casts, and calls of an op's function."""
 
     np: Any
     dtype: Callable[[DType], np.dtype[Any]]

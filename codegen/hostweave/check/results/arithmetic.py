@@ -1,4 +1,4 @@
-"""How fusions and host programs are computed in lanes: casts, calls of ops, and kernels of the user, which are random functions."""
+"""The arithmetic of fusions and host programs in lanes: casts, calls of ops, and kernels of the user, which are random functions."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HASHED, JOINED = LANES, DUAL  # exp is a random function, or exp of a sum the pr
 
 @cache
 def dtype_in_lanes(dtype: DType) -> np.dtype[Any]:
-    """The dtype that stands for one of ours: every float is a Real."""
+    """Returns NumPy's dtype for one of ours: every float is a Real."""
     return np.dtype(np.float64) if dtype.kind == "float" else numpy_dtype(dtype)
 
 
 def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
-    """Casts between floats change nothing."""
+    """Casts an array. A cast between floats changes nothing."""
     if dtype.kind == "float":
         return functions.real.of(x)
     exact = x if isinstance(x, Lanes) else Exact.of(x)
@@ -40,7 +40,7 @@ def cast_in_lanes(x: Any, dtype: DType, functions: Functions) -> Lanes:
 def results_of_kernel(
     name: str, inputs: Sequence[Lanes], outputs: Sequence[tuple[tuple[int, ...], DType]], functions: Functions
 ) -> tuple[Lanes, ...]:
-    """The results of a user's kernel: each element is a random function of all that the kernel reads."""
+    """Returns the results of a user's kernel: each element is a random function of everything that the kernel reads."""
     digest = np.zeros(1, np.uint64)
     for x in inputs:
         elements = x.element if isinstance(x, Real) else field.of_integers(x.value)
@@ -59,7 +59,7 @@ def results_of_kernel(
 
 
 def _index(np: Any, ids: Lanes, rows: Any) -> Lanes:
-    """An index out of range, for which a program fails, is taken modulo the dim."""
+    """Returns indices. An index out of range, for which a program fails, is taken modulo the dim."""
     places: Lanes = LANES.remainder(ids.astype(np.int64), max(len(rows), 1))
     return places
 
@@ -84,7 +84,7 @@ def run_fusion(fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions
 
 
 def _run_kernel_on_ranks(op: Op, tensors: Sequence[Lanes], mesh: Mesh, sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
-    """What the ranks' kernels make of their blocks, as global arrays."""
+    """Runs a user's kernel on the block of every rank, and joins the results to global arrays."""
     kernel = op.user_kernel
     assert kernel is not None
     shapes = [global_shape(type, sizes) for type in kernel.outputs]

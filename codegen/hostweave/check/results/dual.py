@@ -1,4 +1,4 @@
-"""Floats over dual numbers, in which exp of a sum is the product of exps: what joins of softmaxes by their log-sum-exps need.
+"""Floats over dual numbers, in which exp of a sum is the product of exps. Joins of softmaxes by their log-sum-exps need this.
 
 An element is a + b e of the field, where e * e = 0, and exp(a + b e) = 1 + a e. A logarithm carries the number that it is of through sums
 and selections, so that exp(log(y) + x) = y exp(x). So exp is known to first order alone: shadows are compared, too.
@@ -20,7 +20,7 @@ TOLERANCE = 1e-6  # of shadows
 
 
 class Dual(Real):
-    """A shadow, a, b, and the number c + d e that a logarithm is of; 0 where it is none."""
+    """A shadow, a, b, and c + d e, the number of which this is the logarithm; c is 0 if it is none."""
 
     __slots__ = ()
     count: ClassVar[int] = 5
@@ -34,7 +34,7 @@ class Dual(Real):
         return cls(shadow, a, b, np.zeros_like(a), np.zeros_like(a))
 
     def _exponential(self) -> tuple[Part, Part]:
-        """exp of it: what it carries, if anything."""
+        """Returns exp(self): the number that a logarithm carries, else 1 + a e."""
         _, a, _, c, d = self.parts
         return np.where(c != 0, c, field.ONE), np.where(c != 0, d, a)
 

@@ -29,7 +29,7 @@ def _powers_of_two() -> Elements:
 
 
 def of_floats(x: NDArray[Any]) -> Elements:
-    """The elements that finite f64 numbers are exactly, as integers times powers of two; 0 for others."""
+    """Returns the exact elements of finite f64 numbers, which are integers times powers of two; 0 for others."""
     mantissa, exponent = np.frexp(np.where(np.isfinite(x), x, 0.0))
     whole = np.ldexp(mantissa, 53).astype(np.int64) % PRIME
     elements: Elements = whole.astype(np.uint64) * _powers_of_two()[exponent + (_EXPONENTS - 53)] % P
@@ -43,7 +43,7 @@ def of_integers(x: NDArray[Any]) -> Elements:
 
 
 def reduced(x: Any) -> Elements:
-    """A number of 64 bits as an element. Of many a division and a product take less time than a remainder."""
+    """Returns numbers of 64 bits modulo the prime. For many, a division and a product are faster than a remainder."""
     elements: Elements = x - x // P * P if x.size > _MANY else x % P
     return elements
 
@@ -63,7 +63,7 @@ def negative(x: Elements) -> Elements:
 
 
 def inverse(x: Elements) -> Elements:
-    """x to the power of PRIME - 2 = 8 (2^23 - 1) + 1; of 0 it is 0."""
+    """Returns x to the power of PRIME - 2 = 8 (2^23 - 1) + 1, which is 0 for 0."""
     ones = {1: x}  # by n: x to the power of 2^n - 1
     for more, n in ((1, 1), (2, 2), (1, 4), (5, 5), (1, 10), (11, 11), (1, 22)):
         ones[n + more] = _squared(ones[n], more) * ones[more] % P
@@ -77,7 +77,7 @@ def _squared(x: Elements, times: int) -> Elements:
 
 
 def matmul(x: Elements, y: Elements) -> Elements:
-    """The product of matrices, of as many leading dims."""
+    """Returns the product of matrices with equal numbers of leading dims."""
     rows, inner, columns = *x.shape[-2:], y.shape[-1]
     if inner <= _SUMMED and rows * inner * columns <= _SMALL:
         product: Elements = np.matmul(x, y) % P
@@ -92,7 +92,7 @@ def matmul(x: Elements, y: Elements) -> Elements:
 
 
 def hashed(word: str, *parts: Elements) -> Elements:
-    """An element that depends on a word and elements, and is random otherwise."""
+    """Returns a random function, named by a word, of elements."""
     h: Any = _seed(word)
     for part in parts:
         h = _mixed((part + h) * np.uint64(0x9E3779B97F4A7C15))

@@ -1,4 +1,4 @@
-"""Random inputs of a fusion: floats of the field, and integers over all values that decide what is done."""
+"""Random inputs of a fusion: floats of the field, and integers over the whole range of what they steer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hostweave.check.results.lanes import Exact, Functions, Lanes
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import masks_of
-from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
@@ -24,7 +23,7 @@ ANY, PLACES, STARTS, LENGTHS, OFFSETS = "any", "places", "starts", "lengths", "o
 def random_inputs(
     fusion: Fusion, sizes: Sizes, seeds: int, functions: Functions, steering: Mapping[str, tuple[str, int]]
 ) -> dict[str, Lanes]:
-    """Global inputs, a lane a seed. The shadow of a float is independent of its element."""
+    """Returns global inputs with one lane per seed. The shadow of a float is independent of its element."""
     random = np.random.default_rng(39)
     return {v.name: _random(random, v.type, sizes, seeds, functions, *steering.get(v.name, (ANY, 0))) for v in fusion.inputs}
 
@@ -48,7 +47,7 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
 
 
 def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]]:
-    """The integer inputs that say where elements are, or how many: what each is, and the largest value."""
+    """Returns the integer inputs that are places, lengths or offsets: the role of each, and its bound."""
     found: dict[str, tuple[str, int]] = {}
     for name, role, most in _steering(fusion, sizes):
         before = found.get(name, (role, most))
@@ -57,7 +56,7 @@ def steering_integers(fusion: Fusion, sizes: Sizes) -> dict[str, tuple[str, int]
 
 
 def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
-    """Each value of a body that steers, from its uses; values that only move the elements of others stand for these."""
+    """Yields the name, role and bound of each value that steers an op. A value that only moves elements stands for its source."""
     moved: dict[str, str] = {}
 
     def source(name: str) -> str:
@@ -92,6 +91,3 @@ def _moves(op: Op) -> bool:
     return (
         definition.is_view or definition.is_reshard_step or op.kind in ("astype", "copy", "reshard", "broadcast_to", "collective_permute")
     )
-
-
-del INDEX

@@ -29,7 +29,7 @@ NEAR = 1e-9  # an integer: shadows differ by rounding
 
 
 class Apart(Exception):
-    """Lanes have to be computed one after the other."""
+    """A function decides by a value, so that lanes have to be computed one after the other."""
 
 
 class Lanes:
@@ -64,18 +64,18 @@ class Lanes:
 
     @property
     def value(self) -> Part:
-        """The part that decides."""
+        """The part that decides comparisons: the shadow of a float."""
         return self.parts[0]
 
     def map(self, function: Callable[[Part], Part]) -> Lanes:
-        """What moves elements, applied to all parts."""
+        """Applies a function that moves elements to all parts."""
         return type(self)(*map(function, self.parts))
 
     def lane(self, number: int) -> Lanes:
         return self if self.lanes == 1 else self.map(lambda part: part[number : number + 1])
 
     def alone(self) -> Part:
-        """The value, of a single lane. Raises Apart where there are more."""
+        """Returns the value of the only lane. Raises Apart if there are several."""
         if self.lanes > 1:
             raise Apart
         value: Part = self.value[0]
@@ -109,7 +109,7 @@ class Lanes:
             part[key] = new
 
     def like(self, value: Any) -> Lanes:
-        """A value of the kind of this."""
+        """Converts a value to this class."""
         return type(self).of(value)
 
     @classmethod
@@ -130,7 +130,7 @@ class Lanes:
         raise NotImplementedError
 
     def differs(self, other: Lanes) -> Part:
-        """Where two results are not the same."""
+        """Returns True at the elements that differ."""
         raise NotImplementedError
 
     # Operators, by the functions below.
@@ -189,7 +189,7 @@ class Exact(Lanes):
 
 
 class Real(Lanes):
-    """Floats: a shadow, and an element of the field. `exp` is a random function, but of 0."""
+    """Floats: a shadow, and an element of the field. `exp` is a random function whose value at 0 is 1."""
 
     __slots__ = ()
     dtype = np.dtype(np.float64)
@@ -216,7 +216,7 @@ class Real(Lanes):
 
     @classmethod
     def exactly(cls, shadow: Part, element: Part) -> Self:
-        """A number of which all is known."""
+        """Returns numbers that carry nothing besides shadow and element."""
         return cls(shadow, element)
 
     @property
@@ -253,7 +253,7 @@ class Real(Lanes):
         return self.moduli(lambda part, **how: np.asarray(np.sum(part, axis=axes, keepdims=keepdims, **how)))
 
     def moduli(self, function: Callable[..., Part]) -> Real:
-        """A sum of elements, over all parts."""
+        """Applies a sum to all parts."""
         return Real(function(self.value), field.reduced(function(self.element)))
 
     def exp(self) -> Real:
@@ -265,16 +265,16 @@ class Real(Lanes):
         return self.opaque("log", np.log(np.abs(self.value)))
 
     def opaque(self, word: str, shadow: Part, *others: Real) -> Real:
-        """A random function of these elements."""
+        """Returns a random function of elements, with this shadow."""
         return Real(shadow, field.hashed(word, self.element, *(other.element for other in others)))
 
     def is_same(self, other: Real) -> Part:
-        """Where two numbers are equal in the field."""
+        """Returns True where two numbers are equal in the field."""
         same: Part = self.element == other.element
         return same
 
     def differs(self, other: Lanes) -> Part:
-        """Where two results are not the same: infinities and NaN by their shadows."""
+        """Returns True at the elements that differ. Infinities and NaN are compared by their shadows."""
         is_finite = np.isfinite(self.value) & np.isfinite(other.value)
         same = (self.value == other.value) | (np.isnan(self.value) & np.isnan(other.value))
         differ: Part = ~np.where(is_finite, self.is_same(type(self)(*other.parts)), same)
@@ -282,7 +282,7 @@ class Real(Lanes):
 
 
 def _snapped(shadow: Part) -> Part:
-    """A shadow that is an integer but for rounding as that integer."""
+    """Rounds shadows that are close to an integer to it."""
     with np.errstate(all="ignore"):
         nearest = np.rint(shadow)
         snapped: Part = np.where(np.abs(shadow - nearest) <= NEAR * (1 + np.abs(shadow)), nearest, shadow)
@@ -299,7 +299,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _aligned(xs: Sequence[Lanes]) -> list[Lanes]:
-    """With as many dims each, so that they broadcast from the right."""
+    """Gives all arrays the same number of dims, so that they broadcast from the right."""
     most = max(x.parts[0].ndim for x in xs)
     return [
         x if x.parts[0].ndim == most else x.map(lambda part: part.reshape(len(part), *(1,) * (most - part.ndim), *part.shape[1:]))
@@ -313,12 +313,12 @@ def _reals(*xs: Any) -> list[Any]:
 
 
 def _kind(xs: Iterable[Any]) -> type[Real]:
-    """The kind of floats of which some are: the one with the most parts."""
+    """Returns the class of floats with the most parts among the arrays."""
     return max((type(x) for x in xs if isinstance(x, Real)), key=lambda kind: kind.count, default=Real)
 
 
 def _values(*xs: Any) -> list[Any]:
-    """The values of integers and bools; Python's numbers stay as they are, for they have no dtype."""
+    """Returns the values of integers and bools. Python's numbers stay as they are, because they have no dtype."""
     known = [x if isinstance(x, int) and not isinstance(x, bool) else Exact.of(x) for x in xs]
     arrays = iter(_aligned([x for x in known if isinstance(x, Lanes)]))
     return [next(arrays).value if isinstance(x, Lanes) else x for x in known]
@@ -342,10 +342,11 @@ def _axes(axis: Any, ndim: int) -> tuple[int, ...]:
 
 
 class Functions:
-    """NumPy, where operands may have lanes. What is not here is NumPy's own, and takes none."""
+    """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take none."""
 
     def __init__(self, real: type[Real] = Real):
         self.real = real
+        self.add = _Add()
         self.bitwise_and, self.bitwise_or, self.bitwise_xor = (_Bits(name) for name in ("bitwise_and", "bitwise_or", "bitwise_xor"))
 
     def __getattr__(self, name: str) -> Any:
@@ -361,22 +362,6 @@ class Functions:
         return plain
 
     # --- of two elements ---
-
-    class add:
-        def __new__(cls, x: Any, y: Any) -> Any:
-            if _is_float(x) or _is_float(y):
-                x, y = _reals(x, y)
-                return x.added(y)
-            x, y = _values(x, y)
-            return Exact(x + y)
-
-        @staticmethod
-        def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
-            key = _key(where)
-            for part, new in zip(x.parts, x.like(y).parts, strict=True):
-                np.add.at(part, key, new)
-                if isinstance(x, Real) and part is not x.value:
-                    part %= P
 
     @staticmethod
     def subtract(x: Any, y: Any) -> Any:
@@ -416,7 +401,7 @@ class Functions:
         return Exact(np.remainder(*_values(x, y)))
 
     def power(self, x: Any, y: Any) -> Any:
-        """Integer powers are products; others are random functions of both."""
+        """Returns a product for integer powers, else a random function of both operands."""
         if not (_is_float(x) or _is_float(y)):
             return Exact(np.power(*_values(x, y)))
         number = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
@@ -681,7 +666,7 @@ def _joined(xs: Sequence[Any], function: Callable[[list[Part], int], Part]) -> L
 
 
 def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]:
-    """With the reduced dims as one, the last; and the shape of the result."""
+    """Returns the array with the reduced dims as its last one, and the shape of the result."""
     axes = _axes(axis, x.ndim)
     whole = x.parts[0].shape
     kept = [i for i in range(1, len(whole)) if i not in axes]
@@ -691,8 +676,27 @@ def _as_rows(x: Real, axis: Any, keepdims: bool) -> tuple[Real, tuple[int, ...]]
     return rows, shape  # type: ignore[return-value]
 
 
+class _Add:
+    """numpy.add: the sum, and `at`, which adds at indices."""
+
+    def __call__(self, x: Any, y: Any) -> Any:
+        if _is_float(x) or _is_float(y):
+            x, y = _reals(x, y)
+            return x.added(y)
+        x, y = _values(x, y)
+        return Exact(x + y)
+
+    @staticmethod
+    def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
+        key = _key(where)
+        for part, new in zip(x.parts, x.like(y).parts, strict=True):
+            np.add.at(part, key, new)
+            if isinstance(x, Real) and part is not x.value:
+                part %= P
+
+
 class _Bits:
-    """A function of the bits of two elements, and its reduction."""
+    """numpy.bitwise_and and its like: a function of two operands, and its reduction."""
 
     def __init__(self, name: str):
         self.function = getattr(np, name)
@@ -705,7 +709,7 @@ class _Bits:
 
 
 def _comparison(name: str, is_strict: bool) -> Callable[[Any, Any], Any]:
-    """By shadows, but where the elements are equal: these are the same number, computed in two ways."""
+    """Compares shadows. Numbers with equal elements are equal: they are one number, computed in two ways."""
     function = getattr(np, name)
 
     def compared(x: Any, y: Any) -> Any:
@@ -733,7 +737,7 @@ LANES = Functions()
 
 
 def apply(function: Callable[..., Any], *operands: Any) -> Any:
-    """What a function gives in all lanes at once, or in one lane after the other where it has to be."""
+    """Calls a function for all lanes at once, or for one lane after the other if it raises Apart."""
     try:
         return _in_lanes(function(*operands))
     except Apart:
@@ -743,14 +747,14 @@ def apply(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _in_lanes(result: Any) -> Any:
-    """A constant as an array of one lane."""
+    """Returns a constant as an array of one lane."""
     if isinstance(result, tuple):
         return tuple(map(_in_lanes, result))
     return result if isinstance(result, Lanes) else Real.of(result) if _is_float(result) else Exact.of(result)
 
 
 def joined_lanes(results: Sequence[Any]) -> Any:
-    """The lanes of several arrays, one after the other; of tuples those of each element."""
+    """Concatenates the lanes of arrays, or of each element of tuples."""
     if isinstance(results[0], tuple):
         return tuple(joined_lanes(each) for each in zip(*results, strict=True))
     return type(results[0])(*(np.concatenate(parts) for parts in zip(*(x.parts for x in results), strict=True)))

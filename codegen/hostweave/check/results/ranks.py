@@ -59,7 +59,7 @@ class Ranks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> View:
-        """What each rank's access of one layout names."""
+        """Returns the memory that the accesses of ranks name. All have one layout."""
         first = accesses[0].region
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
         offsets = {access.region.offset for access in accesses}
@@ -71,7 +71,7 @@ class Ranks:
     # --- control ---
 
     def run(self) -> None:
-        """Raises ExecutionError where all ranks that are left wait for one another."""
+        """Runs all ranks to the end of the call. Raises ExecutionError if they wait for one another."""
         queues = [_Queue(operations) for operations in self.instances.ranks]
         with np.errstate(all="ignore"):
             while left := [rank for rank, queue in enumerate(queues) if queue.now]:
@@ -99,7 +99,7 @@ class Ranks:
         return [access.region.layout for access in a.accesses] == [access.region.layout for access in b.accesses]
 
     def is_ready(self, queue: _Queue) -> bool:
-        """True if a rank can go on: it posts what it sends, and ends once what it gets was posted."""
+        """True if a rank can go on: a communication posts its data at once, and ends when all of its sources have posted."""
         operation = queue.now
         assert operation
         if not operation.communications or (not queue.is_posted and not isinstance(operation.instruction, ir.OneSided)):
@@ -137,7 +137,7 @@ class Ranks:
                         self.view([rank], [access]).fill(self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Lanes:
-        """What a communication brings to a rank, in the order of its elements."""
+        """Returns the elements that a communication brings to a rank, in order."""
         instruction, sources = part.instruction, self.meeting_of[part].sources(part)
         if sources not in self.arrived:
             sent = [self.total(instruction.op, sources)] if isinstance(instruction, ir.Reduction) else self.sent(sources)
@@ -161,7 +161,7 @@ class Ranks:
         return self.functions.divide(total, len(terms)) if op == "avg" else total
 
     def exchange(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """What a kernel makes of the sum of all ranks' terms."""
+        """Runs a kernel on the sum of all ranks' terms."""
         for rank, operation in zip(ranks, operations, strict=True):
             _, *others = [access for access in operation.accesses if access.reads]
             total = self.total("sum", self.meeting_of[operation].sources(operation))
@@ -170,7 +170,7 @@ class Ranks:
             self.write([rank], [operation], self.launched(kernel, rank, reads))
 
     def move(self, ranks: Sequence[int], operations: Sequence[Operation]) -> None:
-        """What it reads goes to where it writes, of whatever rank that is, and its signal is given."""
+        """Copies from and to the memory of this rank or its peer, and gives the signal."""
         for rank, operation in zip(ranks, operations, strict=True):
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
@@ -209,7 +209,7 @@ class Ranks:
         return tuple(values[result.name] for result in kernel.results)
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
-        """The ops of a kernel, bound to the sizes of a rank: their results, functions, operands and dtypes."""
+        """Returns the ops of a kernel, bound to the sizes of a rank: results, functions, operands and dtypes."""
         holder = next(other for other, roots in enumerate(self.instances.roots) if roots is self.instances.roots[rank])
         if (name, holder) not in self.bound:
             self.bound[name, holder] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
@@ -248,14 +248,14 @@ class _Queue:
                 return
 
     def advance(self) -> None:
-        """A communication is done in two steps."""
+        """Goes to the next operation. A communication takes two steps: it posts, then it receives."""
         if self.now and self.now.communications and not isinstance(self.now.instruction, ir.OneSided) and not self.is_posted:
             self.is_posted = True
         else:
             self.step()
 
     def awaited(self, meeting_of: Mapping[Operation, Meeting]) -> Sequence[Operation]:
-        """What has to be posted before the operation ends."""
+        """Returns the communications that have to post before the operation ends."""
         assert self.now
         return [source for part in self.now.communications if part in meeting_of for source in meeting_of[part].sources(part)]
 
@@ -267,7 +267,7 @@ _ODD = np.uint64(0x9E3779B1)
 
 
 class Buffer:
-    """A buffer of all ranks: of each part [rank, lane, element]. What nothing wrote is random, and NaN."""
+    """A buffer of all ranks: each part is [rank, lane, element]. Unwritten elements are random, with a shadow of NaN."""
 
     def __init__(self, layout: Layout, ranks: int, lanes: int, count: int, functions: Functions):
         self.lanes, self.count = lanes, count
@@ -280,7 +280,7 @@ class Buffer:
             self.kind, self.parts = Exact, [np.full(shape, 85).astype(dtype_in_lanes(layout.dtype))]
 
     def view(self, ranks: Sequence[int], offset: int, layout: Layout) -> View:
-        """Of one layout, at the same place on these ranks."""
+        """Returns the memory of one layout at the same place on these ranks."""
         if ranks[-1] - ranks[0] != len(ranks) - 1 or list(ranks) != sorted(ranks):
             return Views([self.view([rank], offset, layout) for rank in ranks])
         start = offset // layout.dtype.itemsize
@@ -303,11 +303,11 @@ class View:
         return self.array.lanes
 
     def read(self) -> Lanes:
-        """The array, not copied where it lies in one piece."""
+        """Returns the array, without a copy if it is one piece."""
         return self.array
 
     def fill(self, value: Lanes) -> None:
-        """Writes as many elements, or one everywhere."""
+        """Writes an array of the same number of elements, or one element everywhere."""
         for part, new in zip(self.array.parts, self.array.like(value).parts, strict=True):
             if new.shape[1:] != part.shape[1:]:
                 shape = part.shape[1:] if new[0].size == part[0].size else (1,) * (part.ndim - 1)
@@ -316,7 +316,7 @@ class View:
 
 
 class Views(View):
-    """What ranks have at different places: the lanes of each, one after the other."""
+    """Memory at different places of several ranks: the lanes of each, one after the other."""
 
     def __init__(self, views: Sequence[View]):
         self.views = views
