@@ -5,7 +5,7 @@ many rows that a matmul takes about 1.1 times its gather. Milliseconds of the sl
 together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, as the compiler chooses, and with
 gathers beside by NCCL's kernels and by copy engines; of weights that are sharded by rows, by columns, and as those of a linear layer
 of PyTorch, whose rows are the columns of the product. Of the last two products can take one shard after another. Random bf16 data, a
-thread a GPU. Copy engines want NCCL 2.29 or later (`NCCL_HOME` names another one).
+thread a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The MLP of Llama 3, forward, beside torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), in sequence, as the compiler chooses (by puts with NCCL 2.29 or later), and that captured; also at the sizes that a rank
+reduce_scatter), in sequence, as the compiler chooses (by puts), and that captured; also at the sizes that a rank
 of 8 has. torch.compile fuses the collectives of the sequence-parallel form with matmuls, too (asynchronous tensor parallelism).
 Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. Ours and torch have the weights
 of gate and up as one. A process a GPU runs all of them in turn, on the same arrays: matmuls run against the power limit of a GPU, so that

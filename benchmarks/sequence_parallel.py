@@ -3,7 +3,7 @@
 Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. Ours and torch have the weights of q, k and v as one, and those of gate
 and up; torch runs eager, in a CUDA graph, with its fused operators of gathers and reductions (async TP), and by torch.compile. Milliseconds
 of the slowest rank, the median over calls in turn that all ranks begin together, on the same arrays. First the memory that ours plans for
-32,768 tokens. Puts want NCCL 2.29 or later (`NCCL_HOME` names another one).
+32,768 tokens.
 """
 
 from __future__ import annotations
