@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
+from functools import reduce
+from random import Random
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from hostweave.host_ir.verify import verify_host
 from hostweave.runtime.cpu import parallel, seeded
 from hostweave.types.tensor import DType
 
-SIZES = {"M": 9, "N": 12, "J": 5, "K": 6}
+SIZES = {"M": 9, "N": 12, "J": 5, "K": 6, "P": 135}
 
 
 def slices(ranks: int, t: DType) -> Fusion:
@@ -84,7 +87,18 @@ def products(ranks: int, t: DType) -> Fusion:
     return products
 
 
-PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops, products)
+def thirds(ranks: int, t: DType) -> Fusion:
+    """Slices of sums whose terms are quotients."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["P", 2])
+    def thirds(x):  # type: ignore[no-untyped-def]
+        y = x[::3][::3][1::3]
+        return y[1:][::2] * 2, y[1:-1][1:], hw.concat([y, x])[1:-2][:-1] + 1
+
+    return thirds
+
+
+PROGRAMS: tuple[Callable[[int, DType], Fusion], ...] = (slices, joined, padded, in_loops, products, thirds)
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f64), (3, hw.bf16)], ids=str)
@@ -123,6 +137,14 @@ def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tens
     with pytest.raises(ArgumentError) as caught:
         compiled(fusion).run(x=np.zeros(size, np.float32))
     assert str(caught.value).endswith(message)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
+    """Their sizes are sums of quotients by many numbers, which no one number stands for."""
+    cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
+    fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
+    assert type(fusion).parse(str(fusion)) == fusion
 
 
 def test_a_sum_of_sizes_that_ranks_share() -> None:

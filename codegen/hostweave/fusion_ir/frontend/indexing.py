@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.types.size import Size
+from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import TensorType
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # stands for a size that is not known yet; all small numbers divide it
+LARGE = 720720 << 20  # stands for a size that is not known yet
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
@@ -84,8 +85,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
         default if bound is None else whole + bound if bound < 0 else Size(bound)
         for bound, default in ((key.start, Size(0)), (key.stop, whole))
     )
-    # Where unknown sizes are large: enough to compare bounds of one dim.
-    least, most, size = (Fraction((one * one.divisor).bind(dict.fromkeys(one.symbols, LARGE)), one.divisor) for one in (start, stop, whole))
+    least, most, size = map(_if_large, (start, stop, whole))  # enough to compare bounds of one dim
     if not 0 <= least <= size or not 0 <= most <= size:
         raise fail(f"goes outside of it; stay between 0 and {whole}")
     if least >= most:
@@ -96,6 +96,17 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
     first = int(start) if start.is_int else key.start
     dims = tuple(dim if i != axis else type(dim)(taken) for i, dim in enumerate(x.type.dims))
     return record("slice", x, target=TensorType(x.dtype, dims), axis=axis, start=first, step=step)
+
+
+def _if_large(size: Size) -> Fraction:
+    """The value of a size if each unknown one in it is large. It may be no int: a call checks what divides."""
+
+    def of(factor: Factor) -> Fraction:
+        if isinstance(factor, Sum):
+            return sum(map(_if_large, factor.terms), start=Fraction(0))
+        return Fraction(LARGE if isinstance(factor, str) else factor.bind(dict.fromkeys(factor.size.symbols, LARGE)))
+
+    return prod(map(of, size.factors), start=Fraction(size.coefficient, size.divisor))
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
