@@ -17,6 +17,8 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.local import LocalProgram
 
+pytestmark = pytest.mark.xdist_group("tuned")  # what is measured is kept in one file
+
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
 RANDOM = np.random.default_rng(0)

@@ -93,6 +93,7 @@ class LocalProgram:
         # Why its ranks cannot reach each other's memory; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
+        self._asks = True  # the other ranks for what they have measured, when plans are made next: at a time when all ranks make some
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
         # On the CPU target a call ends when all ranks have made it.
@@ -140,6 +141,7 @@ class LocalProgram:
             global_shapes = [self._arguments.global_shapes_for(one, bound_shapes, "prepare") for one in sizes]
             if self._compared:
                 self._compared.compare_prepared(global_shapes)
+                self._asks = True
             global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
             for shapes in global_shapes:
                 expect_divided(self._host, shapes)
@@ -269,8 +271,8 @@ class LocalProgram:
             taken = take()
         ready_for = taken.table.digest, taken.shapes, taken.sizes
         if self._ready_for != ready_for:
-            if self._compared:
-                self._compared.compare(taken)
+            if self._compared and self._compared.compare(taken):
+                self._asks = True
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(native, taken, self._arguments.global_shapes(taken))
@@ -289,7 +291,7 @@ class LocalProgram:
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
         changed = self._ready_for != ready_for
         if changed:
-            self._ready_for = None
+            self._ready_for, self._asks = None, True
             shapes_of_all = [signature.shapes for signature in signatures]
             self._bound_spans = ()
             if any(signature.bound for signature in signatures):
@@ -356,12 +358,16 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before."""
+        """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before.
+
+        They ask each other at their first plans and for sizes that all compare. They do not ask if one rank alone has other arrays, since
+        plans of the same sizes measure nothing new. Ranks of a program without communication ask at the first plans only.
+        """
 
         def gathered(record: str) -> list[str]:
             return self._gathered("tune", record, "", self._group.timeout)
 
-        alone = self._group.count == 1 or self._group.in_process
+        alone = not self._asks or self._group.count == 1 or self._group.in_process
         if self._measured and not alone:
             self._measured.agree(gathered)
         yield
@@ -369,6 +375,7 @@ class LocalProgram:
             if not alone:
                 self._measured.agree(gathered)
             self._measured.keep()
+        self._asks = False
 
     def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
         """The records of all ranks."""

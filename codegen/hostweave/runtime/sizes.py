@@ -53,15 +53,15 @@ class ComparedSizes:
         self._last.pop()
         self._calls -= 1
 
-    def compare(self, taken: Taken) -> None:
-        """Compares the sizes of the next call with those of the other ranks, unless all have passed this combination before.
+    def compare(self, taken: Taken) -> bool:
+        """Compares the sizes of the next call with those of the other ranks, unless all have passed this combination before: then False.
 
         Raises ArgumentError if another rank compares other sizes, ExecutionError if another rank has made the call without comparing.
         """
         own = self._sizes_of(taken)
         combination = self._combination(own.of_all)
         if combination in self._known:
-            return
+            return False
         group, call = self._group, self._calls + 1
         if reason := group.diverged():
             group.fail(reason)
@@ -71,6 +71,7 @@ class ComparedSizes:
         if difference := self._difference(given):
             raise ArgumentError(f"{self._host.name}: {difference}")
         self._known.add(combination)
+        return True
 
     def compare_prepared(self, of_all: Sequence[Sequence[Shape]]) -> None:
         """Compares the sizes that calls are prepared for. All ranks then know them."""
