@@ -22,7 +22,7 @@ from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.match_collectives import meetings
 from hostweave.check.results.results import Wanted, computed_outputs, difference, work
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import minimal_sizes, nearer_sizes, sizes_to_check
+from hostweave.check.sizes import minimal_sizes, sizes_of_results, with_far_branches
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXES
@@ -251,8 +251,7 @@ class Subject:
 
     @cached_property
     def wanted(self) -> list[Wanted]:
-        sizes = [*sizes_to_check(self.host), *nearer_sizes(self.host)]
-        return [Wanted(self.fusion, at) for at in sizes if work(self.fusion, at) < MOST_ELEMENTS]
+        return [Wanted(self.fusion, at) for at in sizes_of_results(self.host) if work(self.fusion, at) < MOST_ELEMENTS]
 
     @cached_property
     def elsewhere(self) -> list[Wanted]:
@@ -265,7 +264,8 @@ class Subject:
         try:
             mutant = made()
             verify_host(mutant)
-            if any(self.differs(mutant, wanted) for wanted in self.wanted):
+            far = with_far_branches(mutant)
+            if any(self.differs(mutant, wanted) for wanted in self.wanted) or (far and self.differs(far, self.wanted[-1])):
                 return CAUGHT
             changed = any(_differs_in_f64(mutant, wanted) for wanted in self.elsewhere)
             if changed:
@@ -281,9 +281,12 @@ class Subject:
 
 
 def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
-    instances = instantiate(mutant, wanted.sizes)
-    with np.errstate(all="ignore"):
-        return any(output.differs_in_f64(TOLERANCE).any() for output in computed_outputs(wanted, instances, meetings(instances)))
+    for program in filter(None, (mutant, with_far_branches(mutant))):
+        instances = instantiate(program, wanted.sizes)
+        with np.errstate(all="ignore"):
+            if any(output.differs_in_f64(TOLERANCE).any() for output in computed_outputs(wanted, instances, meetings(instances))):
+                return True
+    return False
 
 
 def subjects(ranks: int) -> Iterator[Subject]:

@@ -153,3 +153,16 @@ def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
     ]
     assert kernels != list(host.kernels)
     assert "is not what the fusion computes" in fault(fusion, replace(host, kernels=tuple(kernels)))
+
+
+def test_the_other_branch_is_taken_where_only_large_sizes_take_it() -> None:
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M", "K@x"])
+    def sums(x: hw.Tensor) -> hw.Tensor:
+        return hw.sum(x, axis=1) * 2
+
+    host = lower(sums, Options())
+    (condition,) = [i for i in tree.walk(host.body) if isinstance(i, ir.If)]
+    assert str(condition.condition) == "M <= 131072"
+    assert check(host, fusion=sums) == ()
+    wrong = changed(host, lambda i: replace(i, op="max") if isinstance(i, ir.AllReduce) else None)
+    assert "is not what the fusion computes" in fault(sums, wrong)

@@ -16,7 +16,7 @@ from hostweave.check.match_collectives import expect_end_in_one_queue, meetings
 from hostweave.check.memory import Memory, Pieces, Place, TaskAccess
 from hostweave.check.operations import Access, Instances, Layout, Operation, Region, failure
 from hostweave.check.simulate import instantiate
-from hostweave.check.sizes import nearer_sizes, sizes_to_check
+from hostweave.check.sizes import sizes_of_results, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
 from hostweave.types.mesh import Sizes, shares
@@ -68,12 +68,11 @@ def check(
             for task, clock in run(ordered):
                 checker.start(task, clock)
             checker.finish()
-            if results:
+            if results and (sizes is not None or chosen in sizes_of_results(program)):
                 results.compare(instances, met, chosen)
-        if results and results.left_out and sizes is None:
-            for chosen in nearer_sizes(program):
-                instances = instantiate(program, chosen)
-                results.compare(instances, meetings(instances), chosen)
+        if results and sizes is None and (other := with_far_branches(program)):
+            instances = instantiate(other, chosen := sizes_of_results(program)[-1])
+            results.compare(instances, meetings(instances), chosen)
     return results.unchecked() if results else ()
 
 

@@ -1,13 +1,14 @@
 """Small sizes at which a program is checked, such that every size is an integer."""
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from math import gcd, lcm, prod
 
 from hostweave.check.run import compiled
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
-from hostweave.host_ir.expr import Const, Expr, Symbol, leaves
+from hostweave.host_ir.expr import Binary, Const, Expr, Symbol, leaves
 from hostweave.host_ir.size_requirements import not_negative, trip_counts
 from hostweave.types.mesh import RankSizes
 from hostweave.types.size import Size, Sum
@@ -128,9 +129,25 @@ def sizes_to_check(program: ir.HostProgram, most_times: int = POWERS[-1]) -> tup
     return (*small, *filter(None, [_with_room(program, other)]))
 
 
-def nearer_sizes(program: ir.HostProgram) -> list[dict[str, int]]:
-    """Sizes beside those to check, at which conditions that need far larger sizes are left as they are."""
-    return [sizes for sizes in sizes_to_check(program, NEAR) if sizes not in sizes_to_check(program)]
+@ir.analysis
+def sizes_of_results(program: ir.HostProgram) -> tuple[dict[str, int], ...]:
+    """The sizes to check, without those that are far larger. `with_far_branches` does what the program does there."""
+    return sizes_to_check(program, NEAR)
+
+
+def with_far_branches(program: ir.HostProgram) -> ir.HostProgram | None:
+    """The program with the other branch of each condition that needs far larger sizes; None if there is no such condition."""
+    least = RankSizes(sizes_of_results(program)[0], program.mesh)
+
+    def other(i: tree.Instruction) -> tree.Outcome:
+        condition = i.condition_of_body
+        found = [_times_until_other(condition, name, least) for name in _decides(condition)] if condition else []
+        is_far = min((factor for factor in found if factor > 1), default=1) > NEAR
+        return tree.with_expressions(i, lambda expr: Binary("==", expr, Const(0))) if is_far else None
+
+    functions = tuple(replace(function, body=tree.rewrite(function.body, other)) for function in program.functions)
+    changed = replace(program, body=tree.rewrite(program.body, other), functions=functions)
+    return changed if changed != program else None
 
 
 def _roomy(program: ir.HostProgram, kept: Container[str]) -> dict[str, int]:
