@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.forks import renewed
@@ -31,6 +31,8 @@ Arrays = Sequence[Any]
 Named = Mapping[str, Any]
 Sizes = Mapping[str, int]
 Given = tuple[Arrays, Named]  # by position, and by name
+
+_KEPT = 16  # variants for sizes of calls that are kept, each with memory of its own
 
 _told: set[str] = set()
 
@@ -55,7 +57,9 @@ class Running:
         self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
         self.by_figures: dict[Machine, Running] = {}  # for ranks that cannot reach each other's memory, or not by every transport
         self._without_loops: Running | None = None  # for sizes that chosen loops do not divide
-        self._at_sizes: dict[tuple[tuple[str, int], ...], Running] = {}  # for sizes that ranks cannot share as the program does
+        # The last for sizes that ranks cannot share as it does, by the group that calls them; by itself of `run`.
+        self._at_sizes: WeakKeyDictionary[object, dict[tuple[tuple[str, int], ...], Running]] = WeakKeyDictionary()
+        self._compiled_at = lru_cache(_KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
         self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
         self._closed = False
@@ -74,7 +78,7 @@ class Running:
                 self._session = None
             for local in list(self._locals):
                 local.close()
-        others = (*self.by_figures.values(), *self.in_windows.values(), *self._at_sizes.values())
+        others = (*self.by_figures.values(), *self.in_windows.values(), *(one for kept in self._at_sizes.values() for one in kept.values()))
         for other in filter(None, (self._without_loops, *others)):
             if other is not self:
                 other.close()
@@ -107,15 +111,27 @@ class Running:
         except LoopsDoNotDivide:
             return call(self.in_sequence)
 
-    def _for_sizes(self, sizes: Sizes) -> Running:
-        """The same with ints for those sizes that its ranks cannot share evenly, as it needs; itself if there are none, or no such form."""
+    def _for_sizes(self, sizes: Sizes, group: Group | None = None) -> Running:
+        """The same with ints for those sizes that its ranks cannot share evenly, as it needs; itself if there are none, or no such form.
+
+        Each group keeps the last few that it has called, so that all of its ranks, which make the same calls, keep the same ones.
+        Others are freed when no call, nor captured call, uses them.
+        """
         divided = are_divided(self.compiled.host, sizes)
         key = tuple(undivided((self if divided else self.in_sequence).compiled.host, sizes).items())
+        if not key:
+            return self
+        freed = None
         with self._lock:
-            if key and key not in self._at_sizes:
-                made = self.compiled.at_sizes(dict(key))
-                self._at_sizes[key] = Running(made) if made else self
-            return self._at_sizes[key] if key else self
+            kept = self._at_sizes.setdefault(group if isinstance(group, Group) else self, {})
+            if (found := kept.pop(key, None)) is None:
+                made = self._compiled_at(key)
+                found = Running(made) if made else self
+            kept[key] = found
+            if len(kept) > _KEPT:
+                freed = kept.pop(next(iter(kept)))
+        del freed  # outside of the lock
+        return found
 
     def _known(self, sizes: Sizes) -> Sizes:
         """Those of the sizes that it has names for."""
@@ -185,7 +201,7 @@ class Running:
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
             self.compiled.expect_sizes("sizes=", sizes)
-            if (other := self._for_sizes({**self._sizes_of(held, arrays, {}, whole=True), **sizes})) is not self:
+            if (other := self._for_sizes({**self._sizes_of(held, arrays, {}, whole=True), **sizes}, group or current())) is not self:
                 return other.call(other._rebound(held), (arrays, {}), out, stream, group, other._known(sizes), captures)
 
         def call(one: Running) -> Any:
@@ -203,12 +219,14 @@ class Running:
         bound = held or self._nothing_bound
         for one in sizes:
             self.compiled.expect_sizes("prepare", one)
+        own = []
         for one in sizes:
-            if (other := self._for_sizes(one)) is not self:
+            if (other := self._for_sizes(one, group or current())) is self:
+                own.append(one)
+            else:
                 other.prepare(other._rebound(held), [other._known(one)], group)
-        sizes = [one for one in sizes if self._for_sizes(one) is self]
-        divided = [one for one in sizes if are_divided(self.compiled.host, one)]
-        rest = [one for one in sizes if one not in divided]
+        divided = [one for one in own if are_divided(self.compiled.host, one)]
+        rest = [one for one in own if one not in divided]
         if divided:
             self._or_in_sequence(lambda one: one._local(group, bound, (), None).prepare(bound, divided))
         if rest:

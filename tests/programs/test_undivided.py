@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from whole_programs import compiled, expect, integer_arrays
 
 import hostweave as hw
+from hostweave import running
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion
 
@@ -89,6 +91,55 @@ def test_the_ranks_of_a_group() -> None:
         np.testing.assert_array_equal(got, y_type.shard(x @ w, rank, mesh))
 
     threads.run(on_rank)
+
+
+def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group frees those that it used longest ago, on all ranks at the same call, but for a call that was captured."""
+    monkeypatch.setattr(running, "_KEPT", 2)
+
+    @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
+    def some(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "M@a", 3) * 2
+
+    program = hw.compile(some)
+    made: list[weakref.ref[running.Running]] = []
+    variant = running.Running._for_sizes
+
+    def noted(self: running.Running, *arguments: Any) -> running.Running:
+        made.append(weakref.ref(variant(self, *arguments)))
+        return made[-1]()  # type: ignore[return-value]
+
+    monkeypatch.setattr(running.Running, "_for_sizes", noted)
+
+    def alive() -> set[running.Running]:
+        return {one for ref in made if (one := ref()) and one is not program._running}
+
+    sizes = (5, 6, 7, 5, 4, 6, 7, 5)
+    for rows in sizes:
+        x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+        np.testing.assert_array_equal(program.run(x), 2 * x)
+        assert len(alive()) <= 2
+
+    threads, x_type, y_type = hw.Threads(4), hw.f32["M@a,b", 3], hw.f32["M@a", 3]
+
+    def on_rank(rank: int) -> None:
+        hw.init(threads)
+
+        def call(rows: int, how: Any = program) -> Any:
+            x = np.arange(3 * rows, dtype=np.float32).reshape(rows, 3)
+            result = how(x_type.shard(x, rank, some.mesh).copy(), sizes={"M": rows})
+            np.testing.assert_array_equal(result.outputs if how == program.capture else result, y_type.shard(2 * x, rank, some.mesh))
+            return result
+
+        captured = call(5, program.capture)
+        program.prepare(*({"M": rows} for rows in sizes))
+        for rows in sizes:
+            call(rows)
+        captured()
+
+    threads.run(on_rank)
+    assert len(alive()) <= 2 + 4 * 2  # of `run`, and of each rank's group
+    program.close()
 
 
 def test_no_such_program() -> None:

@@ -15,7 +15,7 @@ from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, H
 from hostweave.base.forks import renewed
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
-from hostweave.host_ir.ir import Communication, HostProgram, Parameter
+from hostweave.host_ir.ir import Communication, HostProgram
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, expect_divided
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
@@ -95,7 +95,9 @@ class LocalProgram:
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
         self._asks = True  # the other ranks for what they have measured, when plans are made next: at a time when all ranks make some
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
-        self._compared = ComparedSizes(host, group, self._intent, self._waits_for, self._sizes_of) if compares else None
+        self._compared = (
+            ComparedSizes(host, group, self._intent, self._waits_for, partial(_sizes_of, host, self._arguments)) if compares else None
+        )
         # On the CPU target a call ends when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
@@ -341,20 +343,11 @@ class LocalProgram:
 
     def _prepare(self, native: Any, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         shapes = taken.all_shapes
-        expect_divided(self._host, global_shapes or list(map(self._if_even, self._host.inputs, shapes)))
+        expect_divided(self._host, global_shapes or _even_shapes(self._host, shapes))
         with native_calls, self._measuring():
             prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), taken.stream)
             self._outputs = self._group.waiting(prepare)
         return True
-
-    def _sizes_of(self, taken: Taken) -> Sizes:
-        shapes = taken.all_shapes
-        return Sizes(shapes, self._arguments.global_shapes(taken) or tuple(map(self._if_even, self._host.inputs, shapes)))
-
-    def _if_even(self, parameter: Parameter, shape: Shape) -> Shape:
-        """The shape of the global array of which this rank holds a block of that shape, as all others do."""
-        mesh = parameter.type.mesh_in(self._host.mesh)
-        return tuple(size * mesh.size_of(dim.axes) for dim, size in zip(parameter.type.dims, shape, strict=bool(shape)))
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -502,6 +495,19 @@ class Captured:
             self._last = by, by_turns
             self.launch(stream)
             return self._outputs()
+
+
+def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> Sizes:
+    """The sizes of a call. No method of the program: it would refer to itself, and live until Python looks for cycles."""
+    return Sizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
+
+
+def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
+    """The shapes of the global arrays of which each rank holds blocks of these shapes."""
+    return [
+        tuple(size * p.type.mesh_in(host.mesh).size_of(dim.axes) for dim, size in zip(p.type.dims, shape, strict=bool(shape)))
+        for p, shape in zip(host.inputs, shapes, strict=True)
+    ]
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
