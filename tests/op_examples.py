@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import erf
+from math import erf, erfc, lgamma
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,21 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "pow": (lambda x: hw.pow(x * x, 1.5), lambda x: np.abs(x) ** 3),
     "floor_divide": (lambda x: x // 0.3, lambda x: x // 0.3),
     "remainder": (lambda x: x % -0.3, lambda x: x % -0.3),
+    "fmod": (lambda x: hw.fmod(x, -0.3), lambda x: np.fmod(x, -0.3)),
+    "atan2": (lambda x: hw.atan2(x, 0.3), lambda x: np.arctan2(x, 0.3)),
+    "hypot": (lambda x: hw.hypot(x, 0.3), lambda x: np.hypot(x, 0.3)),
+    "copysign": (lambda x: hw.copysign(2.0, x), lambda x: np.copysign(2.0, x)),
+    "asin": (lambda x: hw.asin(x / 4), lambda x: np.arcsin(x / 4)),
+    "acos": (lambda x: hw.acos(x / 4), lambda x: np.arccos(x / 4)),
+    "atan": (hw.atan, np.arctan),
+    "asinh": (hw.asinh, np.arcsinh),
+    "acosh": (lambda x: hw.acosh(x * x + 1), lambda x: np.arccosh(x * x + 1)),
+    "atanh": (lambda x: hw.atanh(x / 4), lambda x: np.arctanh(x / 4)),
+    "log1p": (lambda x: hw.log1p(x * x), lambda x: np.log1p(x * x)),
+    "log2": (lambda x: hw.log2(x * x), lambda x: np.log2(x * x)),
+    "log10": (lambda x: hw.log10(x * x), lambda x: np.log10(x * x)),
+    "erfc": (hw.erfc, np.vectorize(erfc)),
+    "lgamma": (lambda x: hw.lgamma(x * x), lambda x: np.vectorize(lgamma)(x * x)),
     "negative": (lambda x: -x, lambda x: -x),
     "reciprocal": (hw.reciprocal, lambda x: 1 / x),
     "log": (lambda x: hw.log(x * x), lambda x: np.log(x * x)),

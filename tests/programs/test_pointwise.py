@@ -51,7 +51,7 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     """In float64 of floats, which the results are then rounded to."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
-    is_division = kind in ("floor_divide", "remainder")  # of which torch raises where an int is divided by 0
+    is_division = kind in ("floor_divide", "remainder", "fmod")  # of which torch raises where an int is divided by 0
     result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
     if kind == "sign":  # of NaN the standard and NumPy have NaN, torch 0
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
@@ -93,6 +93,44 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
         with np.errstate(over="ignore"):
             rounded = reference.astype(numpy_dtype(dtype)).astype(np.float64) if dtype.kind == "float" else reference
         np.testing.assert_allclose(rounded, want, rtol=rounding, atol=rounding, err_msg=f"NumPy: {kind} of {dtype}")
+
+
+def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
+    """Every 30011th f32 of a range, from all exponents."""
+    found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    return found[(found >= low) & (found <= high)]
+
+
+# The arguments of functions that are not defined for all floats.
+RANGES = {
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
+    **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),
+    **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
+    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # below they are 0, as torch's are, where exp(-x) is infinite
+}
+MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # several roundings, and glibc's tanh
+OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
+
+
+@pytest.mark.usefixtures("optimised_kernels")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_functions_are_exact_over_the_whole_range() -> None:
+    """Within 2 units in the last place of f32 on the CPU target, where f32 has numbers of full precision."""
+    kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
+    given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
+
+    @hw.fusion(mesh=hw.Mesh(x=1), **{kind: hw.f32[len(x)] for kind, x in given.items()})
+    def program(**inputs):
+        return tuple(getattr(hw, kind)(x) for kind, x in inputs.items())
+
+    results = hw.compile(program, "cpu").run(**given)
+    worst: dict[str, float] = {}
+    for kind, result, want in zip(kinds, results, run_reference(program, given), strict=True):
+        normal = np.isfinite(want) & (np.abs(want) < np.finfo(np.float32).max)
+        unit = np.spacing(np.maximum(np.abs(want[normal]), np.finfo(np.float32).tiny).astype(np.float32)).astype(np.float64)
+        off = np.abs(result[normal].astype(np.float64) - want[normal]) / unit
+        worst[kind] = float(off.max())
+    assert {kind: most for kind, most in worst.items() if most > MORE_STEPS.get(kind, 2)} == {}
 
 
 @needs_cuda

@@ -89,13 +89,13 @@ def compile(
     training = training or optimizer is not None
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
-    graph_of, how = exported(module, args, kwargs, dynamic_shapes, training)
+    graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
     if not named:
         names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         leaves = pytree.tree_leaves(args)
         dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, module.training)
-    graph.traced = how
+    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, module.training, training)
+    graph.traced, graph.reads = how, reads
     first = next(iter(module.parameters()), None)
     target, options = target or ("cuda" if first is not None and first.is_cuda else "cpu"), options or Options()
     name = snake_case(type(module).__name__)
@@ -109,4 +109,4 @@ def compile(
         if optimizer is not None:
             return TrainingStep(module, graph_of, joint, program_of, optimizer)
         return TrainingModule(module, graph_of, joint, program_of)
-    return CompiledModule(module, graph_of, graph, Part(program_of(graph), graph, module))
+    return CompiledModule(module, graph_of, graph, Part(graph, module, program_of))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,8 @@ from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.graph import Graph
+from hostweave.torch.state import State
 
-_writes_to = attrgetter("_version")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,28 +36,17 @@ def not_traced(call: F) -> F:
 
 
 class Copies:
-    """Blocks of tensors that are no part of their memory as a program takes them, by name."""
+    """Blocks of tensors that do not lie as a program takes them, by name."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], block: Callable[[str, torch.Tensor], torch.Tensor]):
         self._tensors, self._block = tensors, block
         self.blocks = {name: block(name, tensor).contiguous().clone() for name, tensor in tensors.items()}
-        self._counted = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
-        self._versions = self._now()
 
     def renew(self, stream: Any = None) -> None:
-        """Copies again what was written to since, and tensors of which torch does not count that. Called before each launch of a graph,
-        on its stream."""
-        if self._versions == (now := self._now()) and len(self._counted) == len(self._tensors):
-            return
-        known = {name: old == new for name, old, new in zip(self._counted, self._versions, now, strict=True)}
+        """Copies all again, as torch does not count every write. Called before each call, and each launch of a graph on its stream."""
         for name, tensor in self._tensors.items():
-            if not known.get(name):
-                with _on(stream, tensor):
-                    self.blocks[name].copy_(self._block(name, tensor))
-        self._versions = now
-
-    def _now(self) -> list[int]:
-        return list(map(_writes_to, self._counted.values()))
+            with _on(stream, tensor):
+                self.blocks[name].copy_(self._block(name, tensor))
 
 
 def _on(stream: Any, tensor: torch.Tensor) -> AbstractContextManager[Any]:
@@ -74,12 +63,16 @@ class Part:
     """A program and the tensors of the module that it reads. It is called with the others, by name.
 
     `numbers` says which of its arguments are among those of the joint graph of a forward and backward pass, and which ones.
+    In a group the program takes whole what each rank has whole and the plan shards by columns: a block of that is no array, and is read
+    where it lies.
     """
 
-    def __init__(self, program: Program, graph: Graph, module: nn.Module, numbers: Mapping[str, int] | None = None):
-        self.program, self.graph, self._numbers = program, graph, numbers or {}
+    def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
+        self._module, self._compile, self._numbers, self._lock = module, compile, numbers or {}, threading.Lock()
         donated = graph.update.donated if graph.update else ()
         self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
+        self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
+        self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
@@ -118,6 +111,10 @@ class Part:
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
         """The program with the tensors that lie as it takes them, and copies of the others: blocks of a rank, or global tensors."""
+        with self._lock:  # ranks may be threads
+            if rank is not None and (whole := self._columns(self.graph)):
+                self.graph = self.graph.taking_whole(whole, [output.type for output in self.program._host.outputs])
+                self.program = self._compile(self.graph)
         ready, others = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, held in {**self.tensors, **self.graph.bound}.items():
             block = self._block(name, held, rank)
@@ -135,6 +132,16 @@ class Part:
             return tensor.full_tensor() if rank is None else tensor.to_local()
         block: Any = tensor if rank is None else self.graph.input_types[name].shard(tensor, rank, self.graph.mesh)
         return block  # type: ignore[no-any-return]
+
+    def _columns(self, graph: Graph) -> list[str]:
+        """The tensors that each rank has whole, and of which a block is no array of its own."""
+        ranks, types, found = range(graph.mesh.size), graph.input_types, []
+        for name, tensor in self.tensors.items():
+            held: Any = tensor.detach()
+            if not isinstance(held, DTensor) and held.is_contiguous():
+                blocks: list[Any] = [types[name].shard(held, rank, graph.mesh) for rank in ranks]
+                found += [] if all(block.is_contiguous() for block in blocks) else [name]
+        return found
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
         """Whether a program reads the tensor's own memory, so that it sees what is written there."""
@@ -178,12 +185,17 @@ class CompiledModule:
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
         """A call computes `graph` by the program of `part`. The `others` are of it, too."""
-        self.program, self._module, self._graph, self._specs, self._part = part.program, module, graph, exported.call_spec, part
+        self._module, self._graph, self._specs, self._part = module, graph, exported.call_spec, part
         self._places = [place_of(module, of) for of in graph.parameters.values()]
         self._memory = [memory_of(tensor) for *_, tensor in self._places]
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
-        self._training = module.training
+        self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
         self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
+
+    @property
+    def program(self) -> Program:
+        """The compiled program, with its source and `check`."""
+        return self._part.program
 
     def __repr__(self) -> str:
         return f"<hostweave.torch.{type(self).__name__} of {type(self._module).__name__}: {self.program!r}>"
@@ -265,6 +277,11 @@ class CompiledModule:
         if self._module.training != self._training:
             was = "train" if self._training else "eval"
             raise ArgumentError(f"{self._name}: was compiled for {was}() and is changed; compile it again")
+        if (now := _autocast()) != self._autocast:
+            why = f"torch.autocast is {_in_words(now)}, and was {_in_words(self._autocast)} at compile"
+            raise ArgumentError(f"{self._name}: {why}; call it as it was compiled, or compile it within torch.autocast")
+        if changed := self._state.changed():
+            raise ArgumentError(f"{self._name}: {changed}; compile it again")
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         spec, name = self._specs.in_spec, self._name
@@ -287,6 +304,15 @@ class CompiledModule:
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         return arrays
+
+
+def _autocast() -> tuple[torch.dtype | None, ...]:
+    """The dtype of torch.autocast on the CPU and on GPUs, None where it is off."""
+    return tuple(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in ("cpu", "cuda"))
+
+
+def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
+    return " and ".join(f"{dtype} of {device}" for device, dtype in zip(("cpu", "cuda"), autocast, strict=True) if dtype) or "off"
 
 
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:

@@ -17,16 +17,18 @@ from torch import nn
 from torch._decomp import decomposition_table
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch.composed import COMPOSED
 from hostweave.torch.graph import location
 from hostweave.torch.ops import ops
-from hostweave.torch.repeats import Repeats
+from hostweave.torch.repeats import Repeats, watched
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -41,8 +43,9 @@ _NOT_KEPT = "elu leaky_relu native_group_norm _native_batch_norm_legit"
 
 def exported(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any = None, training: bool = False
-) -> tuple[ExportedProgram, dict[str, str]]:
-    """The graph of the module for these inputs, functional and in core ATen but for `_KEPT`, and which layers were traced, by path.
+) -> tuple[ExportedProgram, dict[str, str], dict[str, set[str]]]:
+    """The graph of the module for these inputs, functional and in core ATen but for `_KEPT`; which layers were traced, by path; and the
+    names of the attributes that each module read of itself, by path.
 
     With `training` what has no gradient, by detach() or in torch.no_grad(), is marked by ops. Raises ProgramError.
     """
@@ -57,16 +60,17 @@ def exported(
         ):
             warnings.simplefilter("ignore", FutureWarning)  # which torch.export raises of its own code
             call: Any = partial(export, module, tuple(args), dict(kwargs), dynamic_shapes=dynamic_shapes, strict=False)
-            with repeats.standing_in():
+            with repeats.standing_in(), watched(module) as (reads, _):
                 program = call()
             if why := repeats.why_apart(program.graph):
                 repeats.how = dict.fromkeys(repeats.how, f"traced: {why}")
-                program = call()
+                with watched(module) as (reads, _):
+                    program = call()
             if training:
                 _mark_detached(program.graph)
-            program = program.run_decompositions(dict(decompositions()))
+            program = program.run_decompositions(dict(before_derivatives() if training else decompositions()))
             repeats.write_out(program.graph)
-            return _without_empty_parts(program), repeats.how
+            return _without_empty_parts(program), repeats.how, repeats.names_read(reads)
     except ProgramError:
         raise
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
@@ -118,6 +122,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
+@cache
+def before_derivatives() -> dict[Any, Callable[..., Any]]:
+    """Those that torch, too, takes apart before it derives. An op with a derivative of its own is taken apart after it: the derivative
+    of softplus as it is composed is NaN where exp(x) is infinite."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return {op: rule for op, rule in decompositions().items() if op in COMPOSED or op.has_kernel_for_dispatch_key(composite)}
+
+
 @contextmanager
 def _on_global_tensors(module: nn.Module) -> Iterator[None]:
     """While it lasts, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook makes DTensors."""
@@ -166,14 +178,19 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
         return call
 
-    own = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # reentrant: what is saved is decided for the whole graph
+            function, _, *given = args
+            return function(*given)
+        if not cls.__module__.startswith("torch._"):  # functions of tracing itself
+            refused(f"{cls.__name__}, a torch.autograd.Function,")()
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return (own if cls.__module__.startswith("torch.") else refused(f"{cls.__name__}, a torch.autograd.Function,"))(
-            cls, *args, **kwargs
-        )
-
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)), patch.object(torch.Tensor, "register_hook", refused("a hook")):
+    # What Function.apply calls, also where the user bound that to a name of his own before.
+    with (
+        patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
+        patch.object(torch.Tensor, "register_hook", refused("a hook")),
+    ):
         yield
 
 

@@ -6,6 +6,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,7 +64,9 @@ class Graph:
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
+    is_derived_from: bool = False  # its ops are taken apart once the derivative is made
     traced: dict[str, str] = field(default_factory=dict)  # of modules that repeat, how they came into the graph
+    reads: dict[str, set[str]] = field(default_factory=dict)  # by the path of a module, the names of what it read of itself
 
     def __post_init__(self) -> None:
         taken = dict[str, str]()
@@ -150,7 +153,8 @@ class Graph:
                 args, kwargs = pytree.tree_map_only(Node, known.__getitem__, (node.args, node.kwargs))
                 known[node] = node.target(*args, **kwargs)
         self.constants.update({node: value for node, value in known.items() if node not in buffers})
-        self._expect_table()
+        if not self.is_derived_from:
+            self._expect_table()
         read = {argument for node in self.nodes for argument in node.all_input_nodes} | set(self.outputs)
         for node in [node for node in self.names if node not in read and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
@@ -192,6 +196,19 @@ class Graph:
         axes = axes or tuple(() for _ in sizes)
         return TensorType(dtype_of(value.dtype), tuple(Dim.of(f"{s}@{','.join(a)}" if a else s) for s, a in zip(sizes, axes, strict=True)))
 
+    def taking_whole(self, names: Sequence[str], results: Sequence[TensorType] = ()) -> Graph:
+        """The same, with these inputs whole on each rank, which takes its block of them. `results` are the types of its outputs."""
+        made = copy(self)
+        nodes = {self.names[node]: node for node in self.names}
+        used = {nodes[name]: tuple(dim.axes for dim in self.input_types[name].dims) for name in names}
+        made.gathered = {**used, **self.gathered}
+        whole = {name: self.type_of(nodes[name]) for name in names}
+        made.input_types = {name: whole.get(name, type) for name, type in self.input_types.items()}
+        if results:
+            types = iter(results)
+            made.results = [() if node in self.constants else tuple(dim.axes for dim in next(types).dims) for node in self.outputs]
+        return made
+
     @cached_property
     def input_types(self) -> dict[str, TensorType]:
         """The type of each input of the fusion, by name, with the sharding that the plan states."""
@@ -199,7 +216,7 @@ class Graph:
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
 
 
-def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training: bool = False) -> Graph:
+def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training: bool = False, is_derived_from: bool = False) -> Graph:
     """The graph of an exported program. Raises ProgramError for what it does not take."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
@@ -218,7 +235,7 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))
         origins[node] = Origin(_KINDS[spec.kind], name, value)
-    return Graph(exported.graph, origins, layouts, mesh)
+    return Graph(exported.graph, origins, layouts, mesh, is_derived_from=is_derived_from)
 
 
 _KINDS = {

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
+from hostweave.torch.exported import decompositions
 from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, name_of_constant, op_of, repeated, rotated, word_of_mask
 from hostweave.torch.layers import Layer, Path, paths_of_layers
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
@@ -214,10 +215,10 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         return made
 
     known = {name.partition(".")[0] for name in TABLE}
-    every: dict[Any, Any] = core_aten_decompositions()
-    decompositions = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
+    every: dict[Any, Any] = {**core_aten_decompositions(), **decompositions()}
+    rules = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
     try:
-        made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=decompositions)
+        made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
         derivatives.write_out(made.graph)
     finally:
         derivatives.close()

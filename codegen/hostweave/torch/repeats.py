@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 
 from hostweave.torch.ops import LIBRARY, ops
 from hostweave.torch.plan import tensors_of
+from hostweave.torch.state import NUMBERS, is_same
 
-_TORCH = str(Path(torch.__file__).parent)
+_TRACING = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _STRUCTURE = ("_parameters", "_buffers", "_modules")  # which `_structure` compares
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ABSENT = object()
 results_of: dict[int, list[Any]] = {}  # by the number of what is traced: the shape, strides and dtype of each result
 numbers = count()
@@ -116,7 +116,7 @@ class Repeats:
         args, kwargs = pytree.tree_unflatten([next(begun) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         self._is_inside = True
         try:
-            with _watched(layer) as (reads, written):
+            with watched(layer) as (reads, written):
                 made = own(*args, **kwargs)
         finally:
             self._is_inside = False
@@ -154,6 +154,15 @@ class Repeats:
     def write_out(self, graph: Graph) -> None:
         """Copies the nodes of firsts for the others."""
         write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
+
+    def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
+        """What modules read of themselves, by their path. A layer that stands in for another one reads the same."""
+        found = {path: set(of_module) for path, of_module in reads.items()}
+        for path, how in self.how.items():
+            first = how.removeprefix("as ")
+            for other in [other for other in found if how != first and (other == first or other.startswith(f"{first}."))]:
+                found.setdefault(path + other.removeprefix(first), set()).update(found[other])
+        return found
 
     def close(self) -> None:
         for firsts in self._firsts.values():
@@ -193,7 +202,7 @@ def _call_of(leaves: list[Any], spec: Any) -> object | None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
             found.append(_described(leaf))
-        elif type(leaf) in _NUMBERS:
+        elif type(leaf) in NUMBERS:
             found.append((type(leaf), leaf))
         else:
             return None
@@ -221,23 +230,9 @@ def _difference(first: _First, layer: nn.Module, structure: object, call: object
         for name, read in reads.items():
             now = held.get(name, _ABSENT)
             contents = _contents(read.found if now is _ABSENT else now)
-            if not _is_same(read.value, now) or not _is_same(read.contents, contents):
+            if not is_same(read.value, now) or not is_same(read.contents, contents):
                 return f"its {f'{path}.{name}'.lstrip('.')} is another"
     return ""
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_is_same, one.values(), other.values()))
-    return type(one) in _NUMBERS and bool(one == other or one != one)
 
 
 class _Read(NamedTuple):
@@ -261,7 +256,7 @@ def _contents(value: Any) -> Any:
 
 
 @contextmanager
-def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
+def watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
     """What the submodules of a layer read of themselves meanwhile, by their path, and the names of what they write."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
@@ -272,14 +267,14 @@ def _watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], li
             part.__class__ = _watching(own, vars(part), reads.setdefault(path, {}), written)
         yield reads, written
         of_all = ((name, read) for of_part in reads.values() for name, read in of_part.items())
-        written += [name for name, read in of_all if not _is_same(read.contents, _contents(read.found))]
+        written += [name for name, read in of_all if not is_same(read.contents, _contents(read.found))]
 
 
 def _watching(own: Any, held: Mapping[str, Any], reads: dict[str, _Read], written: list[str]) -> Any:
     def get(self: Any, name: str) -> Any:
         found = own.__getattribute__(self, name)
         if name == "__dict__":
-            if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            if not sys._getframe(1).f_code.co_filename.startswith(_TRACING):
                 reads.update({name: _Read.of(value, value) for name, value in held.items() if name not in _STRUCTURE})
         elif name not in _STRUCTURE and name not in reads:
             reads[name] = _Read.of(held.get(name, _ABSENT), found)

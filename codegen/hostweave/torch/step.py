@@ -1,6 +1,7 @@
 """A whole step of training as one program: forward and backward pass, and AdamW in place."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class TrainingStep(Differentiated):
         self._updated = _updated(module, joint, graph, optimizer)
         graph.update = self._update(graph)
         self._options = self._options_now()
-        super().__init__(module, exported, joint, Part(compile(graph, "_step"), graph, module, joint.numbers_of(graph)))
+        super().__init__(module, exported, joint, Part(graph, module, partial(compile, end="_step"), joint.numbers_of(graph)))
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +19,10 @@ from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule, Part, not_traced, tensor_of
-from hostweave.torch.graph import Graph
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
 
-Compile = Callable[[Graph, str], Program]  # gives the program of a graph, under the name of the module with this end
+Compile = Callable[..., Program]  # the program of a graph, under the name of the module with this `end`
 
 
 class Differentiated(CompiledModule):
@@ -89,13 +88,17 @@ class TrainingModule(Differentiated):
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph()
-        program = compile(graph, "")
-        backward_graph = joint.backward_graph(graph, [output.type for output in program._host.outputs])
-        self.backward = compile(backward_graph, "_backward")
-        self._backward = Part(self.backward, backward_graph, module, joint.numbers_of(backward_graph))
-        super().__init__(module, exported, joint, Part(program, graph, module, joint.numbers_of(graph)), self._backward)
+        forward = Part(graph, module, partial(compile, end=""), joint.numbers_of(graph))
+        backward_graph = joint.backward_graph(graph, [output.type for output in forward.program._host.outputs])
+        self._backward = Part(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
+        super().__init__(module, exported, joint, forward, self._backward)
         self._lock = threading.Lock()
         self._gather: Program | None = None
+
+    @property
+    def backward(self) -> Program:
+        """The compiled program of the backward pass."""
+        return self._backward.program
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,16 @@ HW_DEVICE float to_f32(double x) {
 HW_DEVICE float gelu(float x) { return x / 2.0f * erfcf(x * -0.70710678118654752f); }
 HW_DEVICE double gelu(double x) { return x / 2.0 * erfc(x * -0.70710678118654752); }
 
+HW_DEVICE double log_gamma(double x) {
+#ifdef __CUDACC__
+  return lgamma(x);
+#else
+  int sign;  // which lgamma writes to a global
+  return lgamma_r(x, &sign);
+#endif
+}
+HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // exact where it is near 0
+
 // For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place; the error function within
 // 5, as the quotient of two polynomials that XLA and Eigen have; and gelu within 1e-5 of itself, from the tail of the normal
 // distribution in the form of Abramowitz and Stegun 7.1.26, with factors that keep its relative error small.
@@ -92,28 +102,33 @@ HW_DEVICE auto floor_divide(A left, B right) {
   return static_cast<T>(quotient - (quotient * b != a && (a < T(1)) != (b < T(1))));
 }
 template <class A, class B>
-HW_DEVICE auto remainder(A left, B right) {
+HW_DEVICE auto fmod(A left, B right) {
   using T = decltype(left + right);
   const T a = left, b = right;
-  if (b == 0 || (T(-1) < T(1) && b == T(-1))) return T(0);
-  const T rest = a % b;
+  return b == 0 || (T(-1) < T(1) && b == T(-1)) ? T(0) : static_cast<T>(a % b);
+}
+template <class A, class B>
+HW_DEVICE auto remainder(A left, B right) {
+  const auto rest = hw::fmod(left, right);
+  using T = decltype(left + right);
+  const T b = right;
   return static_cast<T>(rest != 0 && (rest < T(1)) != (b < T(1)) ? rest + b : rest);
 }
 // Of floats, as NumPy and Python compute them.
 HW_DEVICE float copy_sign(float x, float sign) { return copysignf(x, sign); }
 HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }
-HW_DEVICE float fmod_of(float a, float b) { return fmodf(a, b); }
-HW_DEVICE double fmod_of(double a, double b) { return fmod(a, b); }
+HW_DEVICE float fmod(float a, float b) { return fmodf(a, b); }
+HW_DEVICE double fmod(double a, double b) { return ::fmod(a, b); }
 template <class T>
 HW_DEVICE T float_remainder(T a, T b) {
-  const T rest = fmod_of(a, b);
+  const T rest = hw::fmod(a, b);
   if (rest == T(0)) return copy_sign(T(0), b);
   return (rest < T(0)) != (b < T(0)) ? rest + b : rest;
 }
 template <class T>
 HW_DEVICE T float_floor_divide(T a, T b) {
   if (b == T(0)) return a / b;
-  const T rest = fmod_of(a, b);
+  const T rest = hw::fmod(a, b);
   T quotient = (a - rest) / b;
   if (rest != T(0) && (rest < T(0)) != (b < T(0))) quotient -= T(1);
   if (quotient == T(0)) return copy_sign(T(0), a / b);

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import erf as _erf_of_float
+from math import erfc as _erfc_of_float
+from math import lgamma as _lgamma_of_float
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.signatures import named, public_names
@@ -78,13 +80,15 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
     return _unary(kind, doc, f"std::{function}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
 
 
-def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, **facts: Any) -> Binary:
-    """NumPy calls it the same."""
+def _binary(
+    kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
+) -> Binary:
+    """`numpy` is what NumPy calls it, where that is another name."""
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:
         with np.errstate(divide="ignore"):  # of ints: it gives 0
-            return getattr(np, kind)(a, b)
+            return getattr(np, numpy or kind)(a, b)
 
     OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)
 
@@ -103,6 +107,23 @@ def _binary(kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_
 
 def _erf(np: Any, x: Any) -> Any:
     return np.vectorize(_erf_of_float, otypes=[np.float64])(x)
+
+
+def _erfc(np: Any, x: Any) -> Any:
+    return np.vectorize(_erfc_of_float, otypes=[np.float64])(x)
+
+
+def _lgamma(np: Any, x: Any) -> Any:
+    def of_one(x: float) -> float:
+        is_pole = np.isinf(x) or (x <= 0 and x == np.trunc(x))
+        return np.inf if is_pole or x > 1e300 else _lgamma_of_float(x)
+
+    return np.vectorize(of_one, otypes=[np.float64])(x)
+
+
+def _inverse(word: str) -> Callable[..., Any]:
+    """NumPy's function, which has another name before NumPy 2."""
+    return lambda np, x: getattr(np, f"arc{word}")(x)
 
 
 def _gelu(np: Any, x: Any) -> Any:
@@ -135,6 +156,17 @@ remainder = _binary(
     cost=20,
     written="a % b",
 )
+fmod = _binary(
+    "fmod",
+    "What is left by the quotient rounded towards 0, of the sign of a; 0 where ints are divided by 0.",
+    "hw::fmod({0}, {1})",
+    cost=20,
+)
+atan2 = _binary(
+    "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "std::atan2({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
+)
+hypot = _binary("hypot", "sqrt(a * a + b * b), whose squares do not overflow.", "std::hypot({0}, {1})", kinds=FLOATS, cost=30)
+copysign = _binary("copysign", "The absolute value of a with the sign of b.", "std::copysign({0}, {1})", kinds=FLOATS)
 OPS["pow"] = OpDef(
     2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="std::pow({0}, {1})", cost=60, written="a ** b"
 )
@@ -153,13 +185,29 @@ abs = _unary(
 )
 reciprocal = _unary("reciprocal", "1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
 exp = _unary("exp", "The exponential function.", "std::exp({0})", fast=_FAST_EXP, cost=16)
+expm1 = _unary("expm1", "exp(x) - 1, exact also where x is near 0.", "std::expm1({0})", cost=30)
+exp2 = _unary("exp2", "2 to the power of x.", "std::exp2({0})", cost=16)
+log1p = _unary("log1p", "The natural logarithm of 1 + x, exact also where x is near 0.", "std::log1p({0})", cost=30)
+log2 = _unary("log2", "The logarithm to the base 2.", "std::log2({0})", cost=16)
+log10 = _unary("log10", "The logarithm to the base 10.", "std::log10({0})", cost=16)
 log = _unary("log", "The natural logarithm.", "std::log({0})", cost=16)
 sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", cost=12)
 rsqrt = _unary("rsqrt", "1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
 sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", cost=30)
 cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", cost=30)
+tan = _unary("tan", "The tangent of an angle in radians.", "std::tan({0})", cost=40)
+asin = _unary("asin", "The angle in radians, from -pi/2 to pi/2, of which x is the sine.", "std::asin({0})", _inverse("sin"), cost=30)
+acos = _unary("acos", "The angle in radians, from 0 to pi, of which x is the cosine.", "std::acos({0})", _inverse("cos"), cost=30)
+atan = _unary("atan", "The angle in radians, from -pi/2 to pi/2, of which x is the tangent.", "std::atan({0})", _inverse("tan"), cost=30)
+sinh = _unary("sinh", "The hyperbolic sine.", "std::sinh({0})", cost=30)
+cosh = _unary("cosh", "The hyperbolic cosine.", "std::cosh({0})", cost=30)
+asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "std::asinh({0})", _inverse("sinh"), cost=40)
+acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "std::acosh({0})", _inverse("cosh"), cost=40)
+atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "std::atanh({0})", _inverse("tanh"), cost=40)
 tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", cost=30)
 erf = _unary("erf", "The error function.", "std::erf({0})", _erf, fast=("std::erf", "hw::fast_erf"), cost=30)
+erfc = _unary("erfc", "1 - erf(x), exact also where that is near 0.", "std::erfc({0})", _erfc, cost=30)
+lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _lgamma, cost=100)
 sigmoid = _unary(
     "sigmoid", "1 / (1 + exp(-x)).", "T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
 )

@@ -19,7 +19,7 @@ from hostweave.types.tensor import Dim, TensorType
 TABLE |= {
     "tanh_backward.default": lambda result, dy, y: dy * (1 - y * y),
     "sigmoid_backward.default": lambda result, dy, y: dy * y * (1 - y),
-    "threshold_backward.default": lambda result, dy, x, threshold: hw.where(x > threshold, dy, 0),
+    "threshold_backward.default": lambda result, dy, x, threshold: hw.where(x <= threshold, 0, dy),
 }
 
 

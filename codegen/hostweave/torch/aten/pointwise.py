@@ -3,12 +3,16 @@
 import math
 import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import hostweave as hw
 from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, common_dtype, full, refuse
 
-_SAME_NAME = "abs exp log sqrt rsqrt sin cos tanh erf sigmoid relu silu floor ceil trunc round sign reciprocal"
+_SAME_NAME = """
+abs exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc lgamma
+sigmoid relu silu floor ceil trunc round
+"""
 
 
 def _unary(name: str, function: Callable[[hw.Tensor], hw.Tensor]) -> None:
@@ -19,16 +23,15 @@ for _name in _SAME_NAME.split():
     _unary(_name, getattr(hw, _name))
 _unary("neg", hw.negative)
 _unary("bitwise_not", lambda x: ~x)
-_unary("log1p", lambda x: hw.log(x + 1))
-_unary("expm1", lambda x: hw.exp(x) - 1)
 _unary("square", lambda x: x * x)
-_unary("log2", lambda x: hw.log(x) * (1 / math.log(2)))
-_unary("exp2", lambda x: hw.exp(x * math.log(2)))
+_unary("sign", lambda x: hw.where(x != x, 0, hw.sign(x)) if x.dtype.kind == "float" else hw.sign(x))
 
 
 TABLE |= {
     "logical_not.default": lambda result, x: hw.logical_not(x if x.dtype == hw.bool_ else x != 0),
     "isnan.default": lambda result, x: x != x,
+    "isinf.default": lambda result, x: hw.abs(x) == math.inf if x.dtype.kind == "float" else x != x,
+    "signbit.default": lambda result, x: hw.copysign(1.0, x) < 0 if x.dtype.kind == "float" else x < 0,
     "gelu.default": lambda result, x, approximate="none": hw.gelu(x, approximate),
     "clamp_min.default": lambda result, x, min: hw.clip(x, min=min),
     "clamp_max.default": lambda result, x, max: hw.clip(x, max=max),
@@ -65,24 +68,48 @@ for _name, _function in {
     "mul": lambda a, b: (a & b) if isinstance(a, hw.Tensor) and a.dtype == hw.bool_ else a * b,
     "sub": operator.sub,
     "remainder": operator.mod,
+    "fmod": hw.fmod,
+    "ldexp": lambda a, b: a * hw.exp2(b),
+    "copysign": hw.copysign,
+    **dict.fromkeys(("bitwise_left_shift", "__lshift__"), operator.lshift),
+    **dict.fromkeys(("bitwise_right_shift", "__rshift__"), operator.rshift),
     "bitwise_xor": operator.xor,
     **dict.fromkeys(("bitwise_and", "__and__"), operator.and_),
     **dict.fromkeys(("bitwise_or", "__or__"), operator.or_),
 }.items():
     _binary(_name, _function)
-_binary("maximum", hw.maximum, "default")
-_binary("minimum", hw.minimum, "default")
+for _name in ("maximum", "minimum", "atan2", "hypot"):
+    _binary(_name, getattr(hw, _name), "default")
+_binary("fmax", lambda a, b: hw.where(a != a, b, hw.where(b != b, a, hw.maximum(a, b))), "default")
+_binary("fmin", lambda a, b: hw.where(a != a, b, hw.where(b != b, a, hw.minimum(a, b))), "default")
 _binary("rsub", lambda a, b: b - a)
-_binary("pow", lambda a, b: a ** (int(b) if isinstance(b, float) and b.is_integer() else b), "Tensor_Tensor Tensor_Scalar Scalar")
+
+
+def _pow(a: Any, b: Any) -> Any:
+    """By other functions where torch has them, which differ for -inf: its square root is NaN."""
+    exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
+    if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
+        factors = [a] * exponent or [a * 0 + 1]
+        return reduce(operator.mul, factors)
+    if isinstance(exponent, hw.Tensor) or exponent not in (0.5, -0.5, -1):
+        return a**exponent
+    return {0.5: hw.sqrt, -0.5: hw.rsqrt, -1: hw.reciprocal}[exponent](a)
+
+
+_binary("pow", _pow, "Tensor_Tensor Tensor_Scalar Scalar")
+
+
+@aten("round.decimals")
+def _round(result: Result, x: hw.Tensor, decimals: int = 0) -> hw.Tensor:
+    scale = float(10 ** abs(decimals))
+    return hw.round(x * scale) / scale if decimals >= 0 else hw.round(x / scale) * scale
 
 
 @aten("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.default", "true_divide.Tensor")
 def _div(result: Result, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     a, b = cast(a, result.dtype), cast(b, result.dtype)
     if not result.dtype.is_floating_point or rounding_mode == "floor":
-        if rounding_mode == "trunc":
-            raise refuse("aten.div with rounding_mode='trunc' of ints is not supported; use 'floor'")
-        return a // b
+        return (a - hw.fmod(a, b)) // b if rounding_mode == "trunc" else a // b
     return hw.trunc(a / b) if rounding_mode == "trunc" else a / b
 
 

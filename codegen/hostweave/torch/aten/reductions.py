@@ -44,6 +44,11 @@ def _var(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | Non
     return hw.var(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
 
 
+@aten("std.correction", "std.dim")
+def _std(result: Result, x: hw.Tensor, dim: Any = None, correction: Number | None = 1, keepdim: bool = False) -> hw.Tensor:
+    return hw.sqrt(_var(result, x, dim, correction, keepdim))
+
+
 def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool = False) -> hw.Tensor:
     """The place of the largest element of an order turned around; of ints by their complement, which does not overflow."""
     return hw.argmax(-x if x.dtype.kind == "float" else ~x, dim, keepdim)
@@ -52,6 +57,10 @@ def _argmin(result: Result, x: hw.Tensor, dim: int | None = None, keepdim: bool 
 TABLE |= {
     "var_mean.correction": lambda result, x, dim=None, correction=1, keepdim=False: (
         _var(result, x, dim, correction, keepdim),
+        hw.mean(x, _dims(x, dim), keepdim),
+    ),
+    "std_mean.correction": lambda result, x, dim=None, correction=1, keepdim=False: (
+        _std(result, x, dim, correction, keepdim),
         hw.mean(x, _dims(x, dim), keepdim),
     ),
     "argmax.default": lambda result, x, dim=None, keepdim=False: hw.argmax(x, dim, keepdim),

@@ -186,7 +186,7 @@ def from_begin(x: hw.Tensor, dim: int, index: hw.Tensor) -> hw.Tensor:
 def _cross_entropy(
     result: Result, logits: hw.Tensor, target: hw.Tensor, weight: Any = None, reduction: int = 1, ignore: int = -100, smoothing: float = 0.0
 ) -> hw.Tensor:
-    return hw.cross_entropy(logits, target, ignore, ("none", "mean", "sum")[reduction])
+    return cast(hw.cross_entropy(logits, target, ignore, ("none", "mean", "sum")[reduction]), result.dtype)
 
 
 @aten("mse_loss.default")

@@ -66,7 +66,22 @@ def computed(
     """What the entry of an op gives for these arguments, in place of a node whose results are of the shapes that `shape_of` says."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
-    return TABLE[op](result, *args, **{key: value for key, value in kwargs.items() if key not in _OF_RESULT})
+    kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
+    if op.partition(".")[0] not in _ALONG_DIM or not args or not isinstance(args[0], hw.Tensor) or args[0].ndim:
+        return TABLE[op](result, *args, **kwargs)
+    wide = Result(result.dtypes, tuple(shape or (1,) for shape in result.shapes), trace)
+    args, kwargs = pytree.tree_map_only(hw.Tensor, lambda x: x if x.ndim else hw.reshape(x, 1), (tuple(args), kwargs))
+    return pytree.tree_map_only(hw.Tensor, hw.reshape, TABLE[op](wide, *args, **kwargs))
+
+
+# Ops along a dim that torch also has of tensors without dims, whose dim 0 or -1 has one element.
+_WORDS = """
+sum mean prod amax amin max min argmax argmin any all var var_mean std std_mean linalg_vector_norm softmax _softmax _safe_softmax
+log_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod cummax cummin logcumsumexp sort argsort topk
+kthvalue median mode flip transpose squeeze index_select index_add index_copy index_fill index_reduce gather scatter scatter_add
+scatter_reduce
+"""
+_ALONG_DIM = set(_WORDS.split())
 
 
 def refuse(why: str) -> ProgramError:

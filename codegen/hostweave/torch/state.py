@@ -1,0 +1,136 @@
+"""What a forward pass reads of its modules besides tensors: a call of a compiled module raises where any of that has changed.
+
+Reads are noted while the module is traced. A call compares what was read with what is there, module by module, at the speed of tuples.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as of_all_modules
+from torch.utils.hooks import RemovableHandle
+
+_OF_TORCH = set(vars(nn.Module())) - {"training"}  # what torch itself reads of each module
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ABSENT = object()
+_CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType | types.MethodType | types.BuiltinFunctionType
+
+
+class State:
+    """What was read, by the path of a module. `changed` names what is another than when this was made."""
+
+    def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
+        modules = {path: part for path, part in module.named_modules() if path in reads}
+        self._names = {path: sorted(reads[path] - _OF_TORCH) for path in modules}
+        self._held = {path: vars(part) for path, part in modules.items()}
+        self._values = {path: {name: held.get(name, _ABSENT) for name in self._names[path]} for path, held in self._held.items()}
+        of_instances = {path: [name for name in names if name in self._held[path]] for path, names in self._names.items()}
+        self._fast = [(itemgetter(*names), self._held[path]) for path, names in of_instances.items() if names]
+        self._expected = [read(held) for read, held in self._fast]
+        found = [getattr(part, name, None) for path, part in modules.items() for name in self._names[path]]
+        self._contents = [(one, _contents(one), _contents(one).copy()) for one in _containers(found)]
+        self._live, self._before = [live for _, live, _ in self._contents], [before for *_, before in self._contents]
+        self._classes = list({type(part): None for part in modules.values()})
+        self._forwards = [of.forward for of in self._classes]
+        every = [(path, getattr(part, name)) for path, part in module.named_modules() for name in _HOOKS]
+        every += [("every module", getattr(of_all_modules, f"_global{name}")) for name in _HOOKS]
+        self._hooks = [(path, hooks, list(hooks)) for path, hooks in every]
+        self._sized = [*self._held.values(), *(hooks for _, hooks, there in self._hooks if there)]
+        self._note_counts()
+
+    def _note_counts(self) -> None:
+        self._sizes, self._handles = list(map(len, self._sized)), RemovableHandle.next_id
+
+    def changed(self) -> str:
+        """What is another than at compile, in words; else nothing."""
+        try:
+            is_same = (
+                [read(held) for read, held in self._fast] == self._expected
+                and self._live == self._before
+                and list(map(len, self._sized)) == self._sizes
+                and RemovableHandle.next_id == self._handles  # no hook was added anywhere
+                and [of.forward for of in self._classes] == self._forwards
+            )
+        except Exception:  # of tensors that are compared, and names that are gone
+            is_same = False
+        if is_same:
+            return ""
+        found = next(self._differences(), "")
+        if not found:
+            self._note_counts()
+        return found
+
+    def _differences(self) -> Iterator[str]:
+        for path, held in self._held.items():
+            for name in self._names[path]:
+                before, now = self._values[path][name], held.get(name, _ABSENT)
+                if not is_same(before, now):
+                    yield f"{path}.{name}".lstrip(".") + _written(before, now)
+        for of, forward in zip(self._classes, self._forwards, strict=True):
+            if of.forward is not forward:
+                yield f"forward of {of.__name__} is another function than at compile"
+        for one, live, before in self._contents:
+            if not is_same(before, live):
+                yield f"{_difference(one, before)} than at compile"
+        for path, hooks, there in self._hooks:
+            if list(hooks) != there:
+                yield f"{path or 'the module'} has other hooks than at compile"
+
+
+def _written(before: Any, now: Any) -> str:
+    shown = bool | int | float | str | None
+    if isinstance(before, shown) and isinstance(now, shown):
+        return f" is {now!r}, and was {before!r} at compile"
+    return " is another than at compile"
+
+
+def _difference(one: Any, before: Any) -> str:
+    """What of an object or a container is another."""
+    if isinstance(before, dict):
+        now, of = _contents(one), "a dict" if isinstance(one, dict) else type(one).__name__
+        name = next((name for name in {**before, **now} if not is_same(before.get(name, _ABSENT), now.get(name, _ABSENT))), "")
+        return f"{name!r} of {of} that forward reads is another"
+    return f"a {type(one).__name__} that forward reads has another content"
+
+
+def _contents(one: Any) -> Any:
+    return one if isinstance(one, dict | list | set) else one.__dict__
+
+
+def _containers(found: list[Any]) -> list[Any]:
+    """The objects and containers among these and in them, of which the content may change."""
+    seen: dict[int, Any] = {}
+    following = list(found)
+    while following:
+        one = following.pop()
+        if id(one) in seen or isinstance(one, _CODE) or not (isinstance(one, dict | list | set) or hasattr(one, "__dict__")):
+            continue
+        if isinstance(one, tuple) or type(one).__module__.partition(".")[0] == "torch":
+            continue
+        seen[id(one)] = one
+        content = _contents(one)
+        following += content.values() if isinstance(content, dict) else content
+    return list(seen.values())
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or numbers or containers that are equal."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(is_same, one.values(), other.values()))
+    return type(one) in NUMBERS and bool(one == other or one != one)
+
+
+NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -1,0 +1,274 @@
+"""What gave other results than torch without an error: gradients, weights that are written to, and modules that change after compile."""
+
+from __future__ import annotations
+
+import copy
+import math
+import timeit
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+X = torch.linspace(-2, 2, 32).reshape(4, 8)
+EDGES = torch.tensor([sign * x for x in (0.0, 1e-8, 0.5, 1.0, 5.0, 20.0, 100.0, 1e30, math.inf) for sign in (1, -1)] + [math.nan])
+
+
+class Of(nn.Module):
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given: torch.Tensor) -> Any:
+        return self.function(*given)
+
+
+class Checkpointed(nn.Module):
+    """Two results of one checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = checkpoint(lambda y: (self.first(y).relu(), self.second(y).tanh()), self.third(x), use_reentrant=True)
+        return a + b
+
+
+def gradients(call: Any, module: nn.Module, *given: torch.Tensor) -> list[Any]:
+    given = tuple(one.clone().requires_grad_(one.is_floating_point()) for one in given)
+    call(*given).sum().backward()
+    return [one.grad for one in (*module.parameters(), *given) if one.is_floating_point()]
+
+
+def test_a_reentrant_checkpoint_has_gradients() -> None:
+    module = Checkpointed()
+    want = gradients(other := copy.deepcopy(module), other, X)
+    compiled = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X.clone().requires_grad_(),), training=True)
+    for mine, theirs in zip(gradients(compiled, module, X), want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+rounded = Rounded.apply  # before anything is compiled
+
+
+def test_a_function_under_another_name_is_refused() -> None:
+    with pytest.raises(ProgramError, match=r"Rounded, a torch\.autograd.Function, is not compiled"):
+        hostweave.torch.compile(Of(rounded), hw.Mesh(tp=1), {}, (X.clone().requires_grad_(),), training=True)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def through_data(weight: torch.Tensor) -> None:
+    weight.data.mul_(2)
+
+
+def through_numpy(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[...] *= 2
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("write", [through_data, through_numpy])
+@pytest.mark.parametrize("plan", ["tp, -", "-, tp"])
+def test_writes_that_torch_does_not_count(plan: str, write: Callable[[Any], None], training: bool) -> None:
+    module = nn.Linear(8, 8)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), {"weight": plan}, (X,), training=training)
+
+    def on_ranks() -> list[torch.Tensor]:
+        threads = hw.Threads(2)
+
+        def call(rank: int) -> torch.Tensor:
+            hw.init(threads)
+            with torch.set_grad_enabled(training):
+                return model(X).detach()
+
+        return threads.run(call)
+
+    for _ in range(2):
+        write(module.weight)
+        want = module(X).detach()
+        with torch.set_grad_enabled(training):
+            torch.testing.assert_close(model(X).detach(), want)
+        for made in on_ranks():
+            torch.testing.assert_close(made, want)
+
+
+# --- modules that change ----------------------------------------------------------------------------------------------
+
+
+class Changing(nn.Module):
+    flag = False
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.scale, self.linear, self.dropout = 2.0, nn.Linear(8, 8), nn.Dropout()
+        self.config = config or SimpleNamespace(shift=1.0, parts={"bias": 1})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.dropout(self.linear(x)) * self.scale + self.config.shift * self.config.parts["bias"]
+        return y + 1 if self.flag else y
+
+
+def _forward(module: Any) -> None:
+    module.linear.forward = lambda x: x
+
+
+def _hook(module: Any) -> None:
+    module.linear.register_forward_hook(lambda *_: None)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "attribute": (lambda m: setattr(m, "scale", 3.0), "scale is 3.0, and was 2.0 at compile"),
+    "flag of the class": (lambda m: setattr(m, "flag", True), "flag is another than at compile"),
+    "deleted": (lambda m: delattr(m, "scale"), "scale is another than at compile"),
+    "hook": (_hook, "linear has other hooks than at compile"),
+    "forward": (_forward, "linear.forward is another than at compile"),
+    "config": (lambda m: setattr(m.config, "shift", 2.0), "'shift' of SimpleNamespace that forward reads is another"),
+    "dict": (lambda m: m.config.parts.update(bias=2), "'bias' of a dict that forward reads is another"),
+    "object": (lambda m: setattr(m, "config", SimpleNamespace(shift=2.0, parts={"bias": 1})), "config is another than at compile"),
+    "mode of a part": (lambda m: m.dropout.train(), "dropout.training is True, and was False at compile"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_module_that_changes_is_refused(change: Callable[[Any], Any], message: str) -> None:
+    module = Changing().eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    with torch.no_grad():
+        module.note = "which forward does not read"
+        Changing().register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(model(X), module(X))
+        change(module)
+        with pytest.raises(ArgumentError, match=f"Changing: {message}.*; compile it again"):
+            model(X)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = SimpleNamespace(shift=1.0, parts={"bias": 1})
+        self.layers = nn.ModuleList(Changing(config) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_what_stands_in_for_a_layer_is_watched_too() -> None:
+    module = Layers().eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    assert model.traced["layers.2"] == "as layers.0"
+    with torch.no_grad():
+        model(X)
+        module.layers[2].scale = 4.0
+        with pytest.raises(ArgumentError, match=r"layers.2.scale is 4.0, and was 2.0 at compile"):
+            model(X)
+
+
+def test_that_costs_a_call_little() -> None:
+    model = hostweave.torch.compile(Layers().eval(), hw.Mesh(tp=1), {}, (X,))
+    assert min(timeit.repeat(model._state.changed, number=1000, repeat=5)) < 5e-3
+
+
+def test_autocast() -> None:
+    module = nn.Linear(8, 8).eval()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ArgumentError, match=r"torch.autocast is torch.bfloat16 of cpu, and was off at compile"):
+            model(X)
+        within = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, (X,))
+        assert within(X).dtype == module(X).dtype == torch.bfloat16
+        torch.testing.assert_close(within(X), module(X), rtol=1e-2, atol=1e-2)
+    with torch.no_grad(), pytest.raises(ArgumentError, match=r"torch.autocast is off, and was torch.bfloat16 of cpu"):
+        within(X)
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+ACTIVATIONS = """
+softplus silu mish elu selu celu leaky_relu hardswish hardsigmoid hardtanh relu6 logsigmoid softsign tanhshrink sigmoid tanh hardshrink relu
+"""
+FUNCTIONS = """
+sqrt rsqrt log log1p log2 log10 exp expm1 exp2 sin cos tan abs sign reciprocal square sinc erf erfc asin acos atan asinh acosh atanh sinh
+cosh frac trunc round floor isnan isinf signbit
+"""
+AT_EDGES: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(F, name) for name in ACTIVATIONS.split()},
+    **{name: getattr(torch, name) for name in FUNCTIONS.split()},
+    **{f"to the {power}": lambda x, power=power: x**power for power in (-2, -1, -0.5, 0, 0.5, 1.5, 2, 3.0)},
+    **{name: lambda x, name=name: getattr(torch, name)(x, x.flip(0)) for name in ("hypot", "atan2", "fmod", "fmax", "fmin", "logaddexp")},
+    "a power of 2": lambda x: 2**x,
+}
+IN_ROWS: dict[str, tuple[Callable[[Any], Any], torch.Tensor]] = {
+    "std of a constant row": (lambda x: x.std(-1), torch.ones(3, 4)),
+    "std_mean": (lambda x: sum(torch.std_mean(x, -1)), torch.ones(3, 4)),
+    "norm of zeros": (lambda x: x.norm(dim=-1), torch.zeros(3, 4)),
+    "cross_entropy of bf16": (lambda x: F.cross_entropy(x, torch.tensor([1, 0, 2, 3])), X.bfloat16()),
+    "logsumexp": (lambda x: x.logsumexp(-1), EDGES[:16].reshape(4, 4)),
+    **{
+        f"{name} of no dims": (lambda x, name=name: getattr(x.sum(), name)(-1), X)
+        for name in ("sum", "mean", "prod", "amax", "cumsum", "softmax", "log_softmax", "logsumexp", "squeeze", "flip")
+    },
+    "sort of no dims": (lambda x: x.sum().sort(-1).values, X),
+    "max of no dims": (lambda x: x.sum().max(0).values, X),
+    "norm of no dims": (lambda x: x.sum().norm(dim=-1), X),
+    "any of no dims": (lambda x: x * x.sum().any(0), X),
+    "std of no dims": (lambda x: x.sum().std(0, correction=0), X),
+}
+
+
+class Several(nn.Module):
+    """Functions of arguments of their own, in one program."""
+
+    def __init__(self, functions: list[Callable[[Any], Any]]):
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(function(one) for function, one in zip(self.functions, given, strict=True))
+
+
+def expect_as_torch(cases: dict[str, tuple[Callable[[Any], Any], torch.Tensor]]) -> None:
+    module = Several([function for function, _ in cases.values()])
+    made, found = [], []
+    for is_mine in (True, False):
+        given = tuple(x.clone().requires_grad_() for _, x in cases.values())
+        call = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, given, training=True) if is_mine else module
+        made.append(call(*given))
+        sum(one.float().sum() for one in made[-1]).backward()
+        found.append([one.grad for one in given])
+    for name, *values in zip(cases, *made, *found, strict=True):
+        for mine, theirs in (values[:2], values[2:]):
+            tolerance = {"rtol": 1e-5, "atol": 1e-7} if mine is not None and mine.dtype == torch.float32 else {}
+            torch.testing.assert_close(mine, theirs, equal_nan=True, msg=lambda why, name=name: f"{name}: {why}", **tolerance)
+
+
+def test_at_the_edges_of_floats() -> None:
+    expect_as_torch({name: (function, EDGES) for name, function in AT_EDGES.items()})
+
+
+def test_along_rows() -> None:
+    expect_as_torch(IN_ROWS)
