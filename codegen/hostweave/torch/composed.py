@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from hostweave.torch import windows
+from hostweave.torch.windows import each
 
 aten = torch.ops.aten
 
@@ -27,25 +32,23 @@ def convolution(
 
     A kernel as large as its stride sees each element once; of others, what they see is copied. A kernel that sees one channel is a sum.
     """
-    kernel, outs = list(weight.shape[2:]), weight.shape[0]
+    count = weight.ndim - 2
+    stride, padding, dilation = each(stride, count), each(padding, count), each(dilation, count)
     if transposed:
-        return NotImplemented
+        x, weight = windows.transposed(x, weight, stride, padding, dilation, each(output_padding, count), groups)
+        stride, padding, dilation = [1] * count, [0] * count, dilation
+    kernel, outs = list(weight.shape[2:]), weight.shape[0]
     if 1 < groups < x.shape[1]:
         parts = zip(x.chunk(groups, 1), weight.chunk(groups), bias.chunk(groups) if bias is not None else [None] * groups, strict=True)
         made = [convolution(*part, stride, padding, dilation, transposed, output_padding, 1) for part in parts]
         return torch.cat(made, 1)
-    count = len(kernel)
-    stride, padding, dilation = ([*of] * (count if len(of) == 1 else 1) for of in (stride, padding, dilation))
     if any(padding):
         x = F.pad(x, [width for of in reversed(padding) for width in (of, of)])
     sizes = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]
 
-    def seen(at: tuple[int, ...]) -> torch.Tensor:
+    def seen(at: tuple[int, ...]) -> Any:
         """What one element of the kernel is multiplied with: [batch, channels, *sizes]."""
-        y = x
-        for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), 2):
-            y = aten.slice(y, dim, i * d, i * d + s * (n - 1) + 1, s)
-        return y
+        return windows.seen(x, at, sizes, stride, dilation)
 
     places = list(product(*map(range, kernel)))
     if groups > 1:
@@ -53,7 +56,7 @@ def convolution(
         x = x.repeat_interleave(outs // groups, 1) if outs > groups else x
         per_channel = weight.to(wide).flatten(2)
         y = sum(seen(at).to(wide) * per_channel[:, :, i].view(-1, *[1] * count) for i, at in enumerate(places))
-        return (y if bias is None else y + bias.to(wide).view(-1, *[1] * count)).to(x.dtype)  # type: ignore[union-attr]
+        return (y if bias is None else y + bias.to(wide).view(-1, *[1] * count)).to(x.dtype)
     if stride == kernel and all(size % k == 0 for size, k in zip(x.shape[2:], kernel, strict=True)) and set(dilation) == {1}:
         apart = x.reshape(*x.shape[:2], *(part for pair in zip(sizes, kernel, strict=True) for part in pair))
         patches = apart.permute(0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)).flatten(1, count).flatten(2)
@@ -97,8 +100,334 @@ def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
     return source.to(x.dtype).expand(x.shape)
 
 
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def _by_stride(sizes: Sequence[int], strides: Sequence[int]) -> list[int] | None:
+    """The order of dims in which elements lie one after another; None where they do not."""
+    order, step = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim])), 1
+    for dim in order:
+        if sizes[dim] != 1 and strides[dim] != step:
+            return None
+        step *= sizes[dim]
+    return order[::-1]
+
+
+def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """The elements at places of the memory of x. Where these are all of x in another order it is a permutation."""
+    held = _by_stride(x.shape, x.stride())
+    if held is None:
+        return NotImplemented
+    flat = x.permute(held).reshape(-1)
+    begin = 0 if offset is None else offset - x.storage_offset()
+    last = begin + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if prod(size) and not 0 <= begin <= last < x.numel():  # in memory beside x
+        return NotImplemented
+    order = _by_stride(size, stride)
+    if order is not None and not begin and prod(size) == x.numel():
+        return flat.view([size[dim] for dim in order]).permute([order.index(dim) for dim in range(len(size))])
+    return flat[_places(size, stride, begin, x.device)]
+
+
+def _places(size: Sequence[int], stride: Sequence[int], begin: Any, device: torch.device) -> Any:
+    places = torch.full((1,) * len(size), begin, dtype=torch.int64, device=device)
+    for dim, (n, step) in enumerate(zip(size, stride, strict=True)):
+        places = places + (torch.arange(n, device=device) * step).view(-1, *[1] * (len(size) - 1 - dim))
+    return places
+
+
+def as_strided_scatter(x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    if _by_stride(x.shape, x.stride()) != list(range(x.ndim)):
+        return NotImplemented
+    places = _places(size, stride, 0 if offset is None else offset - x.storage_offset(), x.device)
+    return x.reshape(-1).index_put((places.reshape(-1),), source.reshape(-1)).view(x.shape)
+
+
+def diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """A diagonal lies in the flattened matrix at steps of a row and an element."""
+    y = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = y.shape[-2:]
+    length = min(rows + min(offset, 0), columns - max(offset, 0))
+    begin = max(offset, 0) - min(offset, 0) * columns
+    flat = y.flatten(-2)
+    return aten.slice(flat, flat.ndim - 1, begin, begin + (length - 1) * (columns + 1) + 1, columns + 1)
+
+
+def diagonal_scatter(x: torch.Tensor, source: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    y = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(size, device=x.device) for size in y.shape[-2:])
+    of_row = source.index_select(-1, (rows + min(offset, 0)).clamp(0, source.shape[-1] - 1)).unsqueeze(-1)
+    return torch.where(columns - rows[:, None] == offset, of_row, y).movedim((-2, -1), (dim1, dim2))
+
+
+def unfold(x: Any, dim: int, size: int, step: int) -> Any:
+    if not x.ndim:
+        return x.reshape(1)
+    dim = dim % x.ndim
+    count = (x.shape[dim] - size) // step + 1
+    places = (torch.arange(count, device=x.device) * step)[:, None] + torch.arange(size, device=x.device)
+    return x.index_select(dim, places.flatten()).unflatten(dim, (count, size)).movedim(dim + 1, -1)
+
+
+# --- along a dim ------------------------------------------------------------------------------------------------------
+
+
+def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """What is joined of the elements up to each one: each step joins twice as many (Hillis and Steele, 1986)."""
+    if not values[0].ndim:
+        return values
+    size, by = values[0].shape[dim], 1
+    while by < size:
+        before = [value.narrow(dim, 0, size - by) for value in values]
+        made = joined(before, [value.narrow(dim, by, size - by) for value in values])
+        values = [torch.cat((value.narrow(dim, 0, by), one), dim) for value, one in zip(values, made, strict=True)]
+        by *= 2
+    return values
+
+
+def cumprod(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    wide = x.to(dtype or (x.dtype if x.is_floating_point() else torch.int64))
+    return _scanned(dim, [wide], lambda before, now: [before[0] * now[0]])[0]
+
+
+def logcumsumexp(x: torch.Tensor, dim: int) -> Any:
+    return _scanned(dim, [x], lambda before, now: [torch.logaddexp(before[0], now[0])])[0]
+
+
+def _cumulative(is_later: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def scan(x: torch.Tensor, dim: int) -> Any:
+        def joined(before: Any, now: Any) -> Any:
+            later = is_later(now[0], before[0]) | torch.isnan(now[0])
+            return [torch.where(later, b, a) for a, b in zip(before, now, strict=True)]
+
+        places = torch.arange(x.shape[dim] if x.ndim else 1, device=x.device).view(-1, *[1] * (x.ndim - 1 - dim % max(x.ndim, 1)))
+        values, numbers = _scanned(dim, [x, places.expand(x.shape) if x.ndim else places.reshape(())], joined)
+        return values, numbers
+
+    return scan
+
+
+def _chosen(values: torch.Tensor, order: torch.Tensor, place: Any, dim: int, keepdim: bool) -> Any:
+    index = place if isinstance(place, torch.Tensor) else torch.full_like(order.narrow(dim, 0, 1), place)
+    found = values.gather(dim, index), order.gather(dim, index)
+    return found if keepdim else tuple(one.squeeze(dim) for one in found)
+
+
+def kthvalue(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    return _chosen(*torch.sort(x, dim=dim, stable=True), k - 1, dim, keepdim) if x.ndim else (x, torch.zeros_like(x, dtype=torch.int64))
+
+
+def _median(skips_nan: bool) -> Callable[..., Any]:
+    def median(x: torch.Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+        """The lower of two. NaN comes last in order, and is the median where there is one, unless it is skipped."""
+        if not x.ndim:
+            return x, torch.zeros_like(x, dtype=torch.int64)
+        counted = (~torch.isnan(x)).sum(dim, keepdim=True)
+        place = (counted - 1).clamp(0) // 2
+        if not skips_nan:
+            place = torch.where(counted < x.shape[dim], counted, place)
+        return _chosen(*torch.sort(x, dim=dim, stable=True), place, dim, keepdim)
+
+    return median
+
+
+def _searched(sorted_: torch.Tensor, values: Any, right: bool, int32: bool) -> Any:
+    """How many elements of a row in order come before each value."""
+    values = torch.as_tensor(values, dtype=sorted_.dtype) if not isinstance(values, torch.Tensor) else values
+    rows, found = sorted_.unsqueeze(-2) if sorted_.ndim > 1 else sorted_, values.unsqueeze(-1)
+    before = (rows <= found) if right else (rows < found)
+    return before.sum(-1, dtype=torch.int32 if int32 else torch.int64)
+
+
+def bucketize(values: Any, boundaries: torch.Tensor, out_int32: bool = False, right: bool = False) -> Any:
+    return _searched(boundaries, values, right, out_int32)
+
+
+def searchsorted(
+    sorted_: torch.Tensor, values: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> Any:
+    ordered = sorted_ if sorter is None else sorted_.gather(-1, sorter)
+    return _searched(ordered, values, right or side == "right", out_int32)
+
+
+def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    flat = x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    low, high = (flat.amin(), flat.amax()) if min == max else (flat.new_full((), min), flat.new_full((), max))
+    low, high = torch.where(low == high, low - 1, low), torch.where(low == high, high + 1, high)
+    place = ((flat - low) * bins / (high - low)).floor().clamp(max=bins - 1)
+    place = torch.where((flat >= low) & (flat <= high), place, -1)
+    return (place == torch.arange(bins, device=x.device).unsqueeze(-1)).sum(-1).to(x.dtype)
+
+
+# --- elements that go to indices --------------------------------------------------------------------------------------
+
+
+def _into(x: torch.Tensor, part: torch.Tensor, dim: int = 0) -> Any:
+    """x, whose first elements along each dim are those of a part."""
+    if x.shape[dim:] == part.shape[dim:] or dim == x.ndim:
+        return part
+    inner = _into(x.narrow(dim, 0, part.shape[dim]), part, dim + 1)
+    return inner if x.shape[dim] == part.shape[dim] else x.slice_scatter(inner, dim, 0, part.shape[dim])
+
+
+def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
+    """Each element of the result reduces what is sent to it, which it finds by comparing its place with all indices."""
+    if not x.ndim:
+        one = (t.reshape(1) for t in (x, index, source))
+        return scatter_reduce(next(one), 0, next(one), next(one), reduce, include_self).reshape(())
+    dim = dim % x.ndim
+    own = x[tuple(slice(None) if i == dim else slice(size) for i, size in enumerate(index.shape))]
+    source = source[tuple(map(slice, index.shape))]
+    own, index, source = (t.movedim(dim, -1) for t in (own, index, source))
+    sent = index.unsqueeze(-2) == torch.arange(x.shape[dim], device=x.device).unsqueeze(-1)
+    least, most = (-math.inf, math.inf) if x.is_floating_point() else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+    neutral = {"sum": 0, "mean": 0, "prod": 1, "amax": least, "amin": most}[reduce]
+    terms = torch.where(sent, source.unsqueeze(-2), neutral)
+    if include_self:
+        terms = torch.cat((terms, own.unsqueeze(-1)), -1)
+    count = sent.sum(-1)
+    made = getattr(terms, "sum" if reduce == "mean" else reduce)(-1)
+    if reduce == "mean":
+        many = (count + include_self).clamp(1)
+        made = made / many if x.is_floating_point() else torch.div(made, many, rounding_mode="floor")
+    made = made.to(x.dtype) if include_self else torch.where(count > 0, made.to(x.dtype), own)
+    return _into(x, made.movedim(-1, dim))
+
+
+def index_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, include_self: bool = True) -> Any:
+    if not x.ndim:
+        return scatter_reduce(x, 0, index.reshape(()), source.reshape(()), reduce, include_self)
+    dim = dim % x.ndim
+    spread = index.view(-1, *[1] * (x.ndim - 1 - dim)).expand(source.shape)
+    names = {"mean": "mean", "prod": "prod", "amax": "amax", "amin": "amin"}
+    return scatter_reduce(x, dim, spread, source, names[reduce], include_self)
+
+
+def masked_scatter(x: Any, mask: Any, source: torch.Tensor) -> Any:
+    """The elements of the source go in their order to where the mask is true."""
+    x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
+    number = (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(0, source.numel() - 1)
+    return torch.where(mask, source.reshape(-1)[number].view(x.shape), x)
+
+
+def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Any:
+    return x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).view(x.shape)
+
+
+def embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """The sum, mean or maximum of the rows of each bag, which begins at an offset."""
+    if scale_grad_by_freq or sparse:
+        return NotImplemented
+    begins = offsets[:-1] if include_last_offset else offsets
+    bag_of = _searched(begins, torch.arange(indices.shape[0], device=indices.device), True, False) - 1
+    counted = indices != padding_idx if padding_idx >= 0 else torch.ones_like(indices, dtype=torch.bool)
+    inside = (bag_of == torch.arange(begins.shape[0], device=indices.device)[:, None]) & counted
+    rows = weight[indices]
+    rows = rows if per_sample_weights is None else rows * per_sample_weights[:, None]
+    sizes = inside.sum(1)
+    chosen = inside[:, :, None]
+    if mode == 2:
+        bags, places = torch.where(chosen, rows, -math.inf).max(1)
+        made, number = torch.where(sizes[:, None] > 0, bags, 0), indices[places]
+    else:
+        made, number = torch.where(chosen, rows, 0).sum(1), sizes
+        made = made / sizes.clamp(1)[:, None].to(made.dtype) if mode == 1 else made
+    return made.to(weight.dtype), bag_of, sizes, number
+
+
+# --- sums and distances -----------------------------------------------------------------------------------------------
+
+
+def addbmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
+    return beta * x + alpha * torch.bmm(a, b).sum(0)
+
+
+def addmv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> Any:
+    return beta * x + alpha * torch.mv(a, b)
+
+
+def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None = None) -> Any:
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, -1)
+
+
+def pdist(x: torch.Tensor, p: float = 2) -> Any:
+    pairs = [(i, j) for i in range(x.shape[0]) for j in range(i + 1, x.shape[0])]
+    first, second = (torch.tensor([pair[place] for pair in pairs], dtype=torch.int64, device=x.device) for place in (0, 1))
+    return torch.linalg.vector_norm(x[first] - x[second], p, -1)
+
+
+def trilinear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    of_a: Sequence[int],
+    of_b: Sequence[int],
+    of_c: Sequence[int],
+    over: Sequence[int],
+    *_: int,
+) -> Any:
+    for dims, place in ((of_a, 0), (of_b, 1), (of_c, 2)):
+        for dim in sorted(dims):
+            a, b, c = (one.unsqueeze(dim) if number == place else one for number, one in enumerate((a, b, c)))
+    return (a * b * c).sum(list(over))
+
+
+def angle(x: torch.Tensor) -> Any:
+    if x.is_complex():
+        return NotImplemented
+    wide = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    return torch.where(wide < 0, math.pi, torch.where(torch.isnan(wide), wide, 0.0))
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
+    **windows.POOLING,
     aten.convolution.default: convolution,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.copy.default: copy,
+    aten.as_strided.default: as_strided,
+    aten.as_strided_copy.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    aten.diagonal.default: diagonal,
+    aten.diagonal_scatter.default: diagonal_scatter,
+    aten.unfold.default: unfold,
+    aten.permute_copy.default: lambda x, dims: x.permute(dims),
+    aten.narrow_copy.default: lambda x, dim, start, length: x.narrow(dim, start, length),
+    aten.unbind_copy.int: lambda x, dim=0: x.unbind(dim),
+    aten.cumprod.default: cumprod,
+    aten.logcumsumexp.default: logcumsumexp,
+    aten.cummax.default: _cumulative(torch.ge),
+    aten.cummin.default: _cumulative(torch.le),
+    aten.kthvalue.default: kthvalue,
+    aten.median.dim: _median(False),
+    aten.nanmedian.dim: _median(True),
+    aten.median.default: lambda x: _median(False)(x.reshape(-1), 0)[0],
+    aten.nanmedian.default: lambda x: _median(True)(x.reshape(-1), 0)[0],
+    aten.bucketize.Tensor: lambda values, edges, **named: bucketize(values, edges, **named),
+    aten.bucketize.Scalar: lambda value, edges, **named: bucketize(value, edges, **named),
+    aten.searchsorted.Tensor: searchsorted,
+    aten.searchsorted.Scalar: searchsorted,
+    aten.histc.default: histc,
+    aten.scatter_reduce.two: scatter_reduce,
+    aten.index_reduce.default: index_reduce,
+    aten.masked_scatter.default: masked_scatter,
+    aten.put.default: put,
+    aten._embedding_bag.default: embedding_bag,
+    aten._embedding_bag_forward_only.default: embedding_bag,
+    aten.addbmm.default: addbmm,
+    aten.addmv.default: addmv,
+    aten._cdist_forward.default: cdist,
+    aten._pdist_forward.default: pdist,
+    aten.dist.default: lambda a, b, p=2: torch.linalg.vector_norm(a - b, p),
+    aten._trilinear.default: trilinear,
+    aten.angle.default: angle,
 }

@@ -38,7 +38,10 @@ linear scaled_dot_product_attention layer_norm rms_norm gelu silu softmax log_so
 split chunk stack cumsum one_hot
 """
 # Ops of core ATen that are decomposed nevertheless, as torch does it.
-_NOT_KEPT = "elu leaky_relu native_group_norm _native_batch_norm_legit"
+_NOT_KEPT = """
+elu leaky_relu native_group_norm _native_batch_norm_legit upsample_bilinear2d upsample_bicubic2d upsample_nearest2d grid_sampler_2d
+max_pool2d_with_indices_backward
+"""
 
 
 def exported(

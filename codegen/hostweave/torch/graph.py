@@ -92,8 +92,10 @@ class Graph:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that are computed by the program, in order: they depend on an input or a parameter, and an output on them."""
-        calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants]
+        """The nodes that are computed by the program, in order: they depend on an input or a parameter, and an output on them.
+
+        Sizes are no values of a program: they stand in the types of what has them."""
+        calls = [node for node in self.fx.nodes if node.op == "call_function" and node not in self.constants and not is_size(node)]
         needed = set(self.outputs)
         for node in reversed(calls):
             if node in needed:
@@ -184,9 +186,9 @@ class Graph:
             first = {op_of(node): location(node) for node in reversed(missing)}
             words = {op: op if op.count(".") > 1 else f"aten.{op}" for op in counts}  # with its namespace
             listed = "; ".join(f"{words[op]}, {n} times, first at {first[op]}" for op, n in counts.items())
-            remedy = "write them with other ops, or as an hw.kernel in a fusion"
-            if any(op.startswith("transformers.grouped_mm") for op in counts):
-                remedy = 'call model.set_experts_implementation("batched_mm") before'
+            names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
+            remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
+            remedy = remedy or "write them with other ops, or as an hw.kernel in a fusion"
             raise ProgramError(f"ops that are not supported: {listed}; {remedy}")
 
     def type_of(self, node: Node, axes: Axes | None = None) -> TensorType:
@@ -214,6 +216,20 @@ class Graph:
         """The type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
+
+
+_BY_MASK = "how many elements are true is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"
+_VALUES = "how many values differ is known only at a call: count those of a range by torch.histc"
+_RANDOM = "draw random numbers outside, and make them an input"
+_COMPLEX = "complex numbers are not supported: compute with real and imaginary parts"
+_INSTEAD = {
+    **dict.fromkeys(("nonzero", "masked_select"), _BY_MASK),
+    **dict.fromkeys(("_unique2", "unique_consecutive", "unique_dim"), _VALUES),
+    **dict.fromkeys(("rand", "randn", "bernoulli", "randn_like", "rand_like", "randint_like", "multinomial"), _RANDOM),
+    **dict.fromkeys(("view_as_complex", "complex", "polar", "_fft_r2c", "_fft_c2c", "_fft_c2r"), _COMPLEX),
+    **dict.fromkeys(("grouped_mm", "grouped_mm_fallback"), 'call model.set_experts_implementation("batched_mm") before'),
+    "as_strided": "it reads memory beside its tensor: use slices, or unfold",
+}
 
 
 def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training: bool = False, is_derived_from: bool = False) -> Graph:
@@ -247,7 +263,12 @@ _KINDS = {
 
 
 def is_known(node: Node) -> bool:
-    return node.target is operator.getitem or op_of(node) in TABLE or isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool)
+    return node.target is operator.getitem or op_of(node) in TABLE or is_size(node)
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node makes a size that is known at a call, or a truth about sizes."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 
 def _is_random(node: Node) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from hostweave.base.names import unique_name
-from hostweave.torch.graph import Graph, op_of
+from hostweave.torch.graph import Graph, is_size, op_of, size_of
 
 
 @dataclass(eq=False)
@@ -178,7 +178,9 @@ def _signature(graph: Graph, layer: Layer) -> object:
     def of(node: Node) -> object:
         if node in number:
             return number[node]
-        value = graph.constants.get(node, node.meta.get("val"))
+        value: Any = graph.constants.get(node, node.meta.get("val"))
+        if is_size(node):
+            return size_of(value)
         return ("constant", value.item()) if isinstance(value, torch.Tensor) and value.numel() == 1 else (node.name, str(value)[:20])
 
     types = graph.input_types

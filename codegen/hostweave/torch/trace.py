@@ -112,7 +112,7 @@ def _takes_tensors(node: Node) -> bool:
 
 
 def _run(graph: Graph, values: Values, node: Any) -> None:
-    if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool) or op_of(node).startswith("_assert"):
+    if op_of(node).startswith("_assert"):
         return
     if node.target is operator.getitem:
         values[node] = values[node.args[0]][node.args[1]]

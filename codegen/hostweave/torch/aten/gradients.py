@@ -8,9 +8,10 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
-from hostweave.torch.aten.shapes import beside, first, from_begin, padded
+from hostweave.torch.aten.shapes import beside, first, numbered, padded
 from hostweave.torch.aten.table import TABLE, Result, aten, cast, full, refuse, resharded, wide
 from hostweave.torch.plan import axes_of
+from hostweave.types.size import product
 from hostweave.types.tensor import Dim, TensorType
 
 # --- pointwise --------------------------------------------------------------------------------------------------------
@@ -106,15 +107,30 @@ def _embedding(result: Result, dy: hw.Tensor, indices: hw.Tensor, rows: int, pad
     return record("scatter_sum", record("index", hw.expand_dims(flat, -1), numbers), dy, numbers, axis=0)
 
 
-@aten("index_put.default", "_unsafe_index_put.default")
+@aten("index_put.default", "_unsafe_index_put.default", "index_put_.default")
 def _index_put(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None], values: hw.Tensor, accumulate: bool = False) -> hw.Tensor:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype == hw.bool_ or given[0][1].ndim != 1 or values.ndim != x.ndim:
-        raise refuse("aten.index_put by a mask, or by several indices, is not supported; use torch.scatter or where")
-    dim, index = given[0]
-    index = from_begin(x, dim, index)
-    index = hw.expand_dims(index, tuple(i for i in range(x.ndim) if i != dim)) if x.ndim > 1 else index
-    return (hw.scatter_add if accumulate else hw.scatter)(x, dim, index, cast(values, result.dtype))
+    values, given = cast(values, result.dtype), [index for index in indices if index is not None]
+    if len(given) == 1 and given[0].dtype == hw.bool_ and all(size == 1 for size in values.shape):
+        return _put_where(x, indices, given[0], hw.reshape(values) if values.ndim else values, accumulate)
+    whole, number, dim, order = numbered(x, indices, "aten.index_put")
+    shape = [*whole.shape[:dim], *number.shape, *whole.shape[dim + 1 :]]
+    spread = values if tuple(values.shape) == tuple(shape) else hw.broadcast_to(values, *shape)
+    many = product(number.type.shape)
+    source = hw.reshape(spread, *whole.shape[:dim], str(many), *whole.shape[dim + 1 :]) if number.ndim != 1 else spread
+    index = hw.reshape(number, *(str(many) if i == dim else 1 for i in range(whole.ndim)))
+    made = (hw.scatter_add if accumulate else hw.scatter)(whole, dim, index, source)
+    if len(given) == 1:
+        return made
+    turned = hw.reshape(made, *(x.shape[i] for i in order))
+    return turned if order == sorted(order) else hw.permute_dims(turned, tuple(order.index(i) for i in range(x.ndim)))
+
+
+def _put_where(x: hw.Tensor, indices: Sequence[Any], mask: hw.Tensor, value: hw.Tensor, accumulate: bool) -> hw.Tensor:
+    """One value where a mask is true."""
+    before = next(dim for dim, index in enumerate(indices) if index is not None)
+    after = x.ndim - before - mask.ndim
+    mask = hw.expand_dims(mask, tuple(mask.ndim + i for i in range(after))) if after else mask
+    return hw.where(mask, x + value if accumulate else value, x)
 
 
 TABLE |= {

@@ -76,19 +76,25 @@ TABLE |= {
         ("log_softmax.int", "_log_softmax.default"),
         lambda result, x, dim, _=None, dtype=None: hw.log_softmax(cast(x, result.dtype), dim),
     ),
-    "layer_norm.default": lambda result, x, shape, weight=None, bias=None, eps=1e-5, *_: hw.layer_norm(
-        _normalised(x, shape), weight, bias, eps=eps
-    ),
-    "rms_norm.default": lambda result, x, shape, weight=None, eps=None: hw.rms_norm(
-        _normalised(x, shape), weight, eps=torch.finfo(result.dtype).eps if eps is None else eps
-    ),
 }
 
 
-def _normalised(x: hw.Tensor, shape: Sequence[int]) -> hw.Tensor:
-    if len(shape) != 1:
-        raise refuse(f"a norm over the dims {list(shape)} is not supported; normalize over the last dim")
-    return x
+def _norm(function: Callable[..., hw.Tensor], x: hw.Tensor, shape: Sequence[int], *scales: hw.Tensor | None, eps: float) -> hw.Tensor:
+    """A norm over the last dims, as one dim."""
+    if len(shape) == 1:
+        return function(x, *scales, eps=eps)
+    flat = hw.reshape(x, *x.shape[: x.ndim - len(shape)], math.prod(shape))
+    return hw.reshape(function(flat, *(scale if scale is None else hw.reshape(scale, -1) for scale in scales), eps=eps), *x.shape)
+
+
+@aten("layer_norm.default")
+def _layer_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> hw.Tensor:
+    return _norm(hw.layer_norm, x, shape, weight, bias, eps=eps)
+
+
+@aten("rms_norm.default")
+def _rms_norm(result: Result, x: hw.Tensor, shape: Any, weight: Any = None, eps: float | None = None) -> hw.Tensor:
+    return _norm(hw.rms_norm, x, shape, weight, eps=torch.finfo(result.dtype).eps if eps is None else eps)
 
 
 @aten("linalg_vector_norm.default")
@@ -96,9 +102,12 @@ def _vector_norm(result: Result, x: hw.Tensor, ord: Number = 2, dim: Any = None,
     x, dims = cast(x, result.dtype), _dims(x, dim)
     if ord == 2:
         return hw.sqrt(hw.sum(x * x, dims, keepdim))
-    if ord in (1, math.inf):
-        return (hw.sum if ord == 1 else hw.max)(hw.abs(x), dims, keepdim)
-    raise refuse(f"a norm of order {ord} is not supported; use 1, 2 or inf")
+    size = hw.abs(x)
+    if ord in (math.inf, -math.inf):
+        return (hw.max if ord > 0 else hw.min)(size, dims, keepdim)
+    if ord in (0, 1):
+        return hw.sum(cast(x != 0, result.dtype) if ord == 0 else size, dims, keepdim)
+    return hw.sum(size ** float(ord), dims, keepdim) ** (1 / ord)
 
 
 @aten("_native_batch_norm_legit_no_training.default")

@@ -1,12 +1,12 @@
 """Tensors that are made of nothing, ops that move elements, take or order them by index, and losses."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import hostweave as hw
 from hostweave.fusion_ir.frontend.recording import record
 from hostweave.torch.aten.table import TABLE, Number, Result, aten, cast, full, refuse
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, TensorType
 
 TABLE |= {
@@ -104,8 +104,19 @@ def _squeeze(result: Result, x: hw.Tensor, dim: int | Sequence[int] | None = Non
 def _slice(result: Result, x: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> hw.Tensor:
     if _is_same(x, result):
         return x
-    end = None if end is None or (isinstance(end, int) and end >= 2**62) else end
-    return x[(*(slice(None) for _ in range(dim % x.ndim)), slice(start, end, step))]
+    dim = dim % x.ndim
+    if all(isinstance(bound, int | None) for bound in (x.shape[dim], start, end)):
+        end = None if end is None or end >= 2**62 else end
+        return x[(*(slice(None) for _ in range(dim)), slice(start, end, step))]
+    first = start or 0
+    if not isinstance(first, int):  # it is counted from the end, where that is how it is known
+        from_end = x.type.shape[dim] - Size.of(first)
+        if not from_end.is_int:
+            raise refuse(
+                f"a slice from {first} of a dim of {x.shape[dim]} is not supported; let it begin at a number, or so many from the end"
+            )
+        first = -int(from_end)
+    return record("slice", x, target=TensorType(x.dtype, tuple(map(Dim.of, result.shape))), axis=dim, start=first, step=step)
 
 
 @aten("select.int")
@@ -148,22 +159,43 @@ TABLE |= {
     "one_hot.default": lambda result, x, classes: hw.one_hot(x, classes, hw.i64),
     "topk.default": lambda result, x, k, dim=-1, largest=True, *_: hw.top_k(x, k, dim, largest),
     "sort.default": lambda result, x, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
+    "sort.stable": lambda result, x, stable=True, dim=-1, descending=False: (hw.sort(x, dim, descending), hw.argsort(x, dim, descending)),
     "argsort.default": lambda result, x, dim=-1, descending=False: hw.argsort(x, dim, descending),
 }
 
 
-@aten("index.Tensor")
-def _index(result: Result, x: hw.Tensor, indices: Sequence[hw.Tensor | None]) -> hw.Tensor:
-    given = [(dim, from_begin(x, dim, index)) for dim, index in enumerate(indices) if index is not None]
-    if len(given) == 1 and given[0][1].dtype != hw.bool_:
-        return hw.take(x, given[0][1], given[0][0])
-    dims, sizes = [dim for dim, _ in given], x.shape[: len(given)]
-    if dims != list(range(len(given))) or any(i.dtype == hw.bool_ for _, i in given) or not all(isinstance(size, int) for size in sizes):
-        raise refuse("aten.index by a mask, or not by the first dims, is not supported; use torch.gather, index_select or where")
-    number = given[0][1]  # of the element in the first dims, flattened
-    for size, (_, index) in zip(sizes[1:], given[1:], strict=True):
-        number = number * int(size) + index
-    return hw.take(hw.reshape(x, math.prod(map(int, sizes)), *x.shape[len(given) :]), number, 0)
+Indices = Sequence[hw.Tensor | None]
+
+
+@aten("index.Tensor", "_unsafe_index.Tensor")
+def _index(result: Result, x: hw.Tensor, indices: Indices) -> hw.Tensor:
+    x, number, dim, _ = numbered(x, indices, "aten.index")
+    return hw.take(x, number, dim)
+
+
+def numbered(x: hw.Tensor, indices: Indices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
+    """x with the dims that are indexed as one, the number of each element that is meant along it, and the dim; also the order of dims.
+
+    The indexed dims come first, unless they follow one another, as in torch.
+    """
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if any(index.dtype in (hw.bool_, hw.u8) for _, index in given):
+        why = f"{op} by a mask gives as many elements as are true, which no size says"
+        raise refuse(f"{why}; use torch.where(mask, x, 0), or indices by topk or argsort")
+    dims = [dim for dim, _ in given]
+    begin = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    others = [dim for dim in range(x.ndim) if dim not in dims]
+    order = [*others[:begin], *dims, *others[begin:]]
+    checked = [record("index", from_begin(x, dim, index), hw.iota(x, dim, hw.i64)) if len(dims) > 1 else index for dim, index in given]
+    number = checked[0] if len(dims) > 1 else from_begin(x, dims[0], checked[0])
+    for dim, index in zip(dims[1:], checked[1:], strict=True):
+        number = number * _size(x, dim, hw.i64) + index
+    if len(dims) > 1:
+        turned = hw.permute_dims(x, tuple(order)) if order != sorted(order) else x
+        sizes = turned.type.shape
+        merged = product(sizes[begin : begin + len(dims)])
+        x = hw.reshape(turned, *map(str, (*sizes[:begin], merged, *sizes[begin + len(dims) :])))
+    return x, number, begin, order
 
 
 def beside(x: hw.Tensor, index: hw.Tensor, dim: int) -> hw.Tensor:

@@ -130,6 +130,7 @@ def full(result: Result, value: Number | hw.Tensor) -> hw.Tensor:
     if isinstance(value, hw.Tensor):
         return hw.broadcast_to(cast(value, result.dtype), *shape) if shape else cast(value, result.dtype)
     length = Dim.of(shape[0] if shape else 1)
+    value = float(value) if dtype.kind == "float" else value if dtype.kind == "bool" else int(value)
     zeros = record("iota", target=TensorType(hw.i32, (length,)), beside=result.trace) * 0
     if dtype.kind == "bool":
         filled = zeros == 0 if value else zeros != 0

@@ -1,0 +1,183 @@
+"""ATen ops of windows of images, written with others: pooling, and transposed convolutions. See `composed`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+
+def each(given: Any, count: int) -> list[int]:
+    """A number for each dim, where one stands for all of them."""
+    numbers = [given] if isinstance(given, int) else list(given)
+    return numbers * count if len(numbers) == 1 else numbers
+
+
+def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
+    """What one place of a window sees of the last dims, as it goes over these: [..., *sizes]."""
+    for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
+        x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
+    return x
+
+
+def _sizes(x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, count: int) -> tuple[list[int], list[int]]:
+    """How many windows there are along each dim, and how much is added behind it."""
+    sizes, behind = [], []
+    for size, k, s, p, d in zip(x.shape[-count:], kernel, stride, padding, dilation, strict=True):
+        reach = d * (k - 1) + 1
+        n = (size + 2 * p - reach + (s - 1 if ceil else 0)) // s + 1
+        n -= ceil and (n - 1) * s >= size + p  # which would begin behind the image
+        sizes.append(n)
+        behind.append(max(0, (n - 1) * s + reach - size - p))
+    return sizes, behind
+
+
+def _padded(x: Any, before: Sequence[int], behind: Sequence[int], value: float) -> Any:
+    widths = [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair]
+    return F.pad(x, widths, value=value) if any(widths) else x
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _average(count: int) -> Callable[..., Any]:
+    def pool(
+        x: Any,
+        kernel: Any,
+        stride: Any = (),
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        kernel, padding, ones = each(kernel, count), each(padding, count), [1] * count
+        stride = each(stride, count) or kernel
+        sizes, behind = _sizes(x, kernel, stride, padding, ones, ceil_mode, count)
+        wide = _padded(x, padding, behind, 0)
+        total: Any = sum(seen(wide, at, sizes, stride, ones) for at in product(*map(range, kernel)))
+        if divisor_override:
+            return total / divisor_override
+        for dim, (size, k, s, p, n) in enumerate(zip(x.shape[-count:], kernel, stride, padding, sizes, strict=True)):
+            begins = [i * s - p for i in range(n)]
+            spans = [(begin, min(begin + k, size + p)) for begin in begins]
+            if not count_include_pad:
+                spans = [(max(begin, 0), min(end, size)) for begin, end in spans]
+            counts = [end - begin for begin, end in spans]
+            if set(counts) == {counts[0]}:
+                total = total / counts[0]
+            else:
+                places = torch.arange(n, device=x.device) * s - p
+                first, last = (
+                    (places, (places + k).clamp(max=size + p)) if count_include_pad else (places.clamp(0), (places + k).clamp(max=size))
+                )
+                total = total / (last - first).to(x.dtype).view(-1, *[1] * (count - 1 - dim))
+        return total
+
+    return pool
+
+
+def _largest(count: int) -> Callable[..., Any]:
+    def pool(x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False) -> tuple[Any, Any]:
+        kernel, padding, dilation = each(kernel, count), each(padding, count), each(dilation, count)
+        stride = each(stride, count) or kernel
+        sizes, behind = _sizes(x, kernel, stride, padding, dilation, ceil_mode, count)
+        wide = _padded(x, padding, behind, _least(x.dtype))
+        parts = [seen(wide, at, sizes, stride, dilation) for at in product(*map(range, kernel))]
+        values, chosen = torch.stack(parts, -1).max(-1)
+        number: Any = 0
+        for dim, (size, k) in enumerate(zip(x.shape[-count:], kernel, strict=True)):
+            own = chosen // math.prod(kernel[dim + 1 :]) % k
+            begin = (torch.arange(sizes[dim], device=x.device) * stride[dim] - padding[dim]).view(-1, *[1] * (count - 1 - dim))
+            number = number * size + begin + own * dilation[dim]
+        return values, number
+
+    return pool
+
+
+def _begins_and_ends(size: int, out: int, device: torch.device) -> tuple[Any, Any]:
+    """Where the windows of an adaptive pooling begin and end."""
+    places = torch.arange(out, device=device)
+    return places * size // out, ((places + 1) * size + out - 1) // out
+
+
+def _adaptive_average(count: int) -> Callable[..., Any]:
+    def pool(x: Any, output: Any) -> Any:
+        for dim, out in enumerate(each(output, count), x.ndim - count):
+            size = x.shape[dim]
+            if size % out == 0:
+                x = x.unflatten(dim, (out, size // out)).mean(dim + 1)
+            else:
+                begin, end = _begins_and_ends(size, out, x.device)
+                places = torch.arange(size, device=x.device)
+                inside = ((places[:, None] >= begin) & (places[:, None] < end)).to(x.dtype) / (end - begin)
+                x = torch.matmul(x.transpose(dim, -1), inside).transpose(dim, -1)
+        return x
+
+    return pool
+
+
+def _adaptive_largest(count: int) -> Callable[..., Any]:
+    def pool(x: Any, output: Any) -> tuple[Any, Any]:
+        output, images = each(output, count), x.shape[-count:]
+        places = []
+        for dim, (size, out) in enumerate(zip(images, output, strict=True)):
+            begin, end = _begins_and_ends(size, out, x.device)
+            longest = max((i + 1) * size // out + ((i + 1) * size % out > 0) - i * size // out for i in range(out))
+            own = torch.minimum(begin[:, None] + torch.arange(longest, device=x.device), end[:, None] - 1)  # the last one several times
+            places.append(own)
+            x = x.index_select(x.ndim - count + dim, own.flatten())
+        lead, longest_of = x.ndim - count, [place.shape[1] for place in places]
+        windows = x.reshape(*x.shape[:lead], *(n for pair in zip(output, longest_of, strict=True) for n in pair))
+        turned = windows.permute(*range(lead), *range(lead, lead + 2 * count, 2), *range(lead + 1, lead + 2 * count, 2)).flatten(
+            lead + count
+        )
+        values, chosen = turned.max(-1)
+        number: Any = 0
+        for dim, (size, longest) in enumerate(zip(images, longest_of, strict=True)):
+            own = chosen // math.prod(longest_of[dim + 1 :]) % longest
+            table = places[dim].view(output[dim], *[1] * (count - 1 - dim), longest).expand(*own.shape[lead + dim :], longest)
+            number = number * size + table.expand(*own.shape, longest).gather(-1, own.unsqueeze(-1)).squeeze(-1)
+        return values, number
+
+    return pool
+
+
+def transposed(
+    x: Any,
+    weight: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    more: Sequence[int],
+    groups: int,
+) -> tuple[Any, Any]:
+    """The operands of the convolution, with steps of 1 and nothing added, that a transposed one of these is."""
+    kernel = weight.shape[2:]
+    for dim, s in enumerate(stride, 2):  # zeros between the elements
+        if s > 1:
+            wide = F.pad(x.unsqueeze(dim + 1), [0, 0] * (x.ndim - 1 - dim) + [0, s - 1]).flatten(dim, dim + 1)
+            x = aten.slice(wide, dim, 0, wide.shape[dim] - s + 1)
+    before = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
+    x = _padded(x, before, [width + extra for width, extra in zip(before, more, strict=True)], 0)
+    apart = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return x, apart.flip(list(range(2, weight.ndim)))
+
+
+POOLING: dict[Any, Callable[..., Any]] = {
+    aten.avg_pool1d.default: _average(1),
+    aten.avg_pool2d.default: _average(2),
+    aten.avg_pool3d.default: _average(3),
+    aten.max_pool2d_with_indices.default: _largest(2),
+    aten.max_pool3d_with_indices.default: _largest(3),
+    aten._adaptive_avg_pool2d.default: _adaptive_average(2),
+    aten._adaptive_avg_pool3d.default: _adaptive_average(3),
+    aten.adaptive_max_pool2d.default: _adaptive_largest(2),
+    aten.adaptive_max_pool3d.default: _adaptive_largest(3),
+}

@@ -1,0 +1,72 @@
+"""The entries of torch's own op database as functions of tensors, in float32, each with its first sample of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass
+class Entry:
+    """An entry that can be compared: it takes tensors, and gives the same twice."""
+
+    name: str
+    function: Callable[..., list[torch.Tensor]]
+    given: list[torch.Tensor]
+    has_gradient: bool
+
+
+class Several(nn.Module):
+    """Entries in one program, each of its own arguments."""
+
+    def __init__(self, entries: list[Entry]):
+        super().__init__()
+        self.entries = entries
+
+    def forward(self, *given: torch.Tensor) -> tuple[list[torch.Tensor], ...]:
+        tensors = iter(given)
+        return tuple(entry.function(*(next(tensors) for _ in entry.given)) for entry in self.entries)
+
+
+def entries(number: int, of: int) -> Iterator[Entry]:
+    """Those of one of so many batches."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for info in op_db[number::of]:
+        name = f"{info.name}.{info.variant_test_name}".rstrip(".")
+        if torch.float32 in info.dtypes and (entry := _entry(name, info)):
+            yield entry
+
+
+def _entry(name: str, info: Any) -> Entry | None:
+    torch.manual_seed(0)
+    try:
+        sample = next(iter(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)))
+        leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        op = info.get_op()
+
+        def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            mine = dict(zip(places, tensors, strict=True))
+            first, args, kwargs = pytree.tree_unflatten([mine.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+            return [leaf for leaf in pytree.tree_leaves(op(first, *args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+
+        given = [leaves[place] for place in places]
+        made = [function(*fresh(given)) for _ in range(2)]
+        if not given or not made[0] or any(one.layout is not torch.strided for one in made[0]):
+            return None
+        is_same = all(
+            one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*made, strict=True)
+        )
+        return Entry(name, function, given, any(one.requires_grad for one in made[0])) if is_same else None
+    except (RuntimeError, NotImplementedError, ValueError, IndexError, StopIteration):  # of what this build of torch cannot
+        return None
+
+
+def fresh(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [one.detach().clone().requires_grad_(one.requires_grad) for one in given]

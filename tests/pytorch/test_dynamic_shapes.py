@@ -1,0 +1,59 @@
+"""Models of transformers with a dynamic batch and sequence, compiled once, at many sizes against torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+pytest.importorskip("transformers", reason="the models of this test: pip install transformers")
+
+from small_models import MODELS, PLANS, VOCABULARY  # noqa: E402
+from torch.export import Dim  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+
+SIZES = [(1, 2), (1, 5), (1, 16), (2, 3), (2, 16), (3, 7), (3, 8), (4, 11), (4, 16), (5, 9), (5, 4), (6, 13), (7, 6), (8, 8), (8, 15)]
+SIZES += [(9, 2), (11, 5), (12, 12), (13, 10), (16, 16)]
+BATCH, SEQUENCE = Dim("batch", min=1, max=64), Dim("sequence", min=2, max=32)
+
+
+def given(name: str, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    if name == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 32, 32)}
+    tokens = {"input_ids": torch.randint(0, VOCABULARY, (batch, sequence))}
+    if name == "bert":
+        mask = torch.ones(batch, sequence, dtype=torch.long)
+        mask[-1, sequence // 2 :] = 0
+        tokens["attention_mask"] = mask
+    return tokens
+
+
+def first(output: Any) -> torch.Tensor:
+    return output["logits"]
+
+
+CASES = [
+    pytest.param(name, ranks, sequence, marks=() if (name, ranks) == ("llama", 2) else pytest.mark.slow)
+    for name in MODELS
+    for ranks in (1, 2, 4)
+    for sequence in ((False, True) if ranks > 1 and name == "llama" else (False,))
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "splits_sequence"), CASES)
+def test_at_many_sizes(name: str, ranks: int, splits_sequence: bool) -> None:
+    torch.manual_seed(0)
+    module, inputs = MODELS[name]()
+    shapes = {key: {0: BATCH, 1: SEQUENCE} if one.ndim == 2 else {0: BATCH} for key, one in inputs.items()}
+    plan = dict(PLANS[name]) if ranks > 1 else {}
+    plan |= {"layers.*": "-, tp, -"} if splits_sequence else {}
+    model = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, inputs, dynamic_shapes=shapes)
+    for batch, sequence in SIZES if name != "vit" else SIZES[::4]:
+        arguments = given(name, batch, sequence)
+        with torch.no_grad():
+            torch.testing.assert_close(first(model(**arguments)), first(module(**arguments)), rtol=1e-4, atol=1e-5)
+    if name == "llama" and not splits_sequence:
+        assert model.program.fusion_ir.count("call @llama_decoder_layer") == 3
