@@ -97,10 +97,6 @@ def masked(x: Any) -> Any:
     return x[x > 0]
 
 
-def convolved(x: Any) -> Any:
-    return torch.nn.functional.conv_transpose2d(x.reshape(1, 1, 4, 8), torch.ones(1, 1, 3, 3) * x.sum())
-
-
 def complex_numbers(x: Any) -> Any:
     return torch.view_as_complex(x.reshape(4, 4, 2)).abs()
 
@@ -116,10 +112,6 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "unsupported": (unsupported, r"ops that are not supported: aten._fft_r2c.default, 1 times, first at test_mistakes.py:\d+.*"),
     "mask": (masked, "(?s)ops that are not supported|aten.index by a mask|torch.export"),
-    "convolution": (
-        convolved,
-        r"test_mistakes.py:\d+: a transposed convolution, of kernel \[3, 3\], is not supported; write it as nn.Linear",
-    ),
     "complex": (complex_numbers, "ops that are not supported: aten.view_as_complex.default"),
 }
 

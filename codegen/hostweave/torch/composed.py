@@ -36,7 +36,7 @@ def convolution(
     stride, padding, dilation = each(stride, count), each(padding, count), each(dilation, count)
     if transposed:
         x, weight = windows.transposed(x, weight, stride, padding, dilation, each(output_padding, count), groups)
-        stride, padding, dilation = [1] * count, [0] * count, dilation
+        stride, padding, transposed = [1] * count, [0] * count, False
     kernel, outs = list(weight.shape[2:]), weight.shape[0]
     if 1 < groups < x.shape[1]:
         parts = zip(x.chunk(groups, 1), weight.chunk(groups), bias.chunk(groups) if bias is not None else [None] * groups, strict=True)

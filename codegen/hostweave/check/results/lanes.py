@@ -341,6 +341,16 @@ def _axes(axis: Any, ndim: int) -> tuple[int, ...]:
 # --- the functions of NumPy -------------------------------------------------------------------------------------------
 
 
+# Functions of NumPy that the field does not have, and how elements come into the range in which they are defined.
+_ANYWHERE = ("sin", "cos", "tan", "sinh", "cosh", "tanh", "arctan", "arcsinh", "expm1", "exp2", "arctan2", "hypot", "copysign")
+_OPAQUE: dict[str, Callable[[Part], Part]] = {
+    **dict.fromkeys(_ANYWHERE, lambda x: x),
+    **dict.fromkeys(("log1p", "log2", "log10"), np.abs),
+    **dict.fromkeys(("arcsin", "arccos", "arctanh"), lambda x: x / (1 + np.abs(x))),
+    "arccosh": lambda x: 1 + np.abs(x),
+}
+
+
 class Functions:
     """NumPy for operands that may have lanes. Functions that are not defined here are NumPy's own, and take none."""
 
@@ -350,6 +360,8 @@ class Functions:
         self.bitwise_and, self.bitwise_or, self.bitwise_xor = (_Bits(name) for name in ("bitwise_and", "bitwise_or", "bitwise_xor"))
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OPAQUE:
+            return lambda *xs: self._opaque(name, *_aligned(_reals(*xs)))
         function = getattr(np, name)
         if not callable(function) or isinstance(function, type):
             return function
@@ -406,7 +418,7 @@ class Functions:
             return Exact(np.power(*_values(x, y)))
         number = y if isinstance(y, int | float) else y.item() if isinstance(y, np.ndarray | np.generic) and y.size == 1 else None
         if number is not None and number == int(number) and 0 <= number <= 64:
-            return reduce(lambda total, _: self.multiply(total, x), range(int(number)), 1.0)
+            return reduce(lambda total, _: self.multiply(total, x), range(int(number)), self.multiply(x, 0.0) + 1.0)
         x, y = _reals(x, y)
         return x.opaque("pow", np.power(np.abs(x.value), y.value), y)
 
@@ -432,6 +444,19 @@ class Functions:
             return type(x)(*(np.where(c.value, a, b) for a, b in zip(x.parts, y.parts, strict=True)))
         return Exact(np.where(*_values(condition, x, y)))
 
+    def fmod(self, x: Any, y: Any) -> Any:
+        if _is_float(x) or _is_float(y):
+            x, y = _reals(x, y)
+            return x - self._integer(np.trunc, x, x.value / y.value) * y
+        return Exact(np.fmod(*_values(x, y)))
+
+    @staticmethod
+    def _opaque(name: str, x: Any, *others: Any) -> Any:
+        """A function that the field does not have; of elements where NumPy's is not defined it is that of others."""
+        with np.errstate(all="ignore"):
+            inside = _OPAQUE[name](x.value)
+            return x.opaque(name, getattr(np, name)(inside, *(other.value for other in others)), *others)
+
     # --- of one element ---
 
     def exp(self, x: Any) -> Any:
@@ -444,15 +469,6 @@ class Functions:
         if isinstance(x, Number):
             return np.sqrt(x)
         return x.opaque("sqrt", np.sqrt(np.abs(x.value)))
-
-    def sin(self, x: Any) -> Any:
-        return x.opaque("sin", np.sin(x.value))
-
-    def cos(self, x: Any) -> Any:
-        return x.opaque("cos", np.cos(x.value))
-
-    def tanh(self, x: Any) -> Any:
-        return x.opaque("tanh", np.tanh(x.value))
 
     @staticmethod
     def vectorize(function: Callable[[float], float], otypes: Any = None) -> Callable[[Any], Any]:
@@ -689,7 +705,10 @@ class _Add:
     @staticmethod
     def at(x: Lanes, where: tuple[Any, ...], y: Any) -> None:
         key = _key(where)
-        for part, new in zip(x.parts, x.like(y).parts, strict=True):
+        added = x.like(y)
+        if added.lanes > x.lanes:  # of which x has one, and it is written to in place
+            raise Apart
+        for part, new in zip(x.parts, added.parts, strict=True):
             np.add.at(part, key, new)
             if isinstance(x, Real) and part is not x.value:
                 part %= P

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from math import erf as _erf_of_float
 from math import erfc as _erfc_of_float
@@ -114,11 +115,11 @@ def _erfc(np: Any, x: Any) -> Any:
 
 
 def _lgamma(np: Any, x: Any) -> Any:
-    def of_one(x: float) -> float:
-        is_pole = np.isinf(x) or (x <= 0 and x == np.trunc(x))
-        return np.inf if is_pole or x > 1e300 else _lgamma_of_float(x)
+    def lgamma(x: float) -> float:
+        is_pole = math.isinf(x) or (x <= 0 and x == math.trunc(x))
+        return math.inf if is_pole or x > 1e300 else _lgamma_of_float(x)
 
-    return np.vectorize(of_one, otypes=[np.float64])(x)
+    return np.vectorize(lgamma, otypes=[np.float64])(x)
 
 
 def _inverse(word: str) -> Callable[..., Any]:
