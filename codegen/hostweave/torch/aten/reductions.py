@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import hostweave as hw
-from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, refuse, wide
+from hostweave.torch.aten.table import TABLE, Entry, Number, Result, aten, cast, wide
 
 
 def _dims(x: hw.Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
