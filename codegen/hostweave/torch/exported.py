@@ -177,7 +177,8 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
 
     def refused(what: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
-            raise ProgramError.here(f"{what} is not compiled, and gradients would be others; write what it does with tensors and detach()")
+            why = f"{what} is not compiled, and gradients would be others"
+            raise ProgramError(f"{why}; write what it does with tensors and detach()", Location.of_caller(_TORCH))
 
         return call
 
