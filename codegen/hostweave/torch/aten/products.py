@@ -38,12 +38,3 @@ def _attention(
     if p:
         raise refuse(f"attention with dropout_p={p} is not supported; call module.eval()")
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)
-
-
-@aten("convolution.default")
-def _convolution(result: Result, x: hw.Tensor, weight: hw.Tensor, *_: Any) -> hw.Tensor:
-    """Others are written as products before."""
-    raise refuse(
-        f"a transposed convolution, of kernel {list(weight.shape[2:])}, is not supported; write it as nn.Linear and a reshape "
-        "(nn.PixelShuffle), which kernels as large as their stride equal"
-    )
