@@ -1,7 +1,7 @@
 """Host programs whose math is wrong in one place: another shard, slice, order, reduction, scale, operand, addend, epilogue or condition.
 
 `mutants(host)` gives what is wrong and the program; `judge` says whether the check of results sees it, and whether f64 does.
-`python tests/math_mutants.py 5000` judges so many over all programs, and prints the table of docs/check.md.
+`python tests/math_mutants.py 6400` judges at most so many over all programs, and prints the table of docs/check.md.
 """
 
 from __future__ import annotations
