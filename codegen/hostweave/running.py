@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import interruptibly, taken
+from hostweave.base.shortages import tells_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided, undivided
@@ -186,6 +187,7 @@ class Running:
 
     # --- on this rank of a group ---
 
+    @tells_shortages
     def call(
         self,
         held: Bound | None,
@@ -214,6 +216,7 @@ class Running:
 
         return self._or_in_sequence(call)
 
+    @tells_shortages
     def prepare(self, held: Bound | None, sizes: Sequence[Sizes], group: Group | None) -> None:
         """As `Program.prepare` says."""
         bound = held or self._nothing_bound
@@ -270,6 +273,7 @@ class Running:
 
     # --- on all ranks of this process ---
 
+    @tells_shortages
     def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[Call]:
         """Makes calls on all ranks in this process, of arrays of the same shapes."""
 
@@ -292,6 +296,7 @@ class Running:
             return other.run(other._rebound(held), calls, poison)
         return self._here()._or_in_sequence(run)
 
+    @tells_shortages
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
         """As `Program.measure` says."""
         if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):

@@ -13,6 +13,8 @@ from contextvars import Context, ContextVar, copy_context
 from threading import Lock, Thread, get_ident, main_thread
 from typing import Any, Generic, TypeVar, cast
 
+from hostweave.base.shortages import tells_shortages
+
 T = TypeVar("T")
 
 LOOK = 0.05  # seconds between looks at whether to go on waiting
@@ -94,11 +96,14 @@ class _Task(Generic[T]):
 _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=None)
 
 
+@tells_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
     """Returns what `work` returns. The main thread has another thread do it.
 
     An exception that a signal raises in the main thread meanwhile has the work stop: at its next `expect_not_interrupted`, or where `stop`,
     which is given the reason, ends its waits. That exception is raised when the work has ended, or after 15 seconds.
+
+    Raises ExecutionError if the machine has too little memory, too few files or threads.
     """
     if get_ident() != main_thread().ident:
         return work()

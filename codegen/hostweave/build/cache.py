@@ -25,6 +25,7 @@ from pathlib import Path
 from hostweave import base
 from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted
+from hostweave.base.shortages import remedy_of
 
 _SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
 _FOLDERS = ("", "objects", "failed")  # where entries are
@@ -216,9 +217,8 @@ def _told() -> Iterator[None]:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        raise BuildError(
-            f"the cache cannot be used: {where}{error.strerror}; set HOSTWEAVE_CACHE to a folder of your own with room to write"
-        ) from error
+        remedy = remedy_of(error.strerror or "") or "set HOSTWEAVE_CACHE to a folder of your own with room to write"
+        raise BuildError(f"the cache cannot be used: {where}{error.strerror}; {remedy}") from error
 
 
 def _own(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import carried
 from hostweave.base.paths import BUILDER, RUNTIME
+from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
 from hostweave.build.processes import run, within_limit
@@ -140,4 +141,7 @@ def _compiled(compiler: KernelCompiler, unit: Unit, folder: Path) -> bytes:
 
 def _first_error(output: str) -> str:
     lines = output.strip().splitlines() or ["it said nothing"]
+    for line in lines:
+        if remedy := remedy_of(line):
+            return f"{line}; {remedy}"
     return next((line for line in lines if "error" in line or "undefined reference" in line), lines[-1])

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted, within
+from hostweave.base.shortages import remedy_of
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
         with _guarded_group() as group:
             return _run(command, folder, group, seconds)
     except OSError as error:
-        raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; set CXX to one that can") from error
+        remedy = remedy_of(str(error)) or "set CXX to one that can"
+        raise BuildError(f"the compiler {command[0]} cannot be started: {error.strerror}; {remedy}") from error
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
@@ -77,7 +79,7 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
             while True:
                 try:
                     said = compiler.communicate(timeout=LOOK)[0]
-                    return compiler.returncode, said
+                    return compiler.returncode, said + _ended_by(compiler.returncode)
                 except subprocess.TimeoutExpired:
                     expect_not_interrupted()
                     if time.monotonic() > deadline:
@@ -85,6 +87,10 @@ def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tu
         except BaseException:
             os.killpg(group, signal.SIGKILL)
             raise
+
+
+def _ended_by(status: int) -> str:
+    return f"the compiler was ended by signal {-status} ({signal.strsignal(-status)})\n" if status < 0 else ""
 
 
 def _limit() -> float:

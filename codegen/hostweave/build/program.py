@@ -24,6 +24,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.forks import importing, renewed
 from hostweave.base.interrupts import carried
 from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
+from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import Library, Toolchain, require_native
 
@@ -93,7 +94,8 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
             module.__file__ = str(path)
         except ImportError as error:
             reason = str(error).replace(file, path.name)
-            raise BuildError(f"{path} cannot be loaded: {reason}; remove its folder to build it again") from error
+            remedy = remedy_of(reason) or "remove its folder to build it again"
+            raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error
         finally:
             sys.setdlopenflags(before)
     return module

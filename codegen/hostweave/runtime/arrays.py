@@ -91,6 +91,12 @@ class Buffer(NamedTuple):
     device: int
 
 
+def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
+    """The error of an array that is too large, with the first line of what its library says."""
+    said = f" ({str(error).partition(chr(10))[0]})" if error else ""
+    return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
+
+
 def library_of(array: Array) -> Library:
     """The library of an array. Raises TypeError where it is no array."""
     if isinstance(array, np.ndarray):
@@ -142,14 +148,13 @@ class NumpyLibrary(Library):
         try:
             return array if array.flags.c_contiguous else array.copy(order="C")
         except MemoryError:
-            what = f"{array.dtype}{list(array.shape)}"
-            raise ExecutionError(f"there is no memory for a contiguous copy of {what}; pass a smaller array") from None
+            raise _no_memory(f"a contiguous copy of {array.dtype}", array.shape) from None
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         try:
             return np.empty(shape, numpy_dtype(dtype))
         except (ValueError, MemoryError):
-            raise ExecutionError(f"there is no memory for {dtype}{list(shape)}; pass smaller arrays") from None
+            raise _no_memory(dtype, shape) from None
 
     def is_writable(self, array: Array) -> bool:
         return bool(array.flags.writeable)
@@ -262,11 +267,17 @@ class _Torch(Library):
         return int(array.data_ptr())
 
     def contiguous(self, array: Array) -> Array:
-        return array.contiguous()
+        try:
+            return array.contiguous()
+        except RuntimeError as error:
+            raise _no_memory(f"a contiguous copy of {array.dtype}", array.shape, error) from error
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         torch = sys.modules["torch"]
-        return torch.empty(shape, dtype=getattr(torch, dtype.long_name), device="cpu" if device == CPU_DEVICE else f"cuda:{device}")
+        try:
+            return torch.empty(shape, dtype=getattr(torch, dtype.long_name), device="cpu" if device == CPU_DEVICE else f"cuda:{device}")
+        except RuntimeError as error:
+            raise _no_memory(dtype, shape, error) from error
 
     def is_contiguous(self, array: Array) -> bool:
         return bool(array.is_contiguous())
@@ -303,13 +314,19 @@ class _Cupy(Library):
         return int(array.data.ptr)
 
     def contiguous(self, array: Array) -> Array:
-        with array.device:
-            return sys.modules["cupy"].ascontiguousarray(array).reshape(array.shape)
+        try:
+            with array.device:
+                return sys.modules["cupy"].ascontiguousarray(array).reshape(array.shape)
+        except MemoryError as error:
+            raise _no_memory(f"a contiguous copy of {array.dtype}", array.shape, error) from error
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array:
         cupy = sys.modules["cupy"]
-        with cupy.cuda.Device(device):
-            return cupy.empty(shape, numpy_dtype(dtype))
+        try:
+            with cupy.cuda.Device(device):
+                return cupy.empty(shape, numpy_dtype(dtype))
+        except (ValueError, MemoryError) as error:
+            raise _no_memory(dtype, shape, error) from error
 
     def stream(self, device: int) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, HostweaveError, reason_of
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import interruptibly, within
+from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
@@ -58,6 +59,7 @@ _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 @checked
+@tells_shortages
 def init(
     provider: Provider | None = None,
     group: str = "default",

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import LOOK, interruptibly
+from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked, checked_arguments
 from hostweave.runtime.meeting import Table
 from hostweave.runtime.rendezvous import this_host
@@ -101,6 +102,7 @@ class Threads:
                 part.fail(reason)
 
     @checked
+    @tells_shortages
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
 

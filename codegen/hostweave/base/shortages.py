@@ -1,0 +1,51 @@
+"""Shortages of the machine: of disk space, open files, memory and threads. Compilers, loaders and Python say them in their own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from hostweave.base.errors import ExecutionError, HostweaveError, reason_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"  # a linker maps its output, which a full disk does not hold
+_FILES = r"Too many open files"
+_SIZE = r"File too large|File size limit exceeded|signal 25\b"
+_MEMORY = (
+    r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|bad_alloc|MemoryError|failed to map segment|cannot map zero-fill pages"
+    r"|Killed signal|signal 9\b"  # as the kernel ends a process if memory is short
+)
+_THREADS = r"can't start new thread|Resource temporarily unavailable"
+_REMEDIES = {
+    _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to folders of your own with room to write",
+    _SIZE: "raise the limit of the size of a file: ulimit -f unlimited",
+    _FILES: "close files, or raise the limit of open files: ulimit -n 4096",
+    _MEMORY: "free memory, or raise the limit of the process (ulimit -v) or of its container",
+    _THREADS: "end other processes, or raise the limits of processes (ulimit -u) and of memory (ulimit -v), or those of the container",
+}
+
+
+def remedy_of(text: str) -> str | None:
+    """The remedy of the shortage that a text tells, None if it tells none."""
+    return next((remedy for signs, remedy in _REMEDIES.items() if re.search(signs, text)), None)
+
+
+def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which raises ExecutionError with a remedy where an error of Python or of a library tells a shortage."""
+
+    @wraps(function)
+    def told(*arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*arguments, **named)
+        except HostweaveError:
+            raise
+        except Exception as error:
+            if remedy := remedy_of(f"{type(error).__name__}: {error}"):
+                raise ExecutionError(f"the machine has too little: {reason_of(error)}; {remedy}") from error
+            raise
+
+    return told
