@@ -64,7 +64,7 @@ def _entry(name: str, info: Any) -> Entry | None:
             one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(*made, strict=True)
         )
         return Entry(name, function, given, any(one.requires_grad for one in made[0])) if is_same else None
-    except (RuntimeError, NotImplementedError, ValueError, IndexError, StopIteration):  # of what this build of torch cannot
+    except (AssertionError, RuntimeError, NotImplementedError, ValueError, IndexError, StopIteration):  # of what this build of torch cannot
         return None
 
 

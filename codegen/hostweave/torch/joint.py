@@ -214,9 +214,8 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         differentiable[:] = [value.requires_grad for value in made]
         return made
 
-    known = {name.partition(".")[0] for name in TABLE}
     every: dict[Any, Any] = {**core_aten_decompositions(), **decompositions()}
-    rules = {op: rule for op, rule in every.items() if str(op).split(".")[1] not in known}
+    rules = {op: rule for op, rule in every.items() if str(op).removeprefix("aten.") not in TABLE}
     try:
         made: Any = aot_export_joint_simple(forward, tuple(fakes), trace_joint=True, decompositions=rules)
         derivatives.write_out(made.graph)
