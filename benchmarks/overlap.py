@@ -5,7 +5,7 @@ chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipel
 pulls that wait until the peer says that its shard is there, and each way that the cost model predicts, as measured and as predicted. Then,
 as they come, the matmul and the communication alone, torch in sequence and its fused operators, and ours in a CUDA graph, also where what
 is gathered lies in a window, as it does by hand: these run one process a GPU, the others one thread a GPU. Random bf16 data.
-Puts want NCCL 2.29 or later (`NCCL_HOME` names another one). Arguments are names of cases; default: all.
+Arguments are names of cases; default: all.
 """
 
 from __future__ import annotations
