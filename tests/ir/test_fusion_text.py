@@ -83,13 +83,6 @@ ERRORS = [
         "line 2, column 7: unknown dtype 'f33'; one of f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool",
     ),
     ("K] = neg", "K] stream(N) = neg", "line 2, column 26: f32[M@x, K] has no dim named N"),
-    (
-        "K] = neg",
-        "K] stream(K, soon) = neg",
-        "line 2, column 29: expected a number of chunks, by_shard, across_shards, p2p, broadcast, put, ring, all_gather, reduce, "
-        "reduce_scatter, "
-        "all_reduce, all_to_all, collective_permute, transfer or a rotation, once each, found 'soon'",
-    ),
     ("}\n", "", "line 4, column 1: expected '}', found the end of the text: is it complete?"),
     ("  return %y\n}\n", "", "line 3, column 1: expected '%', found the end of the text: is it complete?"),
     ("}\n", "}\nmore", "line 5, column 1: expected the end of the text, found 'more'"),

@@ -294,7 +294,7 @@ def test_a_program_of_two_meshes() -> None:
         ),
         (
             ON_FIRST + "send_blocks %x in 2 by [0[0] -> 2[0], 1[0] -> 3[0]] on x\n}\n" + RECV,
-            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 4 f32, and it meets a recv of 8 f32, "
+            "text:3: rank 0, the caller's stream: send %x to 2 on x: sends 8 f32, and it meets a recv of 16 f32, "
             "rank 2, the caller's stream: recv %y from rank - 2 on x: make them equal",
         ),
         (
@@ -302,7 +302,7 @@ def test_a_program_of_two_meshes() -> None:
             + "send_blocks %x in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on x\n}\n"
             + ON_SECOND
             + "recv_blocks %y in 2 by [0[1] -> 2[0], 1[0] -> 3[1]] on x\n}\n",
-            "@t: rank 2: nothing writes bytes 16 to 32 of the output %y: write all of every output",
+            "@t: rank 2: nothing writes bytes 32 to 64 of the output %y: write all of every output",
         ),
         (
             ON_SECOND + "%b = allocate f32[4, N]\n}\nsend_blocks %b in 1 by [0[0] -> 1[0]] on x\n",

@@ -175,7 +175,7 @@ def test_times() -> None:
 def test_a_gather_with_nothing_beside_it() -> None:
     """By copy engines where they take less time than a collective, and where they are used anyway."""
     inputs, before, _ = next(iter(CASES.values()))
-    for ranks, size, by in ((2, 8192, "async one_sided"), (2, 1024, ""), (8, 8192, "")):
+    for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
         text = str(overlap_communication(fusion(inputs, before, f"x={ranks}"), Options(sizes=sizes, machine=H200)))
         assert f"%vg: bf16[K, N] {by}".strip() + " = all_gather" in text, (ranks, size)
@@ -211,7 +211,11 @@ def test_a_reduce_scatter_beside_products() -> None:
         %t: bf16[K, M] = permute_dims(%a, axes=(1, 0))
         %dw: bf16[K, K] = matmul(%t, %b)
         %y: bf16[M@x, K] = negative(%dx)"""
-    for machine, size, by in ((H200, 8192, "async one_sided"), (H200, 2048, "async"), (H200.without("one_sided", "here"), 8192, "async")):
+    for machine, size, by in (
+        (H200, 8192, "async peer"),
+        (H200, 2048, "async"),
+        (H200.without("peer", "here").without("one_sided", "here"), 8192, "async"),
+    ):
         options = Options(sizes=dict.fromkeys("MNK", size), machine=machine)
         text = str(overlap_communication(fusion(inputs, ops, "x=2"), options))
         assert f"%dx: bf16[M@x, K] {by} = reduce_scatter" in text, (size, by)

@@ -69,6 +69,7 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result.numpy() for result in results)
 
 
+@pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.f16), (2, hw.f32), (3, hw.bf16), (4, hw.f16)], ids=str)
 def test_matches_torch(ranks: int, dtype: DType) -> None:
     fusion = gradients(ranks, dtype)

@@ -174,7 +174,7 @@ def test_chosen_where_it_gains() -> None:
     assert choice.taken.name == "put(2)"
     assert [way.name for way in choice.ways[1:]] == ["p2p(2)", "none"]
     text = program.explain()
-    assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, one_sided, predicted" in text
+    assert "%k_gathered = all_gather of %y_packed: 2 chunks by put, peer, predicted" in text
     assert "in memory, to the keys of 2 ranks as they come, joined by log-sum-exps" in text
     fusion = context_parallel(2)
     for rows in (6, 7):
@@ -190,7 +190,7 @@ def test_not_chosen_where_it_loses() -> None:
     assert [[way.name for way in choice.ways] for choice in uneven] == [["none"]]
     text = hw.compile(context_parallel(2), options=Options(sizes={"S": 256})).explain()
     assert "%v_gathered = all_gather of %v: as %k_gathered, with which it would travel in a loop" in text
-    slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("one_sided", "here"))).choices
+    slow = lower(context_parallel(4), Options(sizes={"S": 8192}, machine=H200.without("peer", "here").without("one_sided", "here"))).choices
     assert [choice.taken.name for choice in slow] == ["none"]
 
 

@@ -11,9 +11,9 @@ from hostweave.base.errors import ArgumentError
 from hostweave.build.cuda import gpus
 
 LOOPS = ("ag_matmul_p2p", "ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "gated_in_loops", "three_layers", "gradients")
-CASES = [(name, transport) for name in (*EXCHANGES, *LOOPS) for transport in ("one_sided", "two_sided")]
+CASES = [(name, transport) for name in (*EXCHANGES, *LOOPS) for transport in ("peer", "one_sided", "two_sided")]
 CASES += [(name, "auto") for name in ONE_SIDED]
-ON_GPUS = [("permutes", "one_sided"), ("exchanges", "two_sided"), ("mlp_put", "auto"), ("residual_put", "auto")]
+ON_GPUS = [("permutes", "peer"), ("exchanges", "two_sided"), ("mlp_put", "auto"), ("residual_put", "auto")]
 HAS_GPUS = len(gpus()) >= 2 and nccl() >= 22900
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPUS, reason="needs 2 GPUs, and NCCL 2.29")]
 PLACES = [("cpu", 2, *case) for case in CASES] + [pytest.param("cpu", 3, *case, marks=pytest.mark.slow) for case in CASES]

@@ -1,13 +1,13 @@
 """A product with a gathered matrix whose shards are its columns takes one shard after another, each from where it is.
 
-    %w_gathered: bf16[K, N] async one_sided = all_gather(%w, dim=1, axes=(x))
+    %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
     %y: bf16[M@x, N] = add(%h, %r)
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
 becomes
 
-    %w_gathered: bf16[K, N] async one_sided = all_gather(%w, dim=1, axes=(x))
+    %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] stream(N, 2, by_shard, local_first) = matmul(%x, %w_gathered)
     %y: bf16[M@x, N] stream(N, 2, by_shard, local_first) = add(%h, %r)
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
