@@ -54,8 +54,8 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """One body, at the typical sizes. A gather or a reduce-scatter next to other ops is done by copies, as on transport `peer`, if that
-    costs these ops less and its sizes are stated. So are then those that have nothing next to them, if it takes less time; a choice says so.
+    """One body, at the typical sizes. A gather or a reduce-scatter next to other ops is done by copies, as on transport `peer`, if its
+    sizes are stated and that costs these ops less. Then others are, too, if that takes less time. A choice says so.
 
     A communication goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past
     another one it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
