@@ -166,3 +166,22 @@ def test_the_other_branch_is_taken_where_only_large_sizes_take_it() -> None:
     assert check(host, fusion=sums) == ()
     wrong = changed(host, lambda i: replace(i, op="max") if isinstance(i, ir.AllReduce) else None)
     assert "is not what the fusion computes" in fault(sums, wrong)
+
+
+@pytest.mark.parametrize("algorithm", ["p2p", "broadcast", "reduce"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, algorithm: str) -> None:
+    """A root goes ahead of the ranks that wait for it, so that one line runs on two streams at once."""
+    is_sum, chunks = algorithm == "reduce", 2 * ranks
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+    def steps(a: hw.Tensor, b: hw.Tensor, x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        if is_sum:
+            return hw.reshard(a @ b, "M", "N@x").stream("N", chunks=chunks, algorithm="reduce")
+        return (hw.copy(x) @ w).stream("M", chunks=chunks, algorithm=algorithm)
+
+    host = lower(steps, Options())
+    assert any(isinstance(i, ir.Allocate) for loop in tree.walk(host.body) if isinstance(loop, ir.OnStream) for i in loop.body)
+    assert check(host, fusion=steps) == ()
+    wrong = changed(host, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.Matmul) else None)
+    assert "is not what the fusion computes" in fault(steps, wrong)

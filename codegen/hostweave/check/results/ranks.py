@@ -59,14 +59,12 @@ class Ranks:
         return self.buffer(root).view([rank], 0, self.instances.roots[rank][root].layout).read()
 
     def view(self, ranks: Sequence[int], accesses: Sequence[Access]) -> View:
-        """Returns the memory that the accesses of ranks name. All have one layout."""
-        first = accesses[0].region
+        """Returns the memory that the accesses of ranks name. All have one layout. Their buffers differ where their streams do."""
+        regions = [access.region for access in accesses]
         owners = [rank if access.at is None else access.at for rank, access in zip(ranks, accesses, strict=True)]
-        offsets = {access.region.offset for access in accesses}
-        buffer = self.buffer(first.root)
-        if len(offsets) == 1:
-            return buffer.view(owners, first.offset, first.layout)
-        return Views([buffer.view([o], a.region.offset, a.region.layout) for o, a in zip(owners, accesses, strict=True)])
+        if len({(region.root, region.offset) for region in regions}) == 1:
+            return self.buffer(regions[0].root).view(owners, regions[0].offset, regions[0].layout)
+        return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
 
     # --- control ---
 
