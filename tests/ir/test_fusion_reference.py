@@ -15,7 +15,7 @@ from whole_programs import random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
-from hostweave.cli.tolerance import tolerance
+from hostweave.cli.tolerance import tolerance, tolerance_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS
@@ -104,6 +104,26 @@ def test_tolerance_covers_a_sum_of_rounded_terms_and_not_much_more(dtype: DType,
     error = np.abs(total.astype(np.longdouble) - exact)
     assert np.all(error <= allowed.atol + allowed.rtol * np.abs(exact))
     assert np.max(error) > allowed.atol / 100
+
+
+@pytest.mark.parametrize("head", [64, 256])
+def test_tolerance_covers_the_scores_of_a_softmax_and_not_much_more(head: int) -> None:
+    sizes, scale = {"S": 2000}, head**-0.5
+
+    @hw.fusion(mesh=hw.Mesh(x=1), q=hw.f32[1, "S", head], k=hw.f32[1, 8, head], v=hw.f32[1, 8, 8])
+    def attended(q, k, v):  # type: ignore[no-untyped-def]
+        return hw.scaled_dot_product_attention(q, k, v)
+
+    rng = np.random.default_rng(head)
+    q, k, v = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 2000, head), (1, 8, head), (1, 8, 8)))
+    (exact,) = run_reference(attended, {"q": q, "k": k, "v": v})
+    scores = np.add.accumulate(q[0, :, None] * k[0], axis=2, dtype=np.float32)[:, :, -1] * np.float32(scale)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    error = np.abs((weights @ v[0]) / weights.sum(axis=1, keepdims=True) - exact[0])
+    allowed, without = tolerance_of(attended, attended.outputs[0], sizes), tolerance(hw.f32)
+    assert np.all(error <= allowed.atol + allowed.rtol * np.abs(exact[0]))
+    assert np.any(error > without.atol + without.rtol * np.abs(exact[0]))
+    assert np.max(error) > allowed.atol / 10
 
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])

@@ -7,6 +7,7 @@ from math import prod, sqrt
 
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, operand_types
+from hostweave.fusion_ir.ops.attributes import SCALE
 from hostweave.fusion_ir.rewriting import inlined
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import insert_reshards
@@ -25,11 +26,12 @@ class Tolerance:
     atol: float
 
 
-def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolerance:
+def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1, scores: float = 0.0) -> Tolerance:
     """How far a result of this dtype may be from the exact one, for inputs of magnitude about 1 and of either sign.
 
     `reduction_length` n is the number of products or elements that one result is summed from; `terms` D the number of
-    partial sums, one a rank, that are rounded to the dtype before they are added up. Zero for integers and bools.
+    partial sums, one a rank, that are rounded to the dtype before they are added up; `scores` the sum of m c over softmaxes on the way.
+    Zero for integers and bools.
 
     With u = 2^-(mantissa bits + 1), the unit roundoff of the dtype, and a that of the accumulator (f32, or f64 for f64):
     - the result is rounded once, and each op of a short chain before it (we allow three): rtol = 4 u;
@@ -38,13 +40,15 @@ def tolerance(dtype: DType, reduction_length: int = 1, terms: int = 1) -> Tolera
       2 a n. No more than b = 512 are. The errors of n / b sums of b are as independent as these are: 2 a b sqrt(n / b);
     - each of D partial sums, of size sqrt(n / D), is rounded to the dtype, and so are their D - 1 sums, of size up to
       sqrt(n): at most u (sqrt(n D) + (D - 1) sqrt(n)), which adds up one way only in the worst case: 2 u D sqrt(n);
-    - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n).
+    - a result near zero inherits the rounding of what cancelled in it: 4 u sqrt(n);
+    - scores of a softmax are sums of m products, times a scale c: they err by 2 a m c. A weight exp(score) errs by as much of itself,
+      a mean by such weights by no more, and a sum of n such means by 2 a m c sqrt(n).
     """
     if dtype.kind != "float":
         return Tolerance(0.0, 0.0)
     unit, accumulator = dtype.roundoff, (dtype if dtype == f64 else f32).roundoff
     n, d = reduction_length, terms
-    added = min(n, sqrt(n * _IN_A_ROW))
+    added = _added(n) + scores * sqrt(n)
     spread = 2 * unit * d * sqrt(n) if d > 1 else 0.0
     return Tolerance(rtol=4 * unit, atol=2 * accumulator * added + 4 * unit * sqrt(n) + spread)
 
@@ -56,15 +60,22 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
     """
     spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}
-    lengths, terms = dict.fromkeys(types, 1), dict.fromkeys(types, 1)
+    lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)
     for op in spread.ops:
         result, inputs = op.result.name, op.tensors
         joined: Callable[[Iterable[int]], int] = prod if op.kind == "matmul" else partial(max, default=1)
         lengths[result] = joined(lengths[tensor] for tensor in inputs) * reduced_length(op, types, sizes)
         terms[result] = joined(terms[tensor] for tensor in inputs)
+        inherited = [scores[tensor] for tensor in inputs]
+        scores[result] = (sum(inherited) if op.kind == "matmul" else max(inherited, default=0.0)) + score_length(op, types, sizes)
         if op.result.type.partial:
             terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
-    return tolerance(types[name].dtype, lengths[name], terms[name])
+    return tolerance(types[name].dtype, lengths[name], terms[name], scores[name])
+
+
+def _added(length: int) -> float:
+    """Returns how many additions, one after the other, err as much as a sum of this length."""
+    return min(length, sqrt(length * _IN_A_ROW))
 
 
 @lru_cache(maxsize=1)  # each output of a program asks for it
@@ -84,3 +95,13 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
     reduced = [size for label, size in dim_sizes.items() if label and label not in (*walked.result, *walked.unwalked)]
     reduced += [operands[operand].shape[dim] for operand, dim in OPS[op.kind].adds_up]
     return prod(size.bind(sizes) for size in reduced)
+
+
+def score_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, int]) -> float:
+    """Returns the m c of `tolerance` for the softmax in an op: 0 where there is none."""
+    operands = operand_types(op, types)
+    lengths = [operands[operand].shape[dim].bind(sizes) for operand, dim in OPS[op.kind].scores_add_up]
+    if not lengths:
+        return 0.0
+    scale = op[SCALE]
+    return _added(prod(lengths)) * abs(scale)

@@ -324,8 +324,9 @@ _WHOLE = "attended to"
 _ATTRIBUTES = (SCALE, CAUSAL, WINDOW, HAS_BIAS, IS_PACKED, REVERSED)
 _IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 
-OPS["attention"] = OpDef(None, _attention, _map, _numpy(attended, "attention", 0), _IN_BLOCKS, whole=_WHOLE)
-OPS["attention_lse"] = OpDef(None, _rows, _map, _numpy(attended, "attention_lse", 1), _IN_BLOCKS, whole=_WHOLE)
+_SCORES = ((0, -1),)
+for _index, (_kind, _typed) in enumerate((("attention", _attention), ("attention_lse", _rows))):
+    OPS[_kind] = OpDef(None, _typed, _map, _numpy(attended, _kind, _index), _IN_BLOCKS, scores_add_up=_SCORES, whole=_WHOLE)
 _ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,), (_HEAD,))):
     OPS[GRADIENTS[_index]] = OpDef(

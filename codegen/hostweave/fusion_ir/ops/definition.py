@@ -76,6 +76,7 @@ class OpDef:
         None  # the axes of each dim, where no index says it
     )
     adds_up: tuple[tuple[int, int], ...] = ()  # operands and their dims that its elements are sums over, where no index says it
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # likewise of the scores, times the scale, of a softmax inside
     whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
 
     is_view: bool = False  # pointer arithmetic on what a rank holds, no call
