@@ -251,6 +251,17 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
     return sum((other * g.random.choice([1, 2]) for other in others), start=first)
 
 
+def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Sums of which each rank receives columns. The receiver alone unpacks them, so that ranks are in different steps."""
+    t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
+    axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
+    rows, columns = t.shape
+    by = g.random.choice([way for way in SCATTERING if way != "ring"])  # a ring passes contiguous blocks on
+    terms = hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(t.T, f"{columns}@{axis}", rows)
+    scattered = hw.reshard(terms, rows, f"{rows}@{axis}")
+    return scattered.stream(1, chunks=g.random.choice([size, 2 * size]), algorithm=by if size > 1 else None)
+
+
 def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     """What is linear, and now and then what is not, in sums over a dim that is split."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
@@ -471,9 +482,9 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Of more ranks, with places that are computed and another mesh over the same ranks: the programs of `Generator` alone stay as
-    they are."""
-    generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [_updated] * 6)
+    """Of more ranks, with computed places, sums by columns, and another mesh over the same ranks. `Generator` alone makes the programs that
+    it made before."""
+    generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [*[_updated] * 6, *[_columns_in_a_loop] * 2])
     ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)
     axes = {"u": 2, "v": len(ranks) // 2} if len(ranks) % 2 == 0 else {"u": len(ranks)}
     generator.meshes.append(generator.mesh.ranks(generator.zigzag.choice([ranks, sorted(ranks)]), **axes))
