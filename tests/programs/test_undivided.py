@@ -60,7 +60,24 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
     return sums_of_sizes
 
 
-PROGRAMS: tuple[Callable[[hw.Mesh], Fusion], ...] = (some_axes, reshapes, sums_of_sizes)
+def from_the_end(mesh: hw.Mesh) -> Fusion:
+    """Indices and slices from the end of a dim, and variances, which state how many elements they have, also in a block."""
+
+    @hw.block(x=hw.f32["M", "K"])
+    def last(x):  # type: ignore[no-untyped-def]
+        return x[-1] * 2, hw.sum(x[-2:], 0)
+
+    @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"])
+    def from_the_end(x):  # type: ignore[no-untyped-def]
+        return (
+            *(hw.reshard(x, "M@a", "K"), x[-1] + 1, x[-2:] * 2, x[:, -1], x[1:-1] - 1, *last(x + 1), *last(x)),
+            *(hw.var(x, axis=0, correction=1), hw.std(x[1:], axis=0, correction=1)),
+        )
+
+    return from_the_end
+
+
+PROGRAMS: tuple[Callable[[hw.Mesh], Fusion], ...] = (some_axes, reshapes, sums_of_sizes, from_the_end)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

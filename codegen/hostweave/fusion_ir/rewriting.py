@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from hostweave.base.errors import ProgramError
 from hostweave.base.names import claim_unique
-from hostweave.fusion_ir.ir import Fusion, Op, Value
+from hostweave.fusion_ir.ir import AttributeValue, Fusion, Op, Value
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import AXIS, INDEX, START
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 
@@ -82,9 +83,17 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
     def bound(body: Fusion) -> Fusion:
         inputs = tuple(replace(value, type=known(value.type)) for value in body.inputs)
-        return replace(
-            body, inputs=inputs, ops=tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops)
-        )
+        ops = tuple(replace(op, result=replace(op.result, type=known(op.result.type))) for op in body.ops)
+        types = {value.name: value.type for value in (*inputs, *(op.result for op in ops))}
+        return replace(body, inputs=inputs, ops=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
+
+    def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
+        """With sizes at ints, and indices from the end of a dim that is an int from its start."""
+        made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
+        if first := {"select": INDEX, "slice": START}.get(op.kind):
+            size = types[op.tensors[0]].shape[op[AXIS]]
+            made[first.name] = op[first] + int(size) if op[first] < 0 and size.is_int else op[first]
+        return tuple(made.items())
 
     made = map_functions(fusion, bound)
     names = Names(made)
