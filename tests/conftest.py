@@ -21,7 +21,7 @@ from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
-GPU_WORKERS = 4  # that share the GPUs: most of the time of their tests goes into building programs
+GPU_WORKERS = 8  # that share the GPUs: most of the time of their tests goes into building programs
 OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
 
 # No worker is left with one of these when the others are done.

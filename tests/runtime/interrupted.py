@@ -50,8 +50,8 @@ class Interrupted:
     def _compiled(self, fusion: hw.Fusion) -> hw.Program:
         return hw.compile(fusion, target=self._target)
 
-    def _local(self, array: np.ndarray) -> object:
-        return self._torch.from_numpy(array).cuda() if self._torch else array
+    def _local(self, array: np.ndarray, rank: int = 0) -> object:
+        return self._torch.from_numpy(array).cuda(rank) if self._torch else array
 
     def _expect(self, result: object, added: int = 0) -> None:
         np.testing.assert_array_equal(result.cpu().numpy() if self._torch and hasattr(result, "cpu") else result, X @ W + added)
@@ -77,7 +77,7 @@ class Interrupted:
         def rank(rank: int) -> None:
             hw.init(provider)
             rows = len(X) // RANKS
-            x, w = (self._local(array) for array in (np.ascontiguousarray(X[rows * rank : rows * (rank + 1)]), W))
+            x, w = (self._local(array, rank) for array in (np.ascontiguousarray(X[rows * rank : rows * (rank + 1)]), W))
             while True:
                 self._expect(self._kept(x, w))
 

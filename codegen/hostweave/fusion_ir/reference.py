@@ -32,7 +32,8 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
             raise ArgumentError(f"{fusion.name}: {name} has {arrays[name].ndim} dims; pass a {type}")
     sizes = bind_sizes(fusion.name, fusion.mesh, inputs, {name: arrays[name].shape for name in inputs}, uneven=None)
     values = {name: arrays[name].astype(_computing_dtype(type.dtype)) for name, type in inputs.items()}
-    return evaluate(fusion, values, sizes, _NUMPY)
+    with _NUMPY.np.errstate(all="ignore"):  # NaN and infinity are results, as on the targets
+        return evaluate(fusion, values, sizes, _NUMPY)
 
 
 @dataclass(frozen=True)
