@@ -167,18 +167,20 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
   const std::uint64_t offset = reinterpret_cast<std::uintptr_t>(memory) - base;
   const Registration ours{{getpid(), allocation->file}, offset, bytes};
   std::vector<Registration> all(size, ours);
-  // What was issued before uses the same way to the others.
-  wait_for_ops(lock, comm);
-  lock.unlock();
-  Traffic traffic(size);
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == comm->rank) continue;
-    traffic.send(peer, &ours, sizeof ours);
-    traffic.receive(peer, &all[peer], sizeof ours);
-  }
-  shared->move(traffic);
-  lock.lock();
-  if (machine.failed()) return nullptr;
+  const auto exchange = [&] {
+    lock.unlock();
+    Traffic traffic(size);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == comm->rank) continue;
+      traffic.send(peer, &ours, sizeof ours);
+      traffic.receive(peer, &all[peer], sizeof ours);
+    }
+    shared->move(traffic);
+    lock.lock();
+    return !machine.failed();
+  };
+  wait_for_ops(lock, comm);  // what was issued before uses the same way to the others
+  if (!exchange()) return nullptr;
   auto windows = std::make_shared<Windows>();
   windows->bytes = bytes;
   for (int peer = 0; peer < size; ++peer) {
@@ -193,6 +195,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
+  if (!exchange()) return nullptr;  // so that nobody frees memory that another rank has still to map
   windows->arrived = size;
   return windows;
 }
