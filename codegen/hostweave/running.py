@@ -203,7 +203,8 @@ class Running:
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
             self.compiled.expect_sizes("sizes=", sizes)
-            if (other := self._for_sizes({**self._sizes_of(held, arrays, {}, whole=True), **sizes}, group or current())) is not self:
+            known = {**self._sizes_of(held, arrays, {}, whole=True), **sizes}
+            if (other := self._for_sizes(known, current() if group is None else group)) is not self:
                 return other.call(other._rebound(held), (arrays, {}), out, stream, group, other._known(sizes), captures)
 
         def call(one: Running) -> Any:
@@ -224,7 +225,7 @@ class Running:
             self.compiled.expect_sizes("prepare", one)
         own = []
         for one in sizes:
-            if (other := self._for_sizes(one, group or current())) is self:
+            if (other := self._for_sizes(one, current() if group is None else group)) is self:
                 own.append(one)
             else:
                 other.prepare(other._rebound(held), [other._known(one)], group)

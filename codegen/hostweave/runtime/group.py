@@ -58,8 +58,8 @@ _making = renewed(threading.Lock())
 _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-@checked
 @tells_shortages
+@checked
 def init(
     provider: Provider | None = None,
     group: str = "default",

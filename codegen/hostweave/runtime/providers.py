@@ -101,8 +101,8 @@ class Threads:
             for part in self.parts.values():
                 part.fail(reason)
 
-    @checked
     @tells_shortages
+    @checked
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Calls `function(rank)` in a new thread for every rank. Returns a list of the results, by rank.
 
