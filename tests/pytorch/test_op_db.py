@@ -29,6 +29,7 @@ CASES = [
     for ranks in (1, 2, 4)
 ]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch about its own samples
+NOT_INITIALIZED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def refused_entries() -> set[str]:
@@ -56,6 +57,9 @@ def expect_as_torch(batch: list[Entry], ranks: int) -> None:
         def message(why: str, name: str = entry.name) -> str:
             return f"{name}: {why}"
 
+        if entry.name in NOT_INITIALIZED:
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), entry.name
+            continue
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, equal_nan=True, check_stride=False, msg=message)
 
 

@@ -326,7 +326,7 @@ def name_of_constant(node: Node) -> str:
     return node.name
 
 
-_SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "slice", "permute", "transpose", "_to_copy", "clone", "alias")
+_SAME_VALUES = ("unsqueeze", "squeeze", "expand", "view", "_unsafe_view", "slice", "permute", "transpose", "_to_copy", "clone", "alias")
 
 
 def name_of(target: str) -> str:
