@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_sizes_of_ranks import on_two_ranks
 
@@ -43,5 +45,6 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 """
 
 
-def test_one_rank_alone_binds_arrays_anew() -> None:
-    assert on_two_ranks(SCRIPT, "two_sided") == [["done [2, 2, 2]"], ["done [2, 2]"]]
+def test_one_rank_alone_binds_arrays_anew(tmp_path: Path) -> None:
+    """With a cache of its own: what other tests have measured is not known."""
+    assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]
