@@ -179,7 +179,7 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """What the check at compile left out, a text each: lines that did not run, kernels of the user, or everything."""
+        """Texts of all that the check at compile left out: lines that did not run, user kernels, or everything."""
         return self._compiled.unchecked
 
     @checked

@@ -90,7 +90,7 @@ class Options:
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """Those that may be, the preferred one first, and those that the machine does not have last."""
+        """Allowed transports: the preferred one first, those that the machine refuses last."""
         names = PREFERRED if self.transport == "auto" else (self.transport,)
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 

@@ -135,7 +135,7 @@ class Running:
         return found
 
     def _known(self, sizes: Sizes) -> Sizes:
-        """Those of the sizes that it has names for."""
+        """Sizes that the program has names for."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.symbols()}
 
     def _rebound(self, held: Bound | None) -> Bound | None:

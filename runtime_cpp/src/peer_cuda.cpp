@@ -36,7 +36,7 @@ constexpr auto kUnmapPatience = 5s;   // for the device to end what waited, and 
 constexpr auto kWordPhase = 50us;     // for which all words stay 0, or 1, while waits are ended
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
-// What all ranks of a group map. All zeros is how it begins.
+// Memory that all ranks of a group map. It begins as zeros.
 struct Segment {
   std::atomic<uint64_t> token;
   std::atomic<int64_t> size;  // of the group, as the first rank to come has it
@@ -49,11 +49,11 @@ struct Segment {
     char why[256];  // why this rank does not reach the others
   } seats[kRanks];
   std::atomic<uint32_t> unmapped[kMappings];  // by how many ranks, of each mapping
-  // By sender, receiver and number; as many as the group has ranks are used.
+  // Indexed by sender, receiver and number of the signal. The ranks of the group use the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
-// What an id holds.
+// Contents of an id.
 struct Maker {
   uint64_t token;
   int64_t process;
@@ -132,7 +132,7 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // By how many ranks a mapping was given up; its counter also has those of the mappings that used it before.
+  // Counts the ranks that gave a mapping up, on top of those of earlier mappings with the same counter.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
@@ -238,7 +238,7 @@ void free_what_is_unmapped() {
   for (const GivenUp& one : done) free_shared(one.data);
 }
 
-// What a mapping keeps of each peer's memory.
+// A mapping's record of each peer's memory.
 struct Opened {
   MemoryCard own;
   std::vector<std::pair<MemoryCard, void*>> peers;

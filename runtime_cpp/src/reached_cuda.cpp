@@ -39,7 +39,7 @@ std::map<void*, Mapped>& mapped() {  // guarded by mapped_mutex
   return *all;
 }
 
-// Where memory of a device can be read and written: on that device, and on those that reach it.
+// Grants read and write access to the device of the memory and to all devices that reach it.
 std::vector<CUmemAccessDesc> access_of(int device) {
   int count = 0;
   HW_CHECK(cudaGetDeviceCount(&count));

@@ -51,7 +51,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
 
 
 def test_a_channel_gets_the_first_transport_that_carries_what_it_needs() -> None:
-    """Of two with the same calls the preferred one, unless the machine refuses it: nothing else knows of either."""
+    """Takes the preferred one of two with the same calls, unless the machine refuses it."""
     stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
     chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
     for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):

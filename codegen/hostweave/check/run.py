@@ -53,7 +53,7 @@ def compiled(expr: Expr, sizes: Sizes) -> Callable[[Environment], int]:
 
 
 class Held(NamedTuple):
-    """Where a buffer lies, and which contents of the memory it stands for."""
+    """Place of a buffer, and the contents of its memory that it stands for."""
 
     root: str
     offset: int  # bytes

@@ -179,7 +179,7 @@ def _view(b: _Binder, i: ir.View) -> Step:
 
 
 def _parameter(b: _Binder, i: AsGiven | TakeOver) -> Step:
-    """Of an inlined call, where this rank has it."""
+    """Operations of an inlined call, if this rank has it."""
     b.define(i.out, b.types[i.src], i)
 
     def step(run: Run) -> None:

@@ -258,7 +258,7 @@ def bench(names: Sequence[str]) -> int:
 
 
 def _lacking(name: str) -> str | None:
-    """What a benchmark needs and this machine does not have; None if it can run."""
+    """Names the need of a benchmark that this machine does not meet; None if it can run."""
     if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
         return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
     missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]

@@ -84,7 +84,7 @@ class Collective:
         return None if dim is None else dim_of_chunk(dim, self.op, self.flow.values[self.op.tensors[0]], steps)
 
     def _is_uneven(self) -> bool:
-        """Whether ranks may hold different shares of a dim that the op changes."""
+        """True if ranks may hold different shares of a dim that the op changes."""
         dims = zip(self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims, strict=True)
         mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
         return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)

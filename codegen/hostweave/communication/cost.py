@@ -96,7 +96,7 @@ class Overlap:
 
 
 def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> float:
-    """What is computed here, then each chunk once it has arrived; one arrives after the other."""
+    """Seconds of the own chunks, then of each other chunk once it has arrived. Chunks arrive one after another."""
     computed, arrived = here, 0.0
     for transfer in transfers:
         arrived += transfer

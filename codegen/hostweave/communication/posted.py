@@ -41,5 +41,5 @@ class Posted:
 
 
 def collectives_on(b: Builder, axes: tuple[str, ...]) -> Posted | Exchange:
-    """What does a collective of these ranks on the transport that is preferred."""
+    """Returns the object that does a collective of these ranks on the preferred transport."""
     return Posted(b, axes) if b.carrying(COLLECTIVES, SIGNALS).carries >= COLLECTIVES else Exchange(b, axes)

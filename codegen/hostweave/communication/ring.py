@@ -67,7 +67,7 @@ class _PassedOn(_Ring):
 
 
 class _Gather(_PassedOn):
-    """What the rank before has sent, or this rank has, goes on to the next one."""
+    """Sends the block of the rank before, or this rank's own, on to the next rank."""
 
     def step(self, steps: Steps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
@@ -138,7 +138,7 @@ class _GatherByPuts(_Ring, put.Gather):
         return (self.rank - 1) % self.size
 
     def put(self, steps: Steps) -> None:
-        """What this rank had as many steps before as a shard has pieces."""
+        """Puts the piece that this rank had as many steps before as a shard has pieces."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(before)
 

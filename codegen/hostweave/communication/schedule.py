@@ -29,7 +29,7 @@ FIRST, LAST = ROTATIONS  # of a gather a rank's own shard, which is there; of a 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a loop does by one algorithm, for reshards of one kind."""
+    """One algorithm of a chunk loop, for reshards of one kind."""
 
     name: str  # that users give as `algorithm=`
     kind: str
@@ -41,11 +41,11 @@ class Schedule:
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """What a channel must carry: all of any one of these."""
+        """Sets of capabilities: a channel must carry all of one set."""
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """Whether it can do a reshard by a transport, in a loop with a known number of steps or not. Memory that ranks share is laid out
+        """True if it can do a reshard by a transport, in a loop with a known number of steps or not. Memory that ranks share is laid out
         alike on all of them, so that none may have a mesh of its own."""
         return not transport.shares_memory or (is_on_all_ranks and is_counted and change.reduction in ("", "sum"))
 
@@ -62,7 +62,7 @@ class Schedule:
         return overlap.in_chunks(machine, chunks, own, transfer, slower, BESIDE_KERNELS, added)
 
     def lowering(self, b: Builder) -> type[Lowering]:
-        """What writes it on the transport that is preferred."""
+        """Returns the object that lowers it on the preferred transport."""
         transport = b.carrying(*self.needs)
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 

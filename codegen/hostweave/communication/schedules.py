@@ -8,7 +8,7 @@ from hostweave.fusion_ir.choice import Choice, Way
 from hostweave.options import Options
 from hostweave.transports.transport import SIGNALS, Transport
 
-# Of one kind the first one that fits is the default.
+# The first schedule of a kind that fits is the default.
 SCHEDULES: tuple[Schedule, ...] = (
     *(p2p.GATHER, broadcast.BROADCAST, put.GATHER, ring.GATHER),
     *(p2p.SCATTER, put.SCATTER, ring.SCATTER, broadcast.REDUCE),
@@ -18,14 +18,14 @@ NAMES = tuple(dict.fromkeys(schedule.name for schedule in SCHEDULES))
 
 
 def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transport]]:
-    """Those of reshards of one kind for which the options have a transport."""
+    """Schedules of reshards of one kind for which the options have a transport."""
     for schedule in SCHEDULES:
         if schedule.kind == kind and (transport := options.transport_carrying(*schedule.needs)):
             yield schedule, transport
 
 
 def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Schedule]:
-    """Those that the compiler may choose on the machine of the options. Memory that ranks share holds shards of one size."""
+    """Schedules that the compiler may choose on the machine of the options. Memory that ranks share holds shards of one size."""
     for schedule, transport in schedules_of(kind, options):
         if not transport.why_not(options.figures) and (is_even or not transport.shares_memory):
             yield schedule
@@ -36,7 +36,7 @@ def find_schedule(kind: str, name: str) -> Schedule:
 
 
 def reach_memory(choices: Iterable[Choice], options: Options) -> bool:
-    """Whether ranks reach each other's memory by what was chosen."""
+    """True if ranks reach each other's memory by the chosen way."""
     return any(choice.taken.chunks and transport_of(choice.taken, options).shares_memory for choice in choices)
 
 

@@ -63,7 +63,7 @@ class Transfers:
 
 
 def needs_equal_blocks(source: TensorType, target: TensorType, mesh: Mesh, transport: Transport) -> bool:
-    """Whether a transport moves a tensor between two meshes only if its blocks are known to be of one size."""
+    """True if a transport moves a tensor between two meshes only if its blocks are known to have one size."""
     return not transport.carries >= MESSAGES and any(dim.is_uneven(dim.size.symbols) for dim in shared_dims(source, target, mesh))
 
 

@@ -1,4 +1,4 @@
-"""Where the values of a program lie, as communication asks for it; lowering knows."""
+"""Places of a program's values, which lowering knows and communication asks for."""
 
 from typing import Protocol
 
@@ -13,13 +13,13 @@ class Values(Protocol):
         """The buffer or view that holds all of a value."""
 
     def chunk(self, name: str, dim: int, steps: Steps) -> str:
-        """What one iteration touches of a value."""
+        """Part of a value that one iteration touches."""
 
     def operand(self, op: Op, number: int, steps: Steps | None) -> str:
-        """What an op reads."""
+        """Buffer that an op reads."""
 
     def destination(self, op: Op, steps: Steps | None) -> str:
-        """What an op writes."""
+        """Buffer that an op writes."""
 
     def take_chunks(self, op: Op, steps: Steps) -> None:
         """Takes memory for what the steps of an op write."""

@@ -132,7 +132,7 @@ def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """Whether another dim of a label can be split as one is; by blocks it always can, as each rank has one, however long."""
+    """True if another dim of a label can be split as one is; by blocks it always can, as each rank has one, however long."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 

@@ -152,7 +152,7 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """What stands before and after the body of a function with donated inputs. Puts its parameters' names there into `names`."""
+        """Instructions before and after the body of a function with donated inputs. Puts its parameters' names there into `names`."""
         taken = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if taken else ()), (TakeOver, taken)):

@@ -120,7 +120,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Those of the sizes that the program must divide, as among ranks, and cannot."""
+    """Sizes that the program must divide, such as among ranks, and cannot."""
     return {name: sizes[name] for name, multiple in _of_symbols(program).items() if sizes.get(name, 0) % multiple}
 
 

@@ -245,7 +245,7 @@ class LocalProgram:
         return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
-        """What the caller gets: of a donated input the array that he gave, or a view of it if the result has the dims in another order."""
+        """Results for the caller. A donated input gives the caller's array, or a view of it if the result has its dims in another order."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None

@@ -75,7 +75,7 @@ class Meeting:
         """Leaves word for the others of how far this rank came."""
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        """What the ranks have left word of. Waits up to `timeout` seconds for those whose process or thread has not ended."""
+        """Notes that the ranks have left. Waits up to `timeout` seconds for those whose process or thread has not ended."""
         return [None] * self._count
 
 

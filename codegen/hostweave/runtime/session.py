@@ -135,7 +135,7 @@ class Session:
 
     @contextmanager
     def _freed_if_broken(self) -> Iterator[None]:
-        """Where what is done inside breaks the ranks, no program keeps what it has on them."""
+        """Frees all that programs hold on the ranks if the work inside breaks them."""
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ def _watch(watched: weakref.ref[Group], heard: Watch) -> None:
 
 
 def _report(group: Group, reason: str) -> str:
-    """What is known of every rank. Takes about a second at most, also where the store does not answer."""
+    """Progress of every rank. Takes about a second at most, even if the store does not answer."""
 
     def notes() -> list[str | None]:
         group.meeting.note(group.progress())

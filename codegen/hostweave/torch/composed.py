@@ -173,7 +173,7 @@ def unfold(x: Any, dim: int, size: int, step: int) -> Any:
 
 
 def _scanned(dim: int, values: Sequence[torch.Tensor], joined: Callable[..., Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """What is joined of the elements up to each one: each step joins twice as many (Hillis and Steele, 1986)."""
+    """Joins the elements up to each one: each step joins twice as many (Hillis and Steele, 1986)."""
     if not values[0].ndim:
         return values
     size, by = values[0].shape[dim], 1

@@ -127,7 +127,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 @cache
 def before_derivatives() -> dict[Any, Callable[..., Any]]:
-    """Those that torch, too, takes apart before it derives. An op with a derivative of its own is taken apart after it: the derivative
+    """Ops that torch, too, decomposes before it derives. An op with a derivative of its own is taken apart after it: the derivative
     of softplus as it is composed is NaN where exp(x) is infinite."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return {op: rule for op, rule in decompositions().items() if op in COMPOSED or op.has_kernel_for_dispatch_key(composite)}
@@ -190,7 +190,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
             refused(f"{cls.__name__}, a torch.autograd.Function,")()
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    # What Function.apply calls, also where the user bound that to a name of his own before.
+    # Function.apply calls this, even if the user has bound apply to another name before.
     with (
         patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         patch.object(torch.Tensor, "register_hook", refused("a hook")),

@@ -267,7 +267,7 @@ def is_known(node: Node) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node makes a size that is known at a call, or a truth about sizes."""
+    """True if a node makes a size that is known at a call, or a condition on sizes."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat)
 
 

@@ -156,7 +156,7 @@ class Repeats:
         write_out(graph, {first.number: first.path for firsts in self._firsts.values() for first in firsts})
 
     def names_read(self, reads: Mapping[str, Mapping[str, _Read]]) -> dict[str, set[str]]:
-        """What modules read of themselves, by their path. A layer that stands in for another one reads the same."""
+        """Attributes that modules read of themselves, by their path. A layer that stands in for another one reads the same."""
         found = {path: set(of_module) for path, of_module in reads.items()}
         for path, how in self.how.items():
             first = how.removeprefix("as ")

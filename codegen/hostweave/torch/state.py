@@ -1,4 +1,4 @@
-"""What a forward pass reads of its modules besides tensors: a call of a compiled module raises where any of that has changed.
+"""State that a forward pass reads of its modules besides tensors: a call of a compiled module raises if any of it has changed.
 
 Reads are noted while the module is traced. A call compares what was read with what is there, module by module, at the speed of tuples.
 """
@@ -22,7 +22,7 @@ _CODE = type | nn.Module | torch.Tensor | types.ModuleType | types.FunctionType 
 
 
 class State:
-    """What was read, by the path of a module. `changed` names what is another than when this was made."""
+    """State that was read, by the path of a module. `changed` names what has changed since."""
 
     def __init__(self, module: nn.Module, reads: Mapping[str, set[str]]):
         modules = {path: part for path, part in module.named_modules() if path in reads}
@@ -47,7 +47,7 @@ class State:
         self._sizes, self._handles = list(map(len, self._sized)), RemovableHandle.next_id
 
     def changed(self) -> str:
-        """What is another than at compile, in words; else nothing."""
+        """Describes a change since compile; empty if there is none."""
         try:
             is_same = (
                 [read(held) for read, held in self._fast] == self._expected
@@ -90,7 +90,7 @@ def _written(before: Any, now: Any) -> str:
 
 
 def _difference(one: Any, before: Any) -> str:
-    """What of an object or a container is another."""
+    """Names the part of an object or container that has changed."""
     if isinstance(before, dict):
         now, of = _contents(one), "a dict" if isinstance(one, dict) else type(one).__name__
         name = next((name for name in {**before, **now} if not is_same(before.get(name, _ABSENT), now.get(name, _ABSENT))), "")
@@ -119,7 +119,7 @@ def _containers(found: list[Any]) -> list[Any]:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two values are one object, or numbers or containers that are equal."""
+    """True if two values are one object, or equal numbers or containers."""
     if one is other:
         return True
     if type(one) is not type(other):

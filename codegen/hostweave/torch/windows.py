@@ -20,7 +20,7 @@ def each(given: Any, count: int) -> list[int]:
 
 
 def seen(x: Any, at: Sequence[int], sizes: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """What one place of a window sees of the last dims, as it goes over these: [..., *sizes]."""
+    """Elements that one place of a window sees as it goes over the last dims: [..., *sizes]."""
     for dim, (i, n, s, d) in enumerate(zip(at, sizes, stride, dilation, strict=True), x.ndim - len(sizes)):
         x = aten.slice(x, dim, i * d, i * d + s * (n - 1) + 1, s)
     return x
@@ -102,7 +102,7 @@ def _largest(count: int) -> Callable[..., Any]:
 
 
 def _begins_and_ends(size: int, out: int, device: torch.device) -> tuple[Any, Any]:
-    """Where the windows of an adaptive pooling begin and end."""
+    """Begins and ends of the windows of an adaptive pooling."""
     places = torch.arange(out, device=device)
     return places * size // out, ((places + 1) * size + out - 1) // out
 

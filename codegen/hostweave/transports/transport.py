@@ -18,7 +18,7 @@ PREFERRED = (
 DEFAULT = PREFERRED[0]
 NAMES = tuple(sorted(PREFERRED))
 
-# What is asked of a transport: the traits `posts` of the instructions that go over it.
+# Capabilities of a transport: the traits `posts` of the instructions that go over it.
 COLLECTIVES = frozenset({"collective"})
 MESSAGES = frozenset({"send", "recv"})
 SIGNALS = frozenset({"signal", "wait_signal", "get"})  # and puts, which signal

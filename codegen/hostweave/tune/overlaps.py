@@ -310,7 +310,7 @@ def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> 
 
 
 def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
-    """Where the op at `place` may stand such that what it goes past hides it; no later than it stands."""
+    """Earliest place of the op at `place` such that the ops it moves past hide it; never later than `place`."""
     op, best, passed = ops[place], place, 0.0
     for at in range(place - 1, -1, -1):
         other = ops[at]

@@ -133,7 +133,7 @@ class Straightening {
   const LaunchEvents& events() const { return events_; }
 
  private:
-  // Of a node of stream memory operations the runtime API gives no type, and an error.
+  // The runtime API has no type for a node of stream memory operations, and returns an error.
   bool is(size_t node, cudaGraphNodeType wanted) const {
     cudaGraphNodeType type;
     if (cudaGraphNodeGetType(nodes_[node], &type) == cudaSuccess) return type == wanted;

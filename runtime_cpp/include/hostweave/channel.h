@@ -46,7 +46,7 @@ class Channel {
   int64_t rank() const { return rank_; }  // this rank's place in the process group
   int64_t size() const { return size_; }
 
-  // Of the transport peer: the stream sets a signal of this number for a peer, once the peer has taken the one before.
+  // Transport peer: the stream sets a signal of this number for a peer, once the peer has taken the one before.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
   // The stream waits for the peer's signal of this number, and takes it.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;

@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// What a rank tells the others of itself and of one allocation.
+// A rank's description of itself and of one allocation, for the other ranks.
 struct MemoryCard {
   char host[64];  // the id of its boot
   int64_t process;
@@ -29,7 +29,7 @@ void free_shared(void* data);
 // Adds it to the card of its rank.
 MemoryCard with_memory(MemoryCard card, void* data);
 
-// That memory of a peer, seen from the rank of the card `own`; null if the rank cannot reach it.
+// Maps that memory of a peer for the rank of the card `own`. Returns null if the rank cannot reach it.
 void* open_memory(const MemoryCard& own, const MemoryCard& peer);
 void close_memory(const MemoryCard& own, const MemoryCard& peer, void* opened);
 

@@ -47,7 +47,7 @@ _OTHER_WORDS = {
 
 
 def word_for(name: str) -> str | None:
-    """What to write for a word of another library that is known here."""
+    """Replacement for a word of another library."""
     return f"use {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else None
 
 

@@ -59,7 +59,7 @@ def permute_after_resharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_in_blocks(have: TensorType, want: TensorType, is_of_keys: bool) -> bool:
-    """Whether a reshard is a slice, or gathers what a loop could take block by block: the outermost dim, or keys of an attention alone."""
+    """True if a reshard is a slice, or gathers what a loop could take block by block: the outermost dim, or keys of an attention alone."""
     if have.partial or have.mesh != want.mesh:
         return False
     axes = [(old.axes, new.axes) for old, new in zip(have.dims, want.dims, strict=True)]

@@ -35,7 +35,7 @@ class Loop:
 
     @property
     def by_block(self) -> bool:
-        """Whether the blocks of a communication are walked; a loop that has none takes its steps in order."""
+        """True if the blocks of a communication are walked; a loop that has none takes its steps in order."""
         stream = self.ops[0].result.stream
         return stream is not None and stream.chunking == "by_shard" and self.communication is not None
 
@@ -87,7 +87,7 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
 
 
 def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
-    """Whether an op can take its steps in this loop."""
+    """True if an op can take its steps in this loop."""
     stream, other = op.result.stream, loop.ops[0].result.stream
     if stream is None or other is None or gathered_beside(flow, op) or iterations(flow, op) != iterations(flow, loop.ops[0]):
         return False

@@ -45,7 +45,7 @@ class Reshards:
             Collective(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> Reduction:
-        """What a reshard reduces by, and the kernels of terms that ranks reduce themselves."""
+        """Reductions of a reshard, and the kernels of terms that ranks reduce themselves."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:

@@ -86,7 +86,7 @@ _binary("rsub", lambda a, b: b - a)
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """By other functions where torch has them, which differ for -inf: its square root is NaN."""
+    """Uses other functions if torch has them, since they differ for -inf: its square root is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b
     if isinstance(exponent, int) and exponent >= 0 and isinstance(a, hw.Tensor) and a.dtype.kind != "float":
         factors = [a] * exponent or [a * 0 + 1]
