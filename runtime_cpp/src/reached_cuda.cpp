@@ -48,7 +48,6 @@ std::vector<CUmemAccessDesc> access_of(int device) {
     int can = other == device;
     if (!can) HW_CHECK(cudaDeviceCanAccessPeer(&can, other, device));
     CUmemAccessDesc one{};
-    one.location = {};
     one.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     one.location.id = other;
     one.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
