@@ -217,8 +217,21 @@ def test_gathers_of_other_shards_stand_before_the_loop() -> None:
     )
 
 
+def test_what_is_in_no_loop_reads_all_of_a_gather_later() -> None:
+    check(
+        choose_overlap,
+        "%x: f32[M@x, K], %w: f32[K, K]",
+        """%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
+        %b: f32[K, M] = permute_dims(%g, axes=(1, 0))""",
+        """%g: f32[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
+        %a: f32[M, K] stream(M, 8, by_shard, local_first) = matmul(%g, %w)
+        %b: f32[K, M] = permute_dims(%g, axes=(1, 0))""",
+    )
+
+
 OTHERS = {
-    "is not streamed": "%b: f32[M, K] = matmul(%g, %w)",
+    "comes first": "",
     "has other chunks": "%b: f32[M, K] stream(M, 16) = matmul(%g, %w)",
     "is streamed over another dim": "%b: f32[M, K] stream(K, 8) = matmul(%g, %w)",
     "needs all of the first result": "%c: f32[K] = sum(%a, axis=(0,))\n%b: f32[M, K] stream(M, 8) = add(%g, %c)",
@@ -228,7 +241,9 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
     """The gather stands in front of the loop, and the user is told."""
+    first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
+        {first}
         %a: f32[M, K] stream(M, 8) = matmul(%g, %w)
         {OTHERS[other]}
         %y: f32[M, K] = add(%a, %b)"""
@@ -236,7 +251,7 @@ def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> Non
         after = choose_overlap(fusion("%x: f32[M@x, K], %w: f32[K, K]", before), Options())
     assert [op.result.stream for op in after.ops if op.result.name == "g"] == [None]
     assert str(caught[0].message) == (
-        "text:3: stream of %a overlaps nothing: the all_gather of %x stands before its loop, for %b has the result, too; "
+        "text:4: stream of %a overlaps nothing: the all_gather of %x stands before its loop, for %b has the result, too; "
         "stream all that has it over the same dim in as many chunks"
     )
 

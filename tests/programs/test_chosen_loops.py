@@ -69,6 +69,27 @@ def test_result_and_choice(ranks: int) -> None:
     np.testing.assert_array_equal(z, np.abs(a) @ given["wd"])
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
+def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
+    """As a gathered gradient is: of its rows in a product, then of its columns in that of a weight, and it is returned, too."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
+    def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
+        g = hw.reshard(x, "M", "K").named("g")
+        h = hw.matmul(g, w)
+        if way == "ring":
+            h = h.stream("M", chunks * ranks, algorithm="ring")
+        return h, hw.matmul(g.T, a), g
+
+    ways = {"@backward %g": f"{way}({chunks * ranks})"} if ranks > 1 and way != "ring" else {}
+    program = hw.compile(backward, options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
+    random = np.random.default_rng(0)
+    x, w, a = (random.integers(-2, 3, [SIZES[size] for size in dims]).astype(np.float32) for dims in ("MK", "KF", "MN"))
+    for found, wanted in zip(program.run(x=x, w=w, a=a), (x @ w, x.T @ a, x), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("algorithm", ["put", "p2p"])
 def test_a_batch_of_one(algorithm: str) -> None:
     """As modules of PyTorch have it: chunks of a dim behind dims of size 1 are contiguous all the same."""

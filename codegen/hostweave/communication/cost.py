@@ -75,11 +75,15 @@ class Overlap:
     goes_on: bool = False  # whether the kernel that takes what is reduced, which reads it anyway, adds up what was put here
     around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and around the chunks
 
-    def in_sequence(self, machine: Machine) -> float:
-        communicated = communication(machine, self.kind, self.ranks, self.size)
-        hidden = min(communicated, self.beside)  # but for what it takes of the multiprocessors
+    def outside(self, machine: Machine, by: str = "") -> float:
+        """Outside of a loop: by a collective, or `by` copies, that is "put" or "get". Either slows down what it runs beside."""
+        if by:
+            communicated, slower = by_copies(machine, self.kind, by, self.ranks, self.size, is_beside=False), BESIDE_COPIES - 1
+        else:
+            communicated, slower = communication(machine, self.kind, self.ranks, self.size), 1 - 1 / BESIDE_KERNELS
+        hidden = min(communicated, self.beside)
         computed = self.around[0] + sum(p.seconds(machine) for p in self.products)
-        return computed + communicated - hidden + hidden * (1 - 1 / BESIDE_KERNELS)
+        return computed + communicated - hidden + hidden * slower
 
     def in_chunks(self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, beside: float, added: float) -> float:
         """In so many chunks, of which `own` travel nowhere, and the others take a `transfer` each, so many times `slower` beside matmuls,

@@ -24,6 +24,11 @@ class Way:
     def name(self) -> str:
         return self.algorithm if self.algorithm == IN_SEQUENCE else f"{self.algorithm}({self.chunks})"
 
+    @property
+    def is_loop(self) -> bool:
+        """Whether chunks take turns with those of other ops: one chunk is a copy outside of loops."""
+        return self.chunks > 1
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -124,7 +124,7 @@ def _why_not(stream: Stream | None, candidate: Candidate | None, options: Option
         return 'overlap="off"'
     if candidate is None:
         of_keys = "no attention under a causal mask or none takes it as its keys"
-        return f"no adjacent matmul gathers or reduces along its outermost dim and is its only consumer, and {of_keys}{hidden}"
+        return f"no adjacent matmul gathers or reduces along its outermost dim and is its first consumer, and {of_keys}{hidden}"
     if candidate.unknown:
         stated = ", ".join(f'"{name}": ...' for name in candidate.unknown)
         return f"sizes are not known; state them for a chunk loop, hw.Options(sizes={{{stated}}})"

@@ -27,6 +27,7 @@ MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the mo
 LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
 ENOUGH = 10e-6  # seconds of a communication outside of loops that must be hidden: what a fork and a wait cost, with room
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+PRODUCTS = ("matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,14 @@ class _Finder:
         return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """All that takes what is gathered, if that is matmuls whose rows are gathered, and nothing that they take is made later."""
+        """The matmuls whose rows are gathered, if they stand before all else that takes the gathered value, which reads it after the loop.
+
+        Nothing that they take is made later than the first of them.
+        """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
-        return (found, step_of(op).dim or 0) if len(found) == len(users) else ((), 0)
+        are_first = list(found) == users[: len(found)]
+        return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
         """Whether it is a matmul whose rows are gathered, and the first one that takes them needs no later value than this one."""
@@ -158,7 +163,7 @@ class _Finder:
 
 
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
-    """In sequence, and in chunks by each schedule that can be, the fastest first."""
+    """Outside of a loop by a collective or by copies, and in chunks by each schedule that can be, the fastest first."""
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -177,7 +182,10 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
     beside, users = _beside(op, fusion, sizes, machine, tf32), consumers(fusion)[op.result.name]
     goes_on = bool(users) and all(user is not None and OPS[user.kind].cpp for user in users)
     overlap = Overlap(op.kind, candidate.ranks, size, products, is_rows, is_made, beside, goes_on, around)
-    found = [Way(IN_SEQUENCE, 0, _micros(overlap.in_sequence(machine)))]
+    found = [Way(IN_SEQUENCE, 0, _micros(overlap.outside(machine)))]
+    if op.kind == "all_gather" and not keys and _may_copy(options, candidate.is_even):
+        by = "get" if is_made else "put"
+        found.append(Way(by, 1, _micros(overlap.outside(machine, by))))
     for schedule, chunks in _chunked(candidate, options):
         found.append(Way(schedule.name, chunks, _micros(schedule.seconds(overlap, machine, chunks))))
     return tuple(sorted(found, key=lambda way: way.micros))
@@ -185,9 +193,14 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
     """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
-    finder, transport = _Finder(fusion, options.sizes), options.transport_carrying(SIGNALS)
-    is_possible = options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
-    return is_possible and finder.is_on_all_ranks and finder.is_even()
+    finder = _Finder(fusion, options.sizes)
+    return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
+
+
+def _may_copy(options: Options, is_even: bool) -> bool:
+    """Whether copy engines may communicate outside of loops, between ranks that share all sizes evenly or do not."""
+    transport = options.transport_carrying(SIGNALS)
+    return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
@@ -275,10 +288,12 @@ def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule,
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
     """How long the ops take that a reshard outside of a loop can run beside: from what makes its operand to what takes its result."""
-    times, place, results = seconds(fusion, sizes, machine, tf32), fusion.ops.index(reshard), {reshard.result.name}
-    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(fusion.ops[:place])))
+    times, results = seconds(fusion, sizes, machine, tf32), {reshard.result.name}
+    ops = filled(fusion.ops, times)
+    place = ops.index(reshard)
+    before = list(takewhile(lambda op: op.result.name not in reshard.tensors, reversed(ops[:place])))
     after = []
-    for op in fusion.ops[place + 1 :]:
+    for op in ops[place + 1 :]:
         if not results.isdisjoint(op.tensors):
             if not OPS[op.kind].is_view:
                 break
@@ -338,3 +353,44 @@ def _first_use(ops: Sequence[Op], place: int) -> int:
                 return at
             views.add(ops[at].result.name)
     return len(ops)
+
+
+def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
+    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
+    communication: past two of them at most, since they hold what they multiply.
+    """
+    needed: set[str] = set()  # by something large: a gradient of weights is not
+    for op in reversed(ops):
+        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
+            needed.update(op.tensors)
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
+    clock = link = 0.0  # when what was computed and communicated so far has ended
+    ends: dict[str, float] = {}  # of results of communications
+
+    def take() -> float:
+        order.append(late.pop(0))
+        return clock + times[order[-1].result.name]
+
+    for op in ops:
+        name, is_view = op.result.name, OPS[op.kind].is_view
+        is_free = op.kind == "matmul" and name not in needed and not op.result.stream and ends
+        if is_free or not moved.isdisjoint(op.tensors):
+            late.append(op)
+            moved.add(name)
+            continue
+        ready = max((ends.get(source, 0.0) for source in op.tensors), default=0.0)
+        if communicates(op):
+            ends[name] = link = max(clock, link, ready) + times[name]
+            order.append(op)
+            for _ in range(aged if name in needed else 0):
+                clock = take()
+            aged = len(late) if name in needed else aged
+            continue
+        while late and ready - clock >= ENOUGH and not is_view:
+            clock, aged = take(), max(0, aged - 1)
+        if is_view:
+            ends[name] = ready
+        else:
+            clock = max(clock, ready) + times[name]
+        order.append(op)
+    return [*order, *late]

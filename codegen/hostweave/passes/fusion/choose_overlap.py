@@ -140,12 +140,14 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """What else takes a value that is communicated for this member; None where some of that takes its steps elsewhere.
+        """What else takes a value that is communicated for this member in the loop; None where something takes it too early.
 
         It is streamed by the user as the member is, over the same dim of the value, and all else that it takes is there before or of
-        the same iteration.
+        the same iteration. What is not streamed and stands later reads the whole of a gathered value after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
+        if producer.change and producer.change.kind == "all_gather":
+            others = [op for op in others if not self.comes_later(op, member)]
         if not others:
             return []
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
@@ -165,6 +167,10 @@ class _Choice:
             walked[op.result.name] = stream.dim
             found.append(self.member(op, stream.dim))
         return found
+
+    def comes_later(self, op: Op | None, member: _Member) -> bool:
+        """Whether it is the caller, or in no loop and behind the member."""
+        return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
         """A loop that communicates nothing although what it walks is gathered right before it: the user wanted that to be hidden."""

@@ -13,21 +13,18 @@ becomes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from hostweave.communication.schedules import transport_of
 from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Op
-from hostweave.fusion_ir.ops import OPS, TO_OTHER_MESHES, communicates
+from hostweave.fusion_ir.ops import TO_OTHER_MESHES, communicates
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.tune.cost import most_terms, seconds
-from hostweave.tune.overlaps import ENOUGH, choice_of, hidden_beside, reaches_memory, ways_outside_loops
+from hostweave.tune.overlaps import ENOUGH, choice_of, filled, hidden_beside, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
-
-PRODUCTS = ("matmul", "attention", "attention_backward")
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
@@ -64,7 +61,7 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     if options.overlap == "off" or not candidates:
         return fusion
     times = seconds(fusion, options.sizes, options.figures, options.tf32)
-    ops = _filled(fusion.ops, times)
+    ops = filled(fusion.ops, times)
     transfers = _Transfers(fusion, options)
     alone: list[Op] = []
     for op in candidates:
@@ -75,8 +72,9 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
             alone.append(op)
-    if transfers.choices:  # the program has windows, or could have some
-        for op in alone:
+    has_windows = bool(transfers.choices)  # or could have some
+    for op in alone:
+        if has_windows or op.result.name in transfers.chosen:
             ops[ops.index(op)] = transfers.taken(op, is_beside=False)
     return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))
 
@@ -86,63 +84,23 @@ class _Transfers:
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
-        self.chosen = {choice.value for choice in fusion.choices}
+        self.chosen = {choice.value: choice for choice in fusion.choices}
         self.reaches = reaches_memory(fusion, options)
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
         """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
-        options = self.options
-        possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
-        if len(possible) < 2 or op.result.name in self.chosen:
-            return op
-        self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
+        options, choice = self.options, self.chosen.get(op.result.name)
+        if choice is None:
+            possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
+            if len(possible) < 2:
+                return op
+            self.choices.append(choice := choice_of(op, self.fusion, possible, options.ways))
         if not choice.taken.chunks:
             return op
         transport = transport_of(choice.taken, options)
         is_usual = transport == options.transports[0]
         return replace(op, result=replace(op.result, is_async=True, transport="" if is_usual else transport.name))
-
-
-def _filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
-    communication: past two of them at most, since they hold what they multiply.
-    """
-    needed: set[str] = set()  # by something large: a gradient of weights is not
-    for op in reversed(ops):
-        if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
-            needed.update(op.tensors)
-    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
-    clock = link = 0.0  # when what was computed and communicated so far has ended
-    ends: dict[str, float] = {}  # of results of communications
-
-    def take() -> float:
-        order.append(late.pop(0))
-        return clock + times[order[-1].result.name]
-
-    for op in ops:
-        name, is_view = op.result.name, OPS[op.kind].is_view
-        is_free = op.kind == "matmul" and name not in needed and not op.result.stream and ends
-        if is_free or not moved.isdisjoint(op.tensors):
-            late.append(op)
-            moved.add(name)
-            continue
-        ready = max((ends.get(source, 0.0) for source in op.tensors), default=0.0)
-        if communicates(op):
-            ends[name] = link = max(clock, link, ready) + times[name]
-            order.append(op)
-            for _ in range(aged if name in needed else 0):
-                clock = take()
-            aged = len(late) if name in needed else aged
-            continue
-        while late and ready - clock >= ENOUGH and not is_view:
-            clock, aged = take(), max(0, aged - 1)
-        if is_view:
-            ends[name] = ready
-        else:
-            clock = max(clock, ready) + times[name]
-        order.append(op)
-    return [*order, *late]
 
 
 def _may_be_async(op: Op) -> bool:

@@ -14,7 +14,7 @@ as if the user had stated it. What he has streamed himself stays as it is.
 
 from dataclasses import replace
 
-from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
+from hostweave.fusion_ir.choice import Choice
 from hostweave.fusion_ir.ir import Fusion, Stream
 from hostweave.fusion_ir.rewriting import views_of_inputs_first
 from hostweave.options import Options
@@ -41,7 +41,7 @@ def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
         possible = ways(candidate, fusion, options)
         choices.append(choice_of(candidate.reshard, fusion, possible, options.ways))
         taken = choices[-1].taken
-        if taken.algorithm != IN_SEQUENCE:
+        if taken.is_loop:
             in_loops |= involved
             stream = Stream(candidate.dim, taken.chunks, None, taken.algorithm)
             streams |= {op.result.name: stream for op in candidate.streamed}
