@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.check.check import check
+from hostweave.check.sizes import sizes_to_check
 from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import pointwise
@@ -475,9 +476,10 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def collided(fusion: Fusion) -> Fusion:
-    """The same program with names of sizes and inputs that generated code composes of others: `M_x` of M and x, `x0_e` of x0 and e."""
+    """The same program with names that the compiler makes of others or has itself: `M_x` of M and x, `x0_e` of x0 and e, `product`."""
     axis = fusion.mesh.axes[0][0]
     names = {"N": f"M_{axis}", "K": f"M_block_{fusion.mesh.size}", "x1": "x0_e", "x2": "x0_i"}
+    names |= {"made": "product", "last": "rows", "y": "columns", "t": "term_0", "first": "operand_0", "scattered": "operand_1"}
     return Fusion.parse(re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(fusion)))
 
 
@@ -495,28 +497,44 @@ OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Kernels of users are looked at by all that looks at a program; what is interpreted has ops in their place."""
+    """Kernels of users are looked at by all that looks at a program; what is interpreted has ops in their place.
+
+    A program that is impossible at its generator's sizes, as `M/2` is where M is 7, is compared at others.
+    """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
     plain = without_kernels(fusion)
     if host and plain != fusion:
         host = checked(plain, options)
-    arrays = generator.arrays(fusion, seed)
-    if host and (ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes})):
+    if not host:
+        return False
+    others = sizes_to_check(host)
+    for sizes in (generator.sizes, *(others[(seed + i) % len(others)] for i in range(len(others)))):
+        generator.sizes |= sizes
+        if computes_at(generator, host, plain, options, seed):
+            return True
+    return False
+
+
+def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
+    """True where the program is possible at the generator's sizes. Fails where it computes something else."""
+    arrays = generator.arrays(plain, seed)
+    if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
         try:  # as a program does for sizes that its ranks cannot share
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
-            host = checked(plain, options)
+            made = checked(plain, options)
         except ProgramError as error:
             if "do not divide" in str(error) or "is no int" in str(error):  # chunks of a stated loop, pieces of a zigzag, or M/2
                 return False
             raise
-    if not host:
-        return False
+        if made is None:
+            return False
+        host = made
     try:
         ranks = interpret(host, arrays)
     except (ArgumentError, ProgramError):
         return False  # sizes that do not divide
-    compare(host, plain, arrays, ranks, f"seed {seed}\n{host}")
+    compare(host, plain, arrays, ranks, f"seed {seed}, {generator.sizes}\n{host}")
     return True
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
+from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.verify import verify_host
+from hostweave.options import Options
+from hostweave.pipeline import lower
 
 HEAD = "host @t(%x: f32[M@x, 4]) -> (%y: f32[M@x, 4]) mesh(x=2) channels(x: x one_sided) streams(a[1], b[1]) "
 PEER = "1 - rank.x"
@@ -75,6 +80,27 @@ VERIFIED = {
 def test_verifier(case: str) -> None:
     body, message = VERIFIED[case]
     assert message in fault(body)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_join_waits_for_copies_of_what_a_rank_gathered(ranks: int) -> None:
+    """A rank copies its own block on a stream of its own. A later join stands in for its event."""
+    fusion = Fusion.parse(f"""\
+fusion @f(%w: f32[7@x, M], %x: f32[K, N@x], %z: f32[K, K]) mesh(x={ranks}) {{
+  %wg: f32[7, M] async = reshard(%w)
+  %xg: f32[K, N] async = reshard(%x)
+  %zz: f32[K, K] = matmul(%z, %z)
+  %part: f32[K, (N - 1)] = slice(%xg, axis=1, start=0, step=1)
+  %packed: f32[K*(N - 1)] = reshape(%part)
+  %flat: f32[7*M] = reshape(%wg)
+  %y: f32[7*M] = negative(%flat)
+  return %packed, %y, %zz
+}}
+""")
+    host = lower(fusion, Options(transport="one_sided"))
+    check(host, fusion=fusion)
+    if any(pool.name == "copies" for pool in host.streams):
+        assert re.search(r"join comm\n  wait wg_ready\[0\]\n", str(host))
 
 
 def test_all_ranks_have_a_window() -> None:

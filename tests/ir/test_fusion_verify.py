@@ -30,6 +30,10 @@ AS_GIVEN = [
         "%y: f32[3, 4] = slice(%x, axis=0, start=2, step=3)",
         "text:2: slice: 3 from 2 by 3 are outside of dim 0 of f32[8@x, 4]; it goes from 0 to 7",
     ),
+    (
+        "%y: f32[0, 4] = slice(%x, axis=0, start=9, step=1)",
+        "text:2: slice: 0 from 9 by 1 are outside of dim 0 of f32[8@x, 4]; it goes from 0 to 7",
+    ),
     ("%y: f32[3, 4] = slice(%x, axis=0, start=2, step=0)", "text:2: slice: step=0 is not at least 1"),
     (
         "%y: f32[3] = slice(%x, axis=0, start=2, step=1)",

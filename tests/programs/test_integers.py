@@ -146,6 +146,19 @@ def test_products(ranks: int, dtype: DType) -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_bits_of_products() -> None:
+    """The check of results computes products of integers as integers. The kernel of a product has names beside the user's."""
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i64["M@x", "K"])
+    def bits(x: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        product = x @ hw.reshard(x.T, "K", "M")
+        return hw.reduce_xor(product, 1), hw.reduce_or(product, 1, keepdims=True), product & 6, product << 1
+
+    x = np.random.default_rng(0).integers(-9, 9, (4, 3))
+    for got, want in zip(hw.compile(bits).run(x), run_reference(bits, {"x": x}), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_a_ring_of_sums_is_of_floats() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.i32[4, "4@x"], w=hw.i32["4@x", 4])
     def summed(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

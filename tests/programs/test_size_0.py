@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from cuda_here import nccl
 from whole_programs import EXCHANGES, ONE_SIDED, expect, fusion_of, integer_arrays, sizes_of
@@ -37,3 +38,18 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
         else:
             expect(fusion, arrays, results, exact=True)
     program.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_slices_of_a_dim_of_one_element(ranks: int, size: int) -> None:
+    """They are empty, as in NumPy: also where ranks cannot share the size, so that the program is compiled for it."""
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64["M@x", "N"], y=hw.f64["N", "M"])
+    def sliced(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return x[1:] * 2, y[:, :-1] + 1, hw.reshape(x[1:], -1), hw.concat([x[1:], x], 0), hw.sum(x[1:], 0)
+
+    x, y = np.arange(3.0 * size).reshape(size, 3), np.arange(3.0 * size).reshape(3, size)
+    wanted = (x[1:] * 2, y[:, :-1] + 1, x[1:].ravel(), np.concatenate([x[1:], x]), x[1:].sum(0))
+    for got, want in zip(hw.compile(sliced).run(x, y), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)

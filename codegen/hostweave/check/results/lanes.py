@@ -569,8 +569,10 @@ class Functions:
 
     @staticmethod
     def matmul(x: Any, y: Any) -> Any:
-        x, y = _reals(x, y)
-        return x.matmul(y)
+        if _is_float(x) or _is_float(y):
+            x, y = _reals(x, y)
+            return x.matmul(y)
+        return Exact(np.matmul(*_values(x, y)))
 
     # --- elements at other places ---
 

@@ -62,9 +62,14 @@ def _slice(types: Types, op: Op) -> TensorType:
     taken, whole = op.result.type.shape[axis], x.shape[axis]
     if step < 1:
         raise Mismatch(f"step={step} is not at least 1")
-    if whole.is_int and taken.is_int and not 0 <= start <= start + (int(taken) - 1) * step < int(whole):
+    if whole.is_int and taken.is_int and not 0 <= start <= _end(start, int(taken), step) <= int(whole):
         raise Mismatch(f"{taken} from {start} by {step} are outside of dim {axis} of {x}; it goes from 0 to {int(whole) - 1}")
     return TensorType(x.dtype, tuple(Dim(taken if i == axis else size) for i, size in enumerate(x.shape)))
+
+
+def _end(start: int, taken: int, step: int) -> int:
+    """The index behind the last one of a slice; that of its first one where it has no elements, such as x[1:] of one element."""
+    return start + (taken - 1) * step + 1 if taken else start
 
 
 def _concat(types: Types, op: Op) -> TensorType:
@@ -100,7 +105,7 @@ def padded_dims(op: Op) -> tuple[int, ...]:
 
 def _numpy_slice(np: Any, x: Any, axis: int, start: int, step: int, shape: tuple[int, ...]) -> Any:
     first = start if start >= 0 else x.shape[axis] + start
-    return x[(slice(None),) * axis + (slice(first, first + (shape[axis] - 1) * step + 1, step),)]
+    return x[(slice(None),) * axis + (slice(first, _end(first, shape[axis], step), step),)]
 
 
 def _inserted(types: Types, op: Op) -> IndexMap:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import Alias, Allocated, Freed, Instruction, Viewed
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, row_major, strided, strides_of
 
 
@@ -215,7 +215,12 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
 
 
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself."""
+    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself.
+
+    A buffer without elements has any strides.
+    """
+    if product(shape) == product(wanted) == Size(0):
+        return row_major(wanted)
     result: list[Size] = []
     source = [(e, s) for e, s in zip(shape, strides, strict=True) if e != Size()]
     target = list(wanted)

@@ -81,8 +81,12 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Waits for all that runs beside the caller's stream: also for what frees memory there behind an event."""
+        """Waits for all that runs beside the caller's stream: also for what frees memory there behind an event, and for copies on a stream
+        of their own that nothing has waited for."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
+            for name, event in self.pending.items():
+                if name in self.copied:
+                    self.b.emit(ir.Wait(event, Const(0)))
             self.is_forked = False
             self.pending.clear()

@@ -45,7 +45,9 @@ class Kernels:
         result = Value(op.result.name, self.tensor(target))
         sizes = {name: self.tensor(name).shape for name in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
-        names = {name: f"operand_{number}" for number, name in enumerate(sizes)}
+        taken = {result.name}
+        names = {name: unique_name(f"operand_{number}", taken) for number, name in enumerate(sizes)}
+        rows, columns, terms = (unique_name(word, taken) for word in ("rows", "columns", "product"))
         *batch, m, n = result.type.shape
         k = sizes[a][-1]
 
@@ -54,11 +56,11 @@ class Kernels:
             dims = tuple(map(Dim, (*(Size() for _ in range(rank - len(shape))), *shape)))
             return Op("reshape", (names[buffer],), Value(name, replace(result.type, dims=dims)), location=op.location)
 
-        product = Value("product", replace(result.type, dims=tuple(map(Dim, (*batch, m, k, n)))))
+        product = Value(terms, replace(result.type, dims=tuple(map(Dim, (*batch, m, k, n)))))
         ops = (
-            *(seen("rows", a, len(sizes[a])), seen("columns", b, len(sizes[b]) - 2)),
-            Op("multiply", ("rows", "columns"), product, location=op.location),
-            Op("sum", ("product",), result, attributes(axis=(rank - 2,)), op.location),
+            *(seen(rows, a, len(sizes[a])), seen(columns, b, len(sizes[b]) - 2)),
+            Op("multiply", (rows, columns), product, location=op.location),
+            Op("sum", (terms,), result, attributes(axis=(rank - 2,)), op.location),
         )
         inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
         kernel = ir.Kernel(f"matmul_{result.name}", inputs, ops)
@@ -83,7 +85,7 @@ class Kernels:
         ops: list[Op] = []
 
         def add(kind: str, operands: tuple[str, ...], type: TensorType, *axis: int) -> str:
-            name = f"term_{len(ops)}"
+            name = unique_name(f"term_{len(ops)}", {*terms, result.name})
             ops.append(Op(kind, operands, Value(name, type), (("axis", axis),) if axis else (), op.location))
             return name
 
