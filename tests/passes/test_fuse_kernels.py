@@ -165,9 +165,9 @@ launch @negative_h %x -> %h
 %k = allocate f32[M, N]
 launch @negative_h %h -> %k
 launch @multiply_twice %k, %h -> %y
-launch @negative_h %x -> %z
+launch @negative_h %w -> %z
 """,
-        "(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh()",
+        "(%x: f32[M, N], %w: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh()",
     )
     assert (
         fused(before)
@@ -177,12 +177,12 @@ kernel @negative_negative_multiply_y(%x: f32[M, N]) {
   %k: f32[M, N] = negative(%h)
   %y: f32[M, N] = multiply(%k, %h)
 }
-kernel @negative_z(%x: f32[M, N]) {
-  %z: f32[M, N] = negative(%x)
+kernel @negative_z(%w: f32[M, N]) {
+  %z: f32[M, N] = negative(%w)
 }
-host @f(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
+host @f(%x: f32[M, N], %w: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh() {
   launch @negative_negative_multiply_y %x -> %y
-  launch @negative_z %x -> %z
+  launch @negative_z %w -> %z
 }
 """
     )
@@ -196,13 +196,13 @@ kernel @astype_h(%x: f16[N]) {
 kernel @exp_y(%h: f32[N]) {
   %y: f32[N] = exp(%h)
 }
-kernel @log_z(%h: f32[N]) {
-  %z: f32[N] = log(%h)
+kernel @sum_z(%h: f32[N]) {
+  %z: f32[] = sum(%h, axis=(0,))
 }
 """
     before = host(
-        "%h = allocate f32[N]\nlaunch @astype_h %x -> %h\nlaunch @exp_y %h -> %y\nlaunch @log_z %h -> %z",
-        "(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh()",
+        "%h = allocate f32[N]\nlaunch @astype_h %x -> %h\nlaunch @exp_y %h -> %y\nlaunch @sum_z %h -> %z",
+        "(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh()",
     )
     assert (
         fused(host_text.parse(kernels + str(before)))
@@ -211,16 +211,56 @@ kernel @astype_exp_y(%x: f16[N]) {
   %h: f32[N] = astype(%x)
   %y: f32[N] = exp(%h)
 }
-kernel @astype_log_z(%x: f16[N]) {
+kernel @astype_sum_z(%x: f16[N]) {
   %h: f32[N] = astype(%x)
-  %z: f32[N] = log(%h)
+  %z: f32[] = sum(%h, axis=(0,))
 }
-host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[N]) mesh() {
+host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
   launch @astype_exp_y %x -> %y
-  launch @astype_log_z %x -> %z
+  launch @astype_sum_z %x -> %z
 }
 """
     )
+
+
+def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
+    """Whether a kernel of %x, and one of %x and %w after these instructions, stay two."""
+    inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
+    body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
+    text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))
+    return text.count("launch @") == 2
+
+
+def test_kernels_that_read_the_same_are_one() -> None:
+    assert not apart("")
+    assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
+    assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
+    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # which the later one reads
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # for what the later one may read
+    assert apart("", "launch @multiply_y %w, %w -> %b")  # they share nothing
+
+
+@pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
+def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
+    """The backward pass of a norm: the sum of columns takes over nothing that the sum of rows needs, and so need not write it."""
+    x = hw.bf16["M", "N"]
+
+    @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
+    def norm_backward(a, b, p, q, w, r, t):
+        dy, x, made = hw.astype(hw.astype(a, hw.f32) + hw.astype(b, hw.f32), hw.bf16), p + q, {}
+        makers = {
+            "w": lambda: hw.sum(hw.astype(dy, hw.f32) * (hw.astype(x, hw.f32) * r), axis=0, keepdims=True),
+            "g": lambda: hw.astype(dy, hw.f32) * hw.astype(w, hw.f32),
+            "n": lambda: made["g"] * r,
+            "s": lambda: hw.sum(made["g"] * hw.astype(x, hw.f32), axis=1, keepdims=True),
+        }
+        for name in order:
+            made[name] = makers[name]()
+        return made["w"], t + hw.astype(made["n"] + made["s"] * r * (hw.astype(x, hw.f32) * 2.0), hw.bf16)
+
+    text = str(lower(norm_backward, Options()))
+    assert [line.strip() for line in text.splitlines() if "allocate" in line] == ["%x = allocate bf16[M, N]"]
+    assert text.count("launch @") == 2
 
 
 def test_what_is_needed_elsewhere_is_written_as_well() -> None:

@@ -43,6 +43,11 @@ CASES = {
         f"{G}%k = allocate f32[4, 4]\n{OTHERS.format('%g', '%x')}%x_chunk = choose %x if %p == rank.x else %g\n"
         f"{OWN.format('%k', '%x').replace('send %x', 'send %x_chunk')}matmul %x_chunk, %k -> %y_i\n",
     ),
+    "what reads the copy in the loop, where all that is gathered is read later": (
+        f"{LANDS}{OWN.format('%l_i', '%x')}matmul %l_i, %x -> %y_i\n",
+        f"{LANDS}{OTHERS.format('%l_i', '%x')}%x_chunk = choose %x if %p == rank.x else %l_i\nmatmul %x_chunk, %x -> %y_i\n"
+        "if %p == rank.x {\ncopy %x -> %l_i\n}\n",
+    ),
     "what computes the source, in several kernels": (
         f"{H}launch @negative_b %h -> %h\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n{OWN.format('%l_i', '%h')}",
         "%h = allocate f32[4, 4]\n%q = (rank.x - %i) % 3\n%l_i = select %l[0: %q]\n"
@@ -56,7 +61,8 @@ STAYS = {
     "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",
     "the copy is read after a result lies over it": f"{G}{OWN.format('%g', '%x')}%r = reshape %g to [4, 4]\n"
     "launch @negative_b %g -> %r\nmatmul %r, %g -> %y_i\n",
-    "all that is gathered is read after the loop": f"{LANDS}{OWN.format('%l_i', '%x')}matmul %l_i, %x -> %y_i\n",
+    "a result that is read later lies over the copy": f"{LANDS}{OWN.format('%l_i', '%x')}%r = reshape %l_i to [4, 4]\n"
+    "launch @negative_b %l_i -> %r\nmatmul %r, %x -> %y_i\n",
     "the copy is an output": OWN.format("%y_i", "%x"),
     "the copy has another layout": f"{G}%g_t = permute %g by [1, 0]\n%b = allocate f32[4, 4]\n"
     f"if %p == rank.x {{\ncopy %x -> %g_t\n}} else {{\n{SWAP.format('%b', '%x')}copy %b -> %g_t\n}}\nmatmul %g_t, %x -> %y_i\n",

@@ -70,14 +70,20 @@ class Exchange(Signals):
     def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
         """The terms of others lie one after another."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
-        own = self.own_block(src, shape, along)
-        terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
+        is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
+        with self.b.outermost() if is_outside else nullcontext():
+            block = self.own_block(src, shape, along)
+            own = self.b.reshape(block, shape, f"{src}_own")
+            terms = self.b.allocate_here(f"{dst}_terms", BufferType(self.b.types[dst].dtype, (Size(self.size - 1), *shape)))
         self.signal(src)
-        self.each_hop(lambda peer, hop: self.take(peer, own, self.block(terms, hop)))
+        self.each_hop(lambda peer, hop: self.take(peer, block, self.block(terms, hop)))
         self.signal(src)
         self.wait(src)
-        own = self.b.reshape(own, shape, f"{src}_own")
-        reduction.emit((own, *apart(self.b, terms, terms)), dst)
+
+        def add() -> None:
+            reduction.emit((own, *apart(self.b, terms, terms)), dst)
+
+        self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
         """Each rank reduces its part, which the others read; where that is little, or ranks may not share it evenly, all of it."""

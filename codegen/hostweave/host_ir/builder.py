@@ -47,6 +47,7 @@ class Builder:
         self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
         self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
         self.aside: list[tree.Instruction] | None = None  # of a communication beside the rest: copies that need not hold up the next
+        self.sums: list[Callable[[], None]] | None = None  # and sums of what it has brought, which are left to what uses them
         self._taken: set[str] = set()
         self._indices: list[str] = []  # of loops, by how many are around them
         self._depth = 0
@@ -89,6 +90,13 @@ class Builder:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
+
+    def sum_later(self, emit: Callable[[], None]) -> None:
+        """A sum of terms that the present body brings; where that is of a communication, its user may compute it."""
+        if self.sums is None:
+            emit()
+        else:
+            self.sums.append(emit)
 
     @contextmanager
     def on(self, mesh: Mesh | None) -> Iterator[None]:

@@ -8,6 +8,7 @@ becomes
     launch @negative_mul_y %x -> %y
 
 with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`, which also writes %h where something else reads it.
+Two kernels that read the same elements, and of which the later one could stand beside the first, become one, too.
 In the host IR a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says
 why it ends.
 """
@@ -36,7 +37,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         launches = list(reversed(links.launches))
         free = [producer for producer in launches if links.is_free(producer)]  # before it is a part of what is not
         kernels = {kernel.name: kernel for kernel in program.kernels}
-        changes = _unions(links, free, kernels) or _unions(links, launches, kernels)
+        changes = _unions(links, free, kernels) or _unions(links, launches, kernels) or _neighbour(links, kernels)
         if not changes:
             program = _explained(program, links)
             return _named(replace(program, kernels=tuple(map(_without_repeats, program.kernels))))
@@ -118,7 +119,7 @@ class Links:
             if why := self._why_apart(producer, consumer, kept):
                 return why
             merged = _merged(self, producer, consumer, kept)
-            if why := self._why_slow(merged.kernel):
+            if why := self.why_slow(merged.kernel):
                 return why
             found.append(merged)
         return found
@@ -160,7 +161,7 @@ class Links:
         later = (touch for touch in touches if touch.number > place.number or not loops.isdisjoint(touch.around))
         return any(self.roots(touch.instruction, "write") & roots for touch in later)
 
-    def _why_slow(self, kernel: ir.Kernel) -> str:
+    def why_slow(self, kernel: ir.Kernel) -> str:
         try:
             walked = iteration(kernel)
         except NotOneKernel as reason:
@@ -190,9 +191,12 @@ def _is_repeated(name: str, walked: Iteration) -> bool:
 def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
     """By the number of an instruction what replaces it, where launches become part of those that use their results; adds to `kernels`."""
     changes: dict[int, tree.Instruction | tree.Body] = {}
+    waiting: set[int] = set()  # for what their users become: until then nothing joins them that these might not take
     for producer in producers:
-        if any(place.number in changes for place in (producer, *links.others(producer, *links.launches[producer].dsts))):
-            continue  # the next round knows what they have become
+        near = {place.number for place in (producer, *links.others(producer, *links.launches[producer].dsts))}
+        if near & (changes.keys() | waiting):
+            waiting.add(producer.number)
+            continue
         union = links.union(producer)
         if isinstance(union, str):
             continue
@@ -201,6 +205,50 @@ def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel])
             changes[merged.consumer.number] = merged.launch
             kernels[merged.kernel.name] = merged.kernel
     return changes
+
+
+# --- two kernels that read the same ---
+
+
+def _neighbour(links: Links, kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
+    """The changes by which one launch also computes what a later one does of the same elements; adds to `kernels`."""
+    for first in links.launches:
+        for later in links.launches:
+            if first.body is later.body and first.number < later.number and (found := _beside(links, first, later)):
+                merged, moved = found
+                kernels[merged.kernel.name] = merged.kernel
+                names = tuple(place.instruction for place in moved)
+                gone: dict[int, tree.Instruction | tree.Body] = {place.number: () for place in (*moved, later)}
+                return gone | {first.number: (*names, merged.launch)}
+    return {}
+
+
+def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Place]] | None:
+    """Both as one in place of the first, and what names the memory of the later one; None where that cannot be or saves no reading."""
+    one, other, types = links.launches[first], links.launches[later], links.types
+    shape = types[one.dsts[0]].shape
+    is_read_twice = any(src in one.srcs and types[src].shape == shape for src in other.srcs)
+    if not is_read_twice or any(types[dst].shape != shape for dst in (*one.dsts, *other.dsts)):
+        return None
+    between = first.body[first.index + 1 : later.index]
+    written = {root for i in tree.walk(between) for root in links.roots(i, "write")} | links.roots(one, "write")
+    touched = {root for i in tree.walk((one, *between)) for root in links.roots(i, "read", "write")}
+    waits = any(tree.names(i, "wait", "join") or (i.orders and not tree.names(i, "fork")) for i in between)
+    if waits or not written.isdisjoint(links.roots(other, "read")) or not touched.isdisjoint(links.roots(other, "write")):
+        return None
+    needed, moved = {*other.srcs, *other.dsts}, list[Place]()
+    for place in reversed([place for place in links.uses.places if place.body is first.body and first.index < place.index < later.index]):
+        if not needed.isdisjoint(tree.names(place.instruction, "define")):
+            if place.instruction.calls:
+                return None
+            moved.insert(0, place)
+            needed.update(tree.names(place.instruction, "alias"))
+    if any(place.instruction.calls or tree.names(place.instruction, "index") for place in moved):
+        return None
+    merged = _merged(links, first, later, list(one.dsts))
+    walked = [iteration(kernel) for kernel in (links.kernels[one.kernel], links.kernels[other.kernel])]
+    is_pointwise = not any(each.reduced for each in walked)
+    return (merged, moved) if is_pointwise and not links.why_slow(merged.kernel) else None
 
 
 # --- two kernels as one -----------------------------------------------------------------------------------------------

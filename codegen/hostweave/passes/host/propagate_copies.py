@@ -19,7 +19,14 @@ and, where the copy is of what the body computed before,
       group { ... }                                }
     }
 
-It comes after the passes that ask which one buffer a name is. A copy stays where the layouts differ, and where anything else reads it.
+A copy that is read after the loop, as the whole of what is gathered, goes to the end of the body, behind what would wait for it:
+
+    matmul %x_chunk, %w -> %y_i
+    if %p == rank.x {
+      copy %x -> %xg
+    }
+
+The pass comes after those that ask which one buffer a name is. A copy stays where the layouts differ, and where anything else reads it.
 """
 
 from __future__ import annotations
@@ -103,14 +110,21 @@ class _Copy:
     # --- what reads the copy reads the source ---
 
     def reading_source(self, taken: set[str]) -> Edits:
-        """The edits by which what comes later in the body reads the source; none where anything else reads the copy."""
+        """The edits by which what comes later in the body reads the source; none where anything else in the loop reads the copy.
+
+        What reads it after the loop has it from the end of the body, where the copy goes.
+        """
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
         until, results = self._overwritten(later, copied)
         if root not in self.uses.allocates or self.uses.root(self.src) in self.uses.writes((self.loop.instruction,)):
             return {}
-        reads = self.touching(root, "read")
-        if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in reads):
+        reads = list(self.touching(root, "read"))
+        is_kept = any(self._follows_loop(p) for p, _ in reads)
+        if is_kept and results:
+            return {}
+        inside = ((p, name) for p, name in reads if not self._follows_loop(p))
+        if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
         # Another chunk of that memory is written only while this one is sent, so that they have no byte in common.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
@@ -118,7 +132,17 @@ class _Copy:
         if any(name in copied or p.statement not in sends for p, name in writes):
             return {}
         users = [p for p in _naming(later, self.dst) if results.isdisjoint(tree.names(p.instruction, "view"))]
-        return self.edits(users, self.src, self.dst, (), self.views, taken) if users else {}
+        if not users:
+            return {}
+        edits = self.edits(users, self.src, self.dst, (), self.views, taken)
+        if is_kept:
+            last = max(p.statement for p in self.beside if p.body is self.place.body)
+            copied_late = ir.If(self.condition, (ir.Copy(self.src, self.dst),), location=self.place.instruction.location)
+            edits[last] = (*edits.get(last, (self.uses.places[last].instruction,)), copied_late)
+        return edits
+
+    def _follows_loop(self, place: Place) -> bool:
+        return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
         """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""

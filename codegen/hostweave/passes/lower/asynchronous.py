@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hostweave.communication.steps import Dataflow
 from hostweave.fusion_ir.ir import Op
-from hostweave.fusion_ir.ops import RESHARD_STEPS, TO_OTHER_MESHES, communicates
+from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES, communicates
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
@@ -21,6 +21,7 @@ class Asynchronous:
         self.flow, self.b = flow, b
         self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
         self.copied: dict[str, str] = {}  # values of which a part is copied on another stream than the rest, and their events
+        self.sums: dict[str, list[Callable[[], None]]] = {}  # values that the caller's stream sums up itself once it has waited
         self.is_forked = False
 
     def takes(self, op: Op) -> bool:
@@ -29,10 +30,11 @@ class Asynchronous:
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
         """What `communicate` emits, after all that the caller's stream has by now."""
-        name, self.b.aside = op.result.name, []
+        name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
         copies, self.b.aside = self.b.aside, None
+        sums, self.b.sums = self.b.sums, None
         self.pending[name] = ready = self.b.new_events(f"{name}_ready") if self._is_read(name) else ""
         aside = copies if ready and not self._is_awaited(op) else []
         arrived = self.b.new_events(f"{name}_arrived") if aside else ready
@@ -47,6 +49,8 @@ class Asynchronous:
         elif ready:
             for copy in copies:
                 self.b.emit(copy)
+        if sums:
+            self.sums[name] = sums
         self.is_forked = True
 
     def _on(self, stream: str, *body: tree.Instruction) -> None:
@@ -55,6 +59,11 @@ class Asynchronous:
     def _is_read(self, name: str) -> bool:
         """Whether an op reads a value, or a view of it; else it is returned alone, and the end of the body waits."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
+
+    def _is_summed_by_user(self, op: Op) -> bool:
+        """Whether a kernel uses the result first, which then reads the terms of all ranks and adds them up."""
+        users = [user for user in self.flow.consumers[op.result.name] if not self.flow.is_view(user)]
+        return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 
     def _is_awaited(self, op: Op) -> bool:
         """Whether the caller's stream has nothing to do until it needs the result."""
@@ -74,9 +83,11 @@ class Asynchronous:
 
     def wait_for(self, name: str) -> None:
         """Before the caller's stream reads this value. One without an event is read only by a copy that its view turns out to need."""
-        event = self.pending.pop(self.flow.viewed(name), None)
+        viewed = self.flow.viewed(name)
+        event = self.pending.pop(viewed, None)
         if event:
             self.b.emit(ir.Wait(event, Const(0)))
+            self._sum(viewed)
         elif event is not None:
             self.join()
 
@@ -90,3 +101,9 @@ class Asynchronous:
                     self.b.emit(ir.Wait(event, Const(0)))
             self.is_forked = False
             self.pending.clear()
+            for name in list(self.sums):
+                self._sum(name)
+
+    def _sum(self, name: str) -> None:
+        for emit in self.sums.pop(name, ()):
+            emit()
