@@ -89,7 +89,7 @@ def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
     assert len(launches) == (1 if ranks <= 8 else 2)  # more terms than that are a reduction of their own
-    assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 3)
+    assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 
 def test_blocks_that_are_scattered_leave_one_by_one() -> None:

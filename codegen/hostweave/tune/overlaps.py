@@ -374,9 +374,10 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
         order.append(late.pop(0))
         return clock + times[order[-1].result.name]
 
-    for op in ops:
+    for place, op in enumerate(ops):
         name, is_view = op.result.name, OPS[op.kind].is_view
-        is_sum = has_products and op.kind == "all_reduce" and name not in needed and not op.result.stream and times[name] < ENOUGH
+        is_sum = has_products and op.kind == "all_reduce" and name not in needed and not op.result.stream
+        is_sum = is_sum and hidden_beside(ops, place, times)[1] < times[name] < ENOUGH
         if is_sum or not last.isdisjoint(op.tensors):
             (sums if is_sum and last.isdisjoint(op.tensors) else of_sums).append(op)
             last.add(name)
