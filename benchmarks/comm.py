@@ -112,7 +112,7 @@ def _bare(program: Any, calls: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         edited = Path(folder) / program.name
         edited.mkdir()
-        for path, text in {**program.sources, "host_ir.txt": program.host_ir}.items():
+        for path, text in program.sources.items():
             (edited / path).write_text(text)
         (edited / "program.cpp").write_text(source[:begin] + body + source[end.end() :])
         os.environ["HOSTWEAVE_EDIT"] = folder

@@ -187,7 +187,6 @@ def _by_hand(generated: Any, fusion: Any) -> Any:
         (folder / generated.name).mkdir()
         for path, text in generated.sources.items():
             (folder / generated.name / path).write_text(text)
-        (folder / generated.name / "host_ir.txt").write_text(generated.host_ir)
         for path in (BENCHMARKS / "handwritten" / generated.name).iterdir():
             shutil.copy(path, folder / generated.name)
         os.environ["HOSTWEAVE_EDIT"] = str(folder)

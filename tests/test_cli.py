@@ -114,7 +114,7 @@ def test_inspect_knows_the_examples_of_the_package(capsys: Captured, tmp_path: P
 
 def test_inspect_shows_one_file(capsys: Captured) -> None:
     assert output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.h") == golden_source("ag_matmul_p2p", "program.h")
-    files = "program.h, program.cpp, binding.cpp"
+    files = "program.hw, program.h, program.cpp, binding.cpp"
     assert mistake_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "kernels.cu") == f"--only kernels.cu: no such file; one of {files}"
 
 
@@ -187,6 +187,14 @@ def test_inspect_memory_at_wrong_sizes(capsys: Captured, sizes: str, message: st
 def test_sizes_that_a_program_cannot_have(capsys: Captured) -> None:
     message = mistake_of(capsys, "inspect", f"{SEEDS}:ag_matmul_flat", *AT_FOUR, "--memory", "--sizes", "M=6")
     assert message == "seeds.py:67: %x_gathered = allocate bf16[M/4, K]: M/4: 4 does not divide 6: choose sizes that it divides"
+
+
+def test_inspect_takes_the_host_ir_beside_the_sources(capsys: Captured, tmp_path: Path) -> None:
+    text = output_of(capsys, "inspect", P2P, *AT_FOUR, "--only", "program.hw")
+    assert text == golden("ag_matmul_p2p", list(STAGES)[-1])
+    file = tmp_path / "program.hw"
+    file.write_text(text)
+    assert output_of(capsys, "inspect", str(file), "--only", "program.hw") == text
 
 
 @pytest.mark.parametrize("stage", ["input", "choose_overlap", "propagate_copies"])

@@ -51,13 +51,14 @@ def test_what_only_members_are_called_is_not_declared() -> None:
 
 
 def test_there_are_kernel_files_only_where_there_are_kernels() -> None:
-    assert list(render(host_text.parse(PROGRAM))) == ["program.h", "program.cpp", "binding.cpp"]
+    assert list(render(host_text.parse(PROGRAM))) == ["program.hw", "program.h", "program.cpp", "binding.cpp"]
 
 
-def test_the_header_comment_is_the_host_ir() -> None:
-    lines = render(host_text.parse(PROGRAM))["program.cpp"].splitlines()
-    comment = "\n".join(line.removeprefix("// ") for line in lines[: lines.index('#include "program.h"')])
-    assert comment + "\n" == PROGRAM
+def test_the_host_ir_is_a_file_of_its_own() -> None:
+    texts = render(host_text.parse(PROGRAM))
+    assert texts["program.hw"] == PROGRAM
+    assert texts["program.cpp"].startswith('#include "program.h"\n')
+    assert not any("%x" in text for path, text in texts.items() if path != "program.hw")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from example_programs import all_fusions, more_fusions, one_sided_fusions, pipel
 from host_programs import GOLDEN, STAGES, golden
 
 import hostweave as hw
+from hostweave.base.paths import HOST_IR
 from hostweave.emit import render
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
@@ -60,8 +61,9 @@ class Lowered:
     host: HostProgram
 
     def files(self) -> dict[str, str]:
-        """What the folder of the program holds: file -> text."""
-        return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **render(self.host)}
+        """The files in the folder of the program, path -> text: those of its sources that are C++, and a file per stage."""
+        cpp = {path: text for path, text in render(self.host).items() if path != HOST_IR}  # which is the last stage
+        return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **cpp}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"golden {name}")) for name in FUSIONS])

@@ -109,7 +109,7 @@ def test_a_hit_renders_and_compiles_nothing(empty_cache: Path, monkeypatch: pyte
 def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
     program = hw.compile(doubled)
     assert (program.folder / "program.cpp").read_text() == program.source
-    assert (program.folder / "host_ir.txt").read_text() == program.host_ir
+    assert (program.folder / "program.hw").read_text() == program.host_ir
     assert "-c module.cpp" in (program.folder / "build.log").read_text()
     assert program.module.name == "doubled"
 
@@ -291,7 +291,7 @@ def test_edited_sources_of_another_program(empty_cache: Path, tmp_path: Path, mo
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path / "edit"))
     hw.compile(doubled).build()
     folder = tmp_path / "edit" / "doubled"
-    (folder / "host_ir.txt").write_text("host @doubled() {}")
+    (folder / "program.hw").write_text("host @doubled() {}")
     with pytest.raises(BuildError) as error:
         hw.compile(doubled).build()
     assert str(error.value) == (f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")

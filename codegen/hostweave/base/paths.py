@@ -18,5 +18,7 @@ EXAMPLES = _ROOT / "examples"
 BENCHMARKS = _ROOT / "benchmarks"
 BUILDER = PACKAGE / "build"
 
+HOST_IR = "program.hw"  # the host IR of a program, among its generated sources
+
 # What the installation built: libhostweave_cpu.so and the glue.
 NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")

@@ -23,14 +23,13 @@ from types import ModuleType
 from hostweave.base.errors import BuildError
 from hostweave.base.forks import importing, renewed
 from hostweave.base.interrupts import carried
-from hostweave.base.paths import PACKAGE, RUNTIME, TEMPLATES
+from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import Library, Toolchain, require_native
 
 Sources = Mapping[str, str]  # path -> text
 
-_HOST_IR_FILE = "host_ir.txt"
 _MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
 _dlopen_flags = renewed(threading.Lock())  # are the interpreter's, not the thread's
 
@@ -70,7 +69,7 @@ def build(
 
         def make(folder: Path) -> None:
             sources = edited or render()
-            _write(folder, {**sources, _HOST_IR_FILE: host_ir})
+            _write(folder, sources)
             make_program(folder, tuple(sources), toolchain, paths)
 
         folder = get_or_make(entry, make)
@@ -109,10 +108,10 @@ def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> S
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)
-            _write(folder, {**render(), _HOST_IR_FILE: host_ir})
-        if (folder / _HOST_IR_FILE).read_text() != host_ir:
+            _write(folder, render())
+        if (folder / HOST_IR).read_text() != host_ir:
             raise BuildError(f"the sources in {folder} were generated from another program; remove that folder, or unset HOSTWEAVE_EDIT")
-        return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".h", ".cpp", ".cu", ".cuh")}
+        return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix in (".hw", ".h", ".cpp", ".cu", ".cuh")}
     except OSError as error:
         raise BuildError(f"HOSTWEAVE_EDIT={named}: {error.filename}: {error.strerror}; set it to a folder that you can write") from error
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, HostweaveError
-from hostweave.base.paths import BENCHMARKS
+from hostweave.base.paths import BENCHMARKS, HOST_IR
 from hostweave.build import cache
 from hostweave.build.cuda import gpus
 from hostweave.build.toolchain import find_compiler, openblas_root
@@ -143,9 +143,11 @@ def _inspect(options: argparse.Namespace) -> None:
     elif options.after is None:
         sources = render(host)
         if options.only:
-            show(_one_of(sources, options.only, "file"), "cpp")
-        else:
-            show("\n".join(f"// ==== {path}\n{text}" for path, text in sources.items()), "cpp")
+            sources = {options.only: _one_of(sources, options.only, "file")}
+        for number, (path, text) in enumerate(sources.items()):
+            if not options.only:
+                show(f"{chr(10) if number else ''}// ==== {path}\n", "cpp")
+            show(text, "ir" if path == HOST_IR else "cpp")
     elif options.after == "all":
         show("\n".join(_changes(_only(stages, options.only))), "ir")
     elif options.after in dict(stages):

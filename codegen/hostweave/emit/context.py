@@ -47,7 +47,6 @@ class Plan:
     kind: str  # of the runtime's: MatmulPlan
     made_with: tuple[str, ...]  # besides the rank
     prepared_with: tuple[str, ...]
-    comment: str
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hostweave.base.errors import ArgumentError
-from hostweave.base.paths import RUNTIME
+from hostweave.base.paths import HOST_IR, RUNTIME
 from hostweave.emit.layout import rendered
 from hostweave.emit.main import Main, Reference
 from hostweave.emit.program import Program
@@ -18,13 +18,13 @@ _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 
 
 def render(program: HostProgram) -> dict[str, str]:
-    """The generated files, path -> text: program.h, program.cpp, binding.cpp and, where there are kernels, kernels.h and kernels.cu,
-    where some are the user's user_kernels.cuh.
+    """Renders the generated files, path -> text: program.hw (the host IR), program.h, program.cpp, binding.cpp and, if there are
+    kernels, kernels.h and kernels.cu, if some are the user's user_kernels.cuh.
 
     The same program always gives the same bytes. Raises ProgramError for what has no C++.
     """
     emitted = Program(program)
-    return {path: rendered(path, program=emitted) for path in (*emitted.files, "binding.cpp")}
+    return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
 
 
 def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
@@ -41,7 +41,7 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
     for under, each in main.programs.items():
-        texts |= {under + path: rendered(path, program=each) for path in each.files}
+        texts |= {under + path: text for path, text in _sources(each).items()}
     parts = ("include", "src", "cpu", "sample", *(["attention"] if program.libraries else []))  # without the driver, which is Python's
     runtime = (path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())
     files = {path: text.encode() for path, text in texts.items()}
@@ -61,6 +61,11 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         if not there.exists() or there.read_bytes() != content:  # else it keeps its time, and the next build has nothing to compile for it
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(content)
+
+
+def _sources(emitted: Program) -> dict[str, str]:
+    """The host IR and what the templates make of it."""
+    return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 
 
 def _written(folder: Path) -> dict[str, str]:

@@ -192,8 +192,8 @@ class Emitter:
         if i.out in self.arrays:
             return self.allocate_in_array(i, begin)
         member = self.members.of(f"{self.function}_{i.out}" if self.function else i.out, f"buffer {len(self.temporaries)}")
-        others = "".join(f", also %{other}" for other in self.others.get(i.out, ()))
-        pointer, comment = f"{i.type.dtype.cpp}*", f"%{i.out}: {i.type}{others}" + (f" of @{self.function}" if self.function else "")
+        others = "".join(f", also {other}" for other in self.others.get(i.out, ()))
+        pointer, comment = f"{i.type.dtype.cpp}*", f"{i.type}{others}"
         if begin.place.stream is None:
             self.temporaries[begin] = Temporary(
                 f"{pointer} {member} = nullptr", member, self.count_of(i.type), comment, in_window=i.in_window
@@ -203,7 +203,7 @@ class Emitter:
         stream, index = begin.place.stream
         pool, name = self.context.streams[stream], self.names.of(i.out)
         count = next(streams.count for streams in self.program.streams if streams.name == stream)
-        declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one a stream"
+        declaration, comment = f"std::array<{pointer}, {begin.slots}> {member}{{}}", f"{comment}, one per stream"
         self.temporaries[begin] = Temporary(declaration, member, self.count_of(i.type), comment, pool, in_window=i.in_window)
         self.buffers[i.out] = Buffer(name, i.type, i.out, read_only=False)
         least, greatest = self.integers.range(index)
@@ -217,7 +217,7 @@ class Emitter:
         member = self.members.of(f"{self.function}_{first}" if self.function else first, f"array {first} of {self.function}")
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
         self.elements[i.out] = element = Element(member, number)
-        comment = f"%{i.out}: {i.type}" + (f" of @{self.function}" if self.function else "") + ", and those of the calls that follow"
+        comment = f"{i.type}, one per call"
         self.temporaries[begin] = Temporary(
             declaration, str(element), self.count_of(i.type), comment, element=element, in_window=i.in_window
         )
@@ -267,7 +267,7 @@ class Emitter:
         plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
             member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
-            plans[key] = Plan(member, *key, i.lines()[0])
+            plans[key] = Plan(member, *key)
         self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
         return plans[key].member
 

@@ -28,7 +28,7 @@ class Function:
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
         parameters, layers = (*function.inputs, *function.outputs), context.layers_at(function.name)
-        self.name, self.comment = context.functions[function.name], _signature(function)
+        self.name = context.functions[function.name]
         self.body = emitter.body(function.body)
         self.plan = context.memory_of[function.name]  # which tells the arena what it allocates
         self.memory = arena_plan(emitter.steps, context)
@@ -83,7 +83,6 @@ class Program:
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
-        self.title = f"{program.name}: {_signature(program)} on {program.mesh}"
         self.context = context = ProgramContext(program, names, integers, structs)
         self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
@@ -148,7 +147,7 @@ class Program:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The C++ of the program itself: its kernels, where it has some, and those of the user."""
+        """The files of templates that are the program itself: its kernels, where it has some, and those of the user."""
         kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
         return ("program.h", "program.cpp", *kernels, *own)
 
@@ -187,7 +186,7 @@ class Program:
             *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),
             *(("hw::Streams", context.streams[p.name], f'rank, "{p.name}", {p.count}', f"{p.name}[{p.count}]") for p in self.ir.streams),
             *(("hw::Events", context.events[p.name], f"{p.count}", f"{p.name}[{p.count}]") for p in self.ir.events),
-            *((f"hw::{plan.kind}", plan.member, ", ".join(("rank", *plan.made_with)), plan.comment) for plan in context.plans.values()),
+            *((f"hw::{plan.kind}", plan.member, ", ".join(("rank", *plan.made_with)), "") for plan in context.plans.values()),
             *(("hw::TermExchange", member, f"rank, {channel}", f"of {channel}") for channel, member in context.exchanges.items()),
             (f"hw::{self.arena}", "arena_", *((f"{{{windows}}}", peers) if windows else (calls, ""))),
         ]
@@ -214,11 +213,6 @@ def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
 def _words(text: str) -> set[str]:
     """Every name in C++ that is no member's."""
     return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
-
-
-def _signature(program: ir.HostProgram) -> str:
-    inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (program.inputs, program.outputs))
-    return f"({inputs}) -> ({outputs})"
 
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:

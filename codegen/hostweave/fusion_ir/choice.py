@@ -49,8 +49,13 @@ class Choice:
         return self.ways[0]
 
     def __str__(self) -> str:
+        return f"choice %{self.value} of @{self.function} {self.times}"
+
+    @property
+    def times(self) -> str:
+        """Lists the ways, the taken one first, with their times: `predicted: p2p 812.0 us, sequential 1024.5 us`."""
         ways = ", ".join(f"{way.name} {way.micros:.1f} us" for way in self.ways)
-        return f"choice %{self.value} of @{self.function} {'measured' if self.is_measured else 'predicted'}: {ways}"
+        return f"{'measured' if self.is_measured else 'predicted'}: {ways}"
 
 
 def parse_choice(reader: Reader) -> Choice:

@@ -1,18 +1,3 @@
-// kernel @add_y(%a: bf16[M/3, N], %b: bf16[M/3, N]) {
-//   %y: bf16[M/3, N] = add(%a, %b)
-// }
-// host @add(%a: bf16[M, N], %b: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %a_i = chunk %a[0: %i of 3]
-//       %b_i = chunk %b[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       launch @add_y %a_i, %b_i -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// add: (a: bf16[M, N], b: bf16[M, N]) -> (y: bf16[M, N]) on mesh(x=1)
+// add on mesh(x=1). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace programs::add {
 constexpr char kMesh[] = "mesh(x=1)";
 constexpr int64_t kWorld = 1;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor a{.dtype = CUDA_R_16BF};  // bf16[M, N]
   hw::Tensor b{.dtype = CUDA_R_16BF};  // bf16[M, N]
@@ -29,7 +29,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t N;

@@ -1,17 +1,3 @@
-// host @ag_matmul(%x: bf16[3, 4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[3, 4, m, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %x_resharded = allocate bf16[4, m, K]
-//       all_gather %x_i -> %x_resharded on x
-//       %y_i = select %y[0: %i]
-//       matmul %x_resharded, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

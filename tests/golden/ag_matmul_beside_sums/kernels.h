@@ -5,8 +5,6 @@
 
 namespace programs::ag_matmul_beside_sums {
 
-// %s_partial: bf16[K] = sum(%x, axis=(0,))
-// Also for @sum_t_partial.
 __global__ void sum_s_partial(const hw::bf16* x, hw::bf16* s_partial, int64_t M, int64_t K);
 
 }  // namespace programs::ag_matmul_beside_sums

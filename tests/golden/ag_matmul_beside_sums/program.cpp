@@ -1,37 +1,3 @@
-// kernel @sum_s_partial(%x: bf16[M/4, K]) {
-//   %s_partial: bf16[K] = sum(%x, axis=(0,))
-// }  # ends here: all_reduce uses %s_partial
-// kernel @sum_t_partial(%v: bf16[M/4, L]) {
-//   %t_partial: bf16[L] = sum(%v, axis=(0,))
-// }  # ends here: all_reduce uses %t_partial
-// host @ag_matmul_beside_sums(%x: bf16[M@x, K], %w: bf16[K, N], %v: bf16[M@x, L]) -> (%y: bf16[M, N], %s: bf16[K], %t: bf16[L])
-// mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[M/4, K]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x to (rank.x - %i) % 4 on x
-//         }
-//       }
-//       %y_i = chunk %y[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   %s_partial = reshape %s to [K]
-//   launch @sum_s_partial %x -> %s_partial
-//   %t_partial = reshape %t to [L]
-//   launch @sum_t_partial %v -> %t_partial
-//   group {
-//     all_reduce sum %s_partial -> %s on x
-//     all_reduce sum %t_partial -> %t on x
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

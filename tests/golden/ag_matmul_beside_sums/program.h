@@ -1,5 +1,4 @@
-// ag_matmul_beside_sums: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[M@x, L]) -> (y: bf16[M, N], s: bf16[K], t: bf16[L]) on
-// mesh(x=4)
+// ag_matmul_beside_sums on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,7 +18,7 @@ namespace programs::ag_matmul_beside_sums {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -38,7 +37,7 @@ struct OutputShapes {
   hw::Shape t;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -67,9 +66,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_y_;         // matmul %x_chunk, %w -> %y_i
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
+  std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream
   std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 

@@ -1,16 +1,3 @@
-// host @ag_matmul_broadcast(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) {
-//   fork ring
-//   for %i in 0..4 {
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[M/4, K]
-//       broadcast %x -> %x_gathered from %i on x
-//       %y_i = chunk %y[0: %i of 4]
-//       matmul %x_gathered, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

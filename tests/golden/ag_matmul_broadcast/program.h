@@ -1,4 +1,4 @@
-// ag_matmul_broadcast: (x: bf16[M@x, K], w: bf16[K, N]) -> (y: bf16[M, N]) on mesh(x=4)
+// ag_matmul_broadcast on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::ag_matmul_broadcast {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -60,9 +60,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_y_;         // matmul %x_gathered, %w -> %y_i
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
+  std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream
   std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 

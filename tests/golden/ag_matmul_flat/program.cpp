@@ -1,23 +1,3 @@
-// host @ag_matmul_flat(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4])
-// {
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[M/4, K]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x to (rank.x - %i) % 4 on x
-//         }
-//       }
-//       %y_i = chunk %y[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

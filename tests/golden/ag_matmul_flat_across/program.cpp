@@ -1,18 +1,3 @@
-// host @ag_matmul_flat_across(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[3]) {
-//   %y_shards = reshape %y to [4, M/4, N]
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %x_gathered = allocate bf16[4, M/12, K]
-//       all_gather %x_i -> %x_gathered on x
-//       %y_i = chunk %y_shards[1: %i of 3]
-//       matmul %x_gathered, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,24 +1,3 @@
-// host @ag_matmul_flat_chunked(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) {
-//   fork ring
-//   for %i in 0..8 {
-//     %p = (rank.x + %i / 2) % 4
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i % 2 of 2]
-//       %x_gathered = allocate bf16[M/8, K]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x_i to (rank.x - %i / 2) % 4 on x
-//         }
-//       }
-//       %y_i = chunk %y[0: %p * 2 + %i % 2 of 8]
-//       %x_chunk = choose %x_i if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

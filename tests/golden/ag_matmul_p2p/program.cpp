@@ -1,24 +1,3 @@
-// host @ag_matmul_p2p(%x: bf16[4@x, m, K], %w: bf16[K, N]) -> (%y: bf16[4, m, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) {
-//   %x_i = select %x[0: 0]
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[m, K]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x_i to (rank.x - %i) % 4 on x
-//         }
-//       }
-//       %y_i = select %y[0: %p]
-//       %x_chunk = choose %x_i if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

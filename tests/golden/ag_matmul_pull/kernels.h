@@ -5,7 +5,6 @@
 
 namespace programs::ag_matmul_pull {
 
-// %h: bf16[M/4, K] = relu(%x)
 __global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K);
 
 }  // namespace programs::ag_matmul_pull

@@ -1,4 +1,4 @@
-// ag_matmul_pull: (x: bf16[M@x, K], w: bf16[K, N]) -> (y: bf16[M, N]) on mesh(x=4)
+// ag_matmul_pull on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::ag_matmul_pull {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -31,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -57,14 +57,14 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;    // the 4 ranks along x
-  hw::Streams ring_;                // ring[2]
-  hw::Streams puts_;                // puts[1]
-  hw::Events arrived_;              // arrived[8]
-  hw::MatmulPlan plan_y_;           // matmul %h_chunk, %w -> %y_i
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[2]
+  hw::Streams puts_;              // puts[1]
+  hw::Events arrived_;            // arrived[8]
+  hw::MatmulPlan plan_y_;
   hw::WindowArena arena_;           // which peers write to and read from
-  hw::bf16* h_ = nullptr;           // %h: bf16[M/4, K]
-  hw::bf16* h_gathered_ = nullptr;  // %h_gathered: bf16[M, K]
+  hw::bf16* h_ = nullptr;           // bf16[M/4, K]
+  hw::bf16* h_gathered_ = nullptr;  // bf16[M, K]
   std::optional<Sizes> prepared_;   // what prepare was last called for
 };
 

@@ -1,39 +1,3 @@
-// host @ag_matmul_put(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x peer) streams(ring[2],
-// puts[1]) events(arrived[4]) {
-//   %x_gathered = allocate_window bf16[M, K]
-//   fork puts
-//   stream puts[0] {
-//     for %i in 0..3 {
-//       signal 0 at (rank.x + 1 + %i) % 4 for %x_gathered on x
-//     }
-//     for %i in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %x_gathered on x
-//     }
-//   }
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     %x_gathered_i = chunk %x_gathered[0: %p of 4]
-//     if %p != rank.x {
-//       stream puts[0] {
-//         %x_gathered_i_2 = chunk %x_gathered[0: rank.x of 4]
-//         put %x -> %x_gathered_i_2 at (rank.x - %i) % 4 signal 0 on x
-//         wait_signal 0 from %p for %x_gathered_i on x
-//         record arrived[%i]
-//       }
-//     }
-//     stream ring[%i] {
-//       if %p != rank.x {
-//         wait arrived[%i]
-//       }
-//       %y_i = chunk %y[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered_i
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   join ring
-//   join puts
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,29 +1,3 @@
-// host @ag_matmul_ring(%x: bf16[M@x, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4])
-// events(arrived[4]) {
-//   %x_gathered = allocate bf16[M, K]
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x - %i) % 4
-//     stream ring[%i] {
-//       %x_gathered_i = chunk %x_gathered[0: %p of 4]
-//       if %i != 0 {
-//         wait arrived[%i - 1]
-//       }
-//       %x_chunk = choose %x if %i == 0 else %x_gathered_i
-//       if %i < 3 {
-//         %x_gathered_next = chunk %x_gathered[0: (%p - 1) % 4 of 4]
-//         group {
-//           recv %x_gathered_next from (rank.x - 1) % 4 on x
-//           send %x_chunk to (rank.x + 1) % 4 on x
-//         }
-//         record arrived[%i]
-//       }
-//       %y_i = chunk %y[0: %p of 4]
-//       matmul %x_chunk, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

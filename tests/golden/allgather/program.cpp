@@ -1,14 +1,3 @@
-// host @allgather(%x: bf16[3, 4@x, N]) -> (%y: bf16[3, 4, N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %y_i = select %y[0: %i]
-//       all_gather %x_i -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,22 +1,3 @@
-// host @allgather_p2p(%x: bf16[4@x, N]) -> (%y: bf16[4, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
-//   %x_i = select %x[0: 0]
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %y_i = select %y[0: %p]
-//       if %p == rank.x {
-//         copy %x_i -> %y_i
-//       } else {
-//         group {
-//           recv %y_i from %p on x
-//           send %x_i to (rank.x - %i) % 4 on x
-//         }
-//       }
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

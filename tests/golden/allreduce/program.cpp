@@ -1,15 +1,3 @@
-// host @allreduce(%x: bf16[3, 4@x, N]) -> (%y: bf16[3, N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %y_partial_i = reshape %x_i to [N]
-//       %y_i = select %y[0: %i]
-//       all_reduce sum %y_partial_i -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

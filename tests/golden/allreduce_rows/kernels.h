@@ -5,7 +5,6 @@
 
 namespace programs::allreduce_rows {
 
-// %y_partial: bf16[N/3] = sum(%x, axis=(0,))
 __global__ void sum_y_partial(const hw::bf16* x, hw::bf16* y_partial, int64_t N, int64_t R_x);
 
 }  // namespace programs::allreduce_rows

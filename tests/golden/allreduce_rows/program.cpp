@@ -1,19 +1,3 @@
-// kernel @sum_y_partial(%x: bf16[local(R, x), N/3]) {
-//   %y_partial: bf16[N/3] = sum(%x, axis=(0,))
-// }  # ends here: all_reduce uses %y_partial
-// host @allreduce_rows(%x: bf16[R@x, N]) -> (%y: bf16[N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) uneven(R) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[1: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       %y_partial = reshape %y_i to [N/3]
-//       launch @sum_y_partial %x_i -> %y_partial
-//       all_reduce sum %y_partial -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -5,8 +5,6 @@
 
 namespace programs::epilogues {
 
-// %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
-// %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
 __global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N);
 
 }  // namespace programs::epilogues

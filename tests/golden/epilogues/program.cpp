@@ -1,29 +1,3 @@
-// kernel @maximum_minimum_c(%s: bf16[M/4, N]) {
-//   %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
-//   %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
-// }
-// host @epilogues(%x: bf16[M@x, K], %w: bf16[K, N], %b: bf16[N], %r: bf16[M@x, N]) -> (%h: bf16[M, N], %s: bf16[M@x, N], %c:
-// bf16[M@x, N]) mesh(x=4) channels(x: x two_sided) streams(ring[4]) {
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[M/4, K]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x to (rank.x - %i) % 4 on x
-//         }
-//       }
-//       %h_i = chunk %h[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w bias %b activation relu -> %h_i
-//     }
-//   }
-//   matmul %x, %w scaled 0.5 accumulate %r -> %s
-//   launch @maximum_minimum_c %s -> %c
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,5 +1,4 @@
-// epilogues: (x: bf16[M@x, K], w: bf16[K, N], b: bf16[N], r: bf16[M@x, N]) -> (h: bf16[M, N], s: bf16[M@x, N], c: bf16[M@x, N])
-// on mesh(x=4)
+// epilogues on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,7 +18,7 @@ namespace programs::epilogues {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -39,7 +38,7 @@ struct OutputShapes {
   hw::Shape c;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -67,11 +66,11 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_h_;         // matmul %x_chunk, %w bias %b activation relu -> %h_i
-  hw::MatmulPlan plan_s_;         // matmul %x, %w scaled 0.5 accumulate %r -> %s
+  hw::MatmulPlan plan_h_;
+  hw::MatmulPlan plan_s_;
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
-  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
+  std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream
   std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 

@@ -1,4 +1,4 @@
-// gated_in_loops: (x: bf16[M@x, K], gate: bf16[K, F@x], up: bf16[K, F@x], down: bf16[F@x, K]) -> (y: bf16[M@x, K]) on mesh(x=4)
+// gated_in_loops on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::gated_in_loops {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};     // bf16[M/4, K]
   hw::Tensor gate{.dtype = CUDA_R_16BF};  // bf16[K, local(F, x)]
@@ -34,7 +34,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -61,16 +61,16 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;     // the 4 ranks along x
-  hw::Streams ring_;                 // ring[4]
-  hw::MatmulPlan plan_g_and_u_;      // matmul %x_chunk, %gate -> %g_i
-  hw::MatmulPlan plan_matmul_down_;  // matmul %h_i, %down -> %matmul_down_chunk
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_g_and_u_;
+  hw::MatmulPlan plan_matmul_down_;
   hw::Arena arena_;
-  hw::bf16* g_ = nullptr;                   // %g: bf16[M, local(F, x)], also %h
-  hw::bf16* u_ = nullptr;                   // %u: bf16[M, local(F, x)]
-  std::array<hw::bf16*, 4> x_gathered_{};   // %x_gathered: bf16[M/4, K], one a stream
-  hw::bf16* y_landing_ = nullptr;           // %y_landing: bf16[4, M/4, K]
-  std::array<hw::bf16*, 4> matmul_down_{};  // %matmul_down: bf16[M/4, K], one a stream
+  hw::bf16* g_ = nullptr;                   // bf16[M, local(F, x)], also h
+  hw::bf16* u_ = nullptr;                   // bf16[M, local(F, x)]
+  std::array<hw::bf16*, 4> x_gathered_{};   // bf16[M/4, K], one per stream
+  hw::bf16* y_landing_ = nullptr;           // bf16[4, M/4, K]
+  std::array<hw::bf16*, 4> matmul_down_{};  // bf16[M/4, K], one per stream
   std::optional<Sizes> prepared_;           // what prepare was last called for
 };
 

@@ -5,7 +5,6 @@
 
 namespace programs::gradients {
 
-// %db_partial: bf16[N] = sum(%dy, axis=(0,))
 __global__ void sum_db_partial(const hw::bf16* dy, hw::bf16* db_partial, int64_t N, int64_t T_x);
 
 }  // namespace programs::gradients

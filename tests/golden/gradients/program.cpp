@@ -1,25 +1,3 @@
-// kernel @sum_db_partial(%dy: bf16[local(T, x), N]) {
-//   %db_partial: bf16[N] = sum(%dy, axis=(0,))
-// }  # ends here: all_reduce uses %db_partial
-// host @gradients(%x: bf16[T@x, K], %dy: bf16[T@x, N], %w: bf16[K, N]) -> (%dx: bf16[T@x, K], %dw: bf16[K, N], %db: bf16[N])
-// mesh(x=4) channels(x: x two_sided) streams(comm[1]) uneven(T) {
-//   %x_transposed = permute %x by [1, 0]
-//   %dw_partial = allocate bf16[K, N]
-//   matmul %x_transposed, %dy -> %dw_partial
-//   fork comm
-//   stream comm[0] {
-//     all_reduce sum %dw_partial -> %dw on x
-//   }
-//   %db_partial = allocate bf16[N]
-//   launch @sum_db_partial %dy -> %db_partial
-//   fork comm
-//   stream comm[0] {
-//     all_reduce sum %db_partial -> %db on x
-//   }
-//   %w_transposed = permute %w by [1, 0]
-//   matmul %dy, %w_transposed -> %dx
-//   join comm
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

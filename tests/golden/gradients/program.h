@@ -1,4 +1,4 @@
-// gradients: (x: bf16[T@x, K], dy: bf16[T@x, N], w: bf16[K, N]) -> (dx: bf16[T@x, K], dw: bf16[K, N], db: bf16[N]) on mesh(x=4)
+// gradients on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::gradients {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(T, x), K]
   hw::Tensor dy{.dtype = CUDA_R_16BF};  // bf16[local(T, x), N]
@@ -36,7 +36,7 @@ struct OutputShapes {
   hw::Shape db;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t T;
   int64_t K;
@@ -63,14 +63,14 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;    // the 4 ranks along x
-  hw::Streams comm_;                // comm[1]
-  hw::MatmulPlan plan_dw_partial_;  // matmul %x_transposed, %dy -> %dw_partial
-  hw::MatmulPlan plan_dx_;          // matmul %dy, %w_transposed -> %dx
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams comm_;              // comm[1]
+  hw::MatmulPlan plan_dw_partial_;
+  hw::MatmulPlan plan_dx_;
   hw::Arena arena_;
   char* workspace_ = nullptr;       // of the matmuls on the caller's stream
-  hw::bf16* dw_partial_ = nullptr;  // %dw_partial: bf16[K, N]
-  hw::bf16* db_partial_ = nullptr;  // %db_partial: bf16[N]
+  hw::bf16* dw_partial_ = nullptr;  // bf16[K, N]
+  hw::bf16* db_partial_ = nullptr;  // bf16[N]
   std::optional<Sizes> prepared_;   // what prepare was last called for
 };
 

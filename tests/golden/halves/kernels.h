@@ -5,13 +5,9 @@
 
 namespace programs::halves {
 
-// %negative_x: bf16[local(M, x), 4] = negative(%x_sliced_2)
 __global__ void negative_x_kernel(const hw::bf16* x_sliced_2, hw::bf16* negative_x, int64_t M_x);
-// %dst: bf16[local(M, x), 2] = copy(%src)
 __global__ void copy_joined_2(const hw::bf16* src, hw::bf16* dst, int64_t M_x);
-// %relu_x: bf16[local(M, x), 2] = relu(%x_sliced_3)
 __global__ void relu_x_kernel(const hw::bf16* x_sliced_3, hw::bf16* relu_x, int64_t M_x);
-// %dst: bf16[local(M, x), 1] = fill(value=1.0)
 __global__ void fill_relu_x_padded_before(hw::bf16* dst, int64_t M_x);
 
 }  // namespace programs::halves

@@ -1,30 +1,3 @@
-// kernel @negative_x_kernel(%x_sliced_2: bf16[local(M, x), 4]) {
-//   %negative_x: bf16[local(M, x), 4] = negative(%x_sliced_2)
-// }  # ends here: %joined is written in parts
-// kernel @relu_x_kernel(%x_sliced_3: bf16[local(M, x), 2]) {
-//   %relu_x: bf16[local(M, x), 2] = relu(%x_sliced_3)
-// }  # ends here: %relu_x_padded is written in parts
-// host @halves(%x: bf16[M@x, 8], %w: bf16[8, 3]) -> (%joined: bf16[M@x, 11], %relu_x_padded: bf16[M@x, 3]) mesh(x=4) uneven(M) {
-//   %h = allocate bf16[local(M, x), 3]
-//   matmul %x, %w -> %h
-//   %x_sliced_2 = slice %x[1: 4 from 0]
-//   %joined_1 = slice %joined[1: 4 from 4]
-//   launch @negative_x_kernel %x_sliced_2 -> %joined_1
-//   %x_sliced = slice %x[1: 4 from 4]
-//   %joined_0 = slice %joined[1: 4 from 0]
-//   copy %x_sliced -> %joined_0
-//   %h_sliced = strided %h[1: 2 from 0 by 2]
-//   %joined_2 = slice %joined[1: 2 from 8]
-//   copy %h_sliced -> %joined_2
-//   %h_sliced_2 = slice %h[1: 1 from 1]
-//   %joined_3 = slice %joined[1: 1 from 10]
-//   copy %h_sliced_2 -> %joined_3
-//   %x_sliced_3 = slice %x[1: 2 from 1]
-//   %relu_x_padded_inside = slice %relu_x_padded[1: 2 from 1]
-//   launch @relu_x_kernel %x_sliced_3 -> %relu_x_padded_inside
-//   %relu_x_padded_before = slice %relu_x_padded[1: 1 from 0]
-//   fill %relu_x_padded_before with 1.0
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

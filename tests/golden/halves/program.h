@@ -1,4 +1,4 @@
-// halves: (x: bf16[M@x, 8], w: bf16[8, 3]) -> (joined: bf16[M@x, 11], relu_x_padded: bf16[M@x, 3]) on mesh(x=4)
+// halves on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::halves {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, x), 8]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[8, 3]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape relu_x_padded;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t M_x;
@@ -57,10 +57,10 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::MatmulPlan plan_h_;  // matmul %x, %w -> %h
+  hw::MatmulPlan plan_h_;
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, x), 3]
+  hw::bf16* h_ = nullptr;          // bf16[local(M, x), 3]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -30,9 +30,8 @@ __global__ void fill_y_lse_i_own(float* dst, int64_t S) {
 // %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
 // %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
 // %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
-// %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
 template <int kWidth>
-__device__ void fused_y_maximum_y_maximum_2_by(const float* y_lse, float* y_maximum, float* y_maximum_2, int64_t S) {
+__device__ void fused_y_maximum_y_sum_by(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
   for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
     auto y_max = hw::filled<kWidth, float>(-INFINITY);
     for (int64_t i = 0; i < 4; ++i) {
@@ -43,7 +42,7 @@ __device__ void fused_y_maximum_y_maximum_2_by(const float* y_lse, float* y_maxi
         y_max[e] = hw::Maximum()(y_max[e], y_lse_e);
       }
     }
-    auto y_sum = hw::filled<kWidth, hw::Sum<float>>({});
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 4; ++i) {
       const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
 #pragma unroll
@@ -53,67 +52,64 @@ __device__ void fused_y_maximum_y_maximum_2_by(const float* y_lse, float* y_maxi
         const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
         const float y_subtract = y_lse_e - y_maximum_e;
         const float y_exp = expf(y_subtract);
-        y_sum[e] += y_exp;
+        sum[e] += y_exp;
       }
     }
     hw::Values<float, kWidth> y_maximum_j;
-    hw::Values<float, kWidth> y_maximum_2_j;
+    hw::Values<float, kWidth> y_sum_j;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float y_max_1 = y_max[e];
       const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
-      const float y_sum_1 = y_sum[e];
       y_maximum_j[e] = y_maximum_e;
-      y_maximum_2_j[e] = (y_sum_1 > 1.0f || y_sum_1 != y_sum_1) ? y_sum_1 : 1.0f;
+      y_sum_j[e] = sum[e];
     }
     hw::store(y_maximum + j, y_maximum_j);
-    hw::store(y_maximum_2 + j, y_maximum_2_j);
+    hw::store(y_sum + j, y_sum_j);
   }
 }
 
-__global__ void fused_y_maximum_y_maximum_2(const float* y_lse, float* y_maximum, float* y_maximum_2, int64_t S) {
+__global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
   hw::griddep_wait();
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2)) {
-    fused_y_maximum_y_maximum_2_by<4>(y_lse, y_maximum, y_maximum_2, S);
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_sum)) {
+    fused_y_maximum_y_sum_by<4>(y_lse, y_maximum, y_sum, S);
   } else {
-    fused_y_maximum_y_maximum_2_by<1>(y_lse, y_maximum, y_maximum_2, S);
+    fused_y_maximum_y_sum_by<1>(y_lse, y_maximum, y_sum, S);
   }
 }
 
 // %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
 // %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
-// %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
 template <int kWidth, class Index>
-__device__ void subtract_exp_divide_y_divide_by(const float* y_lse, const float* y_maximum, const float* y_maximum_2,
-                                                float* y_divide, int64_t S) {
+__device__ void subtract_exp_y_exp_2_by(const float* y_lse, const float* y_maximum, float* y_exp_2, int64_t S) {
   for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
     const int64_t j = element % Index(S / 2);
     const auto y_lse_element = hw::load<kWidth>(y_lse + element);
     const auto y_maximum_j = hw::load<kWidth>(y_maximum + j);
-    const auto y_maximum_2_j = hw::load<kWidth>(y_maximum_2 + j);
-    hw::Values<float, kWidth> y_divide_element;
+    hw::Values<float, kWidth> y_exp_2_element;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float y_subtract_2 = y_lse_element[e] - y_maximum_j[e];
-      const float y_exp_2 = expf(y_subtract_2);
-      y_divide_element[e] = y_exp_2 / y_maximum_2_j[e];
+      y_exp_2_element[e] = expf(y_subtract_2);
     }
-    hw::store(y_divide + element, y_divide_element);
+    hw::store(y_exp_2 + element, y_exp_2_element);
   }
 }
 
-__global__ void subtract_exp_divide_y_divide(const float* y_lse, const float* y_maximum, const float* y_maximum_2,
-                                             float* y_divide, int64_t S) {
+__global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum, float* y_exp_2, int64_t S) {
   hw::griddep_wait();
-  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2, y_divide) && hw::fits_int32(2 * S)) {
-    subtract_exp_divide_y_divide_by<4, uint32_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
-  } else if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_maximum_2, y_divide)) {
-    subtract_exp_divide_y_divide_by<4, int64_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
+  if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2) && hw::fits_int32(2 * S)) {
+    subtract_exp_y_exp_2_by<4, uint32_t>(y_lse, y_maximum, y_exp_2, S);
+  } else if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2)) {
+    subtract_exp_y_exp_2_by<4, int64_t>(y_lse, y_maximum, y_exp_2, S);
   } else {
-    subtract_exp_divide_y_divide_by<1, int64_t>(y_lse, y_maximum, y_maximum_2, y_divide, S);
+    subtract_exp_y_exp_2_by<1, int64_t>(y_lse, y_maximum, y_exp_2, S);
   }
 }
 
+// %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
+// %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
+// %y_expand_dims: f32[4, 2, S/4, 1] = reshape(%y_divide)
 // %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
 // %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
 // %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
@@ -121,17 +117,19 @@ __global__ void subtract_exp_divide_y_divide(const float* y_lse, const float* y_
 // %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
 // %y: bf16[2, S/4, 64] = astype(%y_sum_2)
 template <int kWidth, class Index>
-__device__ void fused_y_by(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
+__device__ void fused_y_by(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
   for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
-    const int64_t j = element / 64;
+    const int64_t i = element / 64;
     auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto y_blocks_elementi = hw::load<kWidth>(y_blocks + i * (32 * S) + element);
+    for (int64_t j = 0; j < 4; ++j) {
+      const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_expand_dims_ij = y_expand_dims[i * (S / 2) + j];
-        const bool y_greater = y_expand_dims_ij > 0.0f;
-        const float y_multiply = float(y_blocks_elementi[e]) * y_expand_dims_ij;
+        const float y_sum_i = y_sum[i];
+        const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
+        const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
+        const bool y_greater = y_divide > 0.0f;
+        const float y_multiply = float(y_blocks_elementj[e]) * y_divide;
         const float y_where = y_greater ? y_multiply : 0.0f;
         y_sum_2[e] += y_where;
       }
@@ -145,14 +143,14 @@ __device__ void fused_y_by(const hw::bf16* y_blocks, const float* y_expand_dims,
   }
 }
 
-__global__ void fused_y(const hw::bf16* y_blocks, const float* y_expand_dims, hw::bf16* y, int64_t S) {
+__global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
   hw::griddep_wait();
   if (hw::aligned(y_blocks, y) && hw::fits_int32(32 * S)) {
-    fused_y_by<8, uint32_t>(y_blocks, y_expand_dims, y, S);
+    fused_y_by<8, uint32_t>(y_sum, y_exp_2, y_blocks, y, S);
   } else if (hw::aligned(y_blocks, y)) {
-    fused_y_by<8, int64_t>(y_blocks, y_expand_dims, y, S);
+    fused_y_by<8, int64_t>(y_sum, y_exp_2, y_blocks, y, S);
   } else {
-    fused_y_by<1, int64_t>(y_blocks, y_expand_dims, y, S);
+    fused_y_by<1, int64_t>(y_sum, y_exp_2, y_blocks, y, S);
   }
 }
 

@@ -1,95 +1,3 @@
-// kernel @fused_y_maximum_y_maximum_2(%y_lse: f32[4, 2, S/4]) {
-//   %y_max: f32[1, 2, S/4] = max(%y_lse, axis=(0,), keepdims=true)
-//   %y_maximum: f32[1, 2, S/4] = maximum(%y_max, -1e+30)
-//   %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
-//   %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
-//   %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
-//   %y_maximum_2: f32[1, 2, S/4] = maximum(%y_sum, 1.0)
-//   return %y_maximum, %y_maximum_2
-// }  # ends here: few threads would compute all of %y_divide
-// kernel @subtract_exp_divide_y_divide(%y_lse: f32[4, 2, S/4], %y_maximum: f32[1, 2, S/4], %y_maximum_2: f32[1, 2, S/4]) {
-//   %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
-//   %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
-//   %y_divide: f32[4, 2, S/4] = divide(%y_exp_2, %y_maximum_2)
-// }  # ends here: %y_exp_2 would be computed again and again
-// kernel @fused_y(%y_blocks: bf16[4, 2, S/4, 64], %y_expand_dims: f32[4, 2, S/4, 1]) {
-//   %y_astype: f32[4, 2, S/4, 64] = astype(%y_blocks)
-//   %y_multiply: f32[4, 2, S/4, 64] = multiply(%y_astype, %y_expand_dims)
-//   %y_greater: bool[4, 2, S/4, 1] = greater(%y_expand_dims, 0.0)
-//   %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
-//   %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
-//   %y: bf16[2, S/4, 64] = astype(%y_sum_2)
-// }
-// host @keys_in_a_loop(%q: bf16[2, S@x, 64], %k: bf16[2, S@x, 64], %v: bf16[2, S@x, 64]) -> (%y: bf16[2, S@x, 64]) mesh(x=4)
-// channels(x: x peer) streams(ring[2], puts[1]) events(arrived[4]) {
-//   %y_packed = allocate_window bf16[2, S/4, 128]
-//   %y_packed_0 = slice %y_packed[2: 64 from 0]
-//   copy %k -> %y_packed_0
-//   %y_packed_1 = slice %y_packed[2: 64 from 64]
-//   copy %v -> %y_packed_1
-//   %keys = allocate bf16[4, 2, S/4, 128]
-//   fork puts
-//   stream puts[0] {
-//     for %i in 0..3 {
-//       signal 0 at (rank.x + 1 + %i) % 4 for %y_packed on x
-//     }
-//   }
-//   %y_blocks = allocate bf16[4, 2, S/4, 64]
-//   %y_lse = allocate f32[4, 2, S/4]
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     %keys_i = select %keys[0: %p]
-//     if %p != rank.x {
-//       stream puts[0] {
-//         wait_signal 0 from %p for %keys_i on x
-//         get %y_packed at %p -> %keys_i on x
-//         record arrived[%i]
-//       }
-//     }
-//     stream ring[%i] {
-//       if %p != rank.x {
-//         wait arrived[%i]
-//       }
-//       %y_packed_chunk = choose %y_packed if %p == rank.x else %keys_i
-//       %y_keys_i = slice %y_packed_chunk[2: 64 from 0]
-//       %y_values_i = slice %y_packed_chunk[2: 64 from 64]
-//       %y_blocks_i = chunk %y_blocks[0: %p of 4]
-//       %y_blocks_i_own = reshape %y_blocks_i to [2, S/4, 64]
-//       %y_lse_i = chunk %y_lse[0: %p of 4]
-//       %y_lse_i_own = reshape %y_lse_i to [2, S/4]
-//       if %p == rank.x {
-//         attention %q, %y_keys_i, %y_values_i scaled 0.125 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
-//       } else {
-//         if %p < rank.x {
-//           attention %q, %y_keys_i, %y_values_i scaled 0.125 -> %y_blocks_i_own lse %y_lse_i_own
-//         } else {
-//           fill %y_blocks_i_own with 0.0
-//           fill %y_lse_i_own with -inf
-//         }
-//       }
-//     }
-//   }
-//   stream puts[0] {
-//     for %i in 0..3 {
-//       signal 0 at (rank.x + 1 + %i) % 4 for %y_packed on x
-//     }
-//     for %i in 0..3 {
-//       wait_signal 0 from (rank.x + 1 + %i) % 4 for %y_packed on x
-//     }
-//   }
-//   join ring
-//   join puts
-//   deallocate %y_packed
-//   deallocate %keys
-//   %y_maximum = allocate f32[1, 2, S/4]
-//   %y_maximum_2 = allocate f32[1, 2, S/4]
-//   launch @fused_y_maximum_y_maximum_2 %y_lse -> %y_maximum, %y_maximum_2
-//   %y_divide = reshape %y_lse to [4, 2, S/4]
-//   launch @subtract_exp_divide_y_divide %y_lse, %y_maximum, %y_maximum_2 -> %y_divide
-//   %y_expand_dims = reshape %y_divide to [4, 2, S/4, 1]
-//   launch @fused_y %y_blocks, %y_expand_dims -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"
@@ -107,8 +15,8 @@ Program::Program(hw::Rank& rank)
       plan_y_blocks_1_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_x_}) {
   HW_CHECK(hw::load(fill_y_lse_i_own));
-  HW_CHECK(hw::load(fused_y_maximum_y_maximum_2));
-  HW_CHECK(hw::load(subtract_exp_divide_y_divide));
+  HW_CHECK(hw::load(fused_y_maximum_y_sum));
+  HW_CHECK(hw::load(subtract_exp_y_exp_2));
   HW_CHECK(hw::load(fused_y));
 }
 
@@ -144,7 +52,7 @@ void Program::prepare(const Inputs& in) {
   memory.free(y_packed_);
   memory.free(keys_);
   memory.allocate(y_maximum_, S / 2);
-  memory.allocate(y_maximum_2_, S / 2);
+  memory.allocate(y_sum_, S / 2);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -214,12 +122,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_maximum_2, hw::grid_of_elements<4>(S / 2), caller, hw::reads(y_lse_, 2 * S),
-                          hw::writes(y_maximum_, S / 2), hw::writes(y_maximum_2_, S / 2), S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_divide_y_divide, hw::grid_of_elements<4>(2 * S), caller, hw::reads(y_lse_, 2 * S),
-                          hw::reads(y_maximum_, S / 2), hw::reads(y_maximum_2_, S / 2), hw::writes(y_lse_, 2 * S), S));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, hw::reads(y_blocks_, 128 * S),
-                          hw::reads(y_lse_, 2 * S), hw::writes(y, 32 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_sum, hw::grid_of_elements<4>(S / 2), caller, hw::reads(y_lse_, 2 * S),
+                          hw::writes(y_maximum_, S / 2), hw::writes(y_sum_, S / 2), S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_exp_2, hw::grid_of_elements<4>(2 * S), caller, hw::reads(y_lse_, 2 * S),
+                          hw::reads(y_maximum_, S / 2), hw::writes(y_lse_, 2 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, hw::reads(y_sum_, S / 2), hw::reads(y_lse_, 2 * S),
+                          hw::reads(y_blocks_, 128 * S), hw::writes(y, 32 * S), S));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -1,4 +1,4 @@
-// keys_in_a_loop: (q: bf16[2, S@x, 64], k: bf16[2, S@x, 64], v: bf16[2, S@x, 64]) -> (y: bf16[2, S@x, 64]) on mesh(x=4)
+// keys_in_a_loop on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::keys_in_a_loop {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
   hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t S;
 
@@ -60,17 +60,16 @@ class Program {
   hw::Streams ring_;              // ring[2]
   hw::Streams puts_;              // puts[1]
   hw::Events arrived_;            // arrived[4]
-  // attention %q, %y_keys_i, %y_values_i scaled 0.125 diagonal 0 -> %y_blocks_i_own lse %y_lse_i_own
   hw::AttentionPlan plan_y_blocks_;
-  hw::AttentionPlan plan_y_blocks_1_;  // attention %q, %y_keys_i, %y_values_i scaled 0.125 -> %y_blocks_i_own lse %y_lse_i_own
-  hw::WindowArena arena_;              // which peers write to and read from
-  hw::bf16* y_packed_ = nullptr;       // %y_packed: bf16[2, S/4, 128]
-  hw::bf16* keys_ = nullptr;           // %keys: bf16[4, 2, S/4, 128]
-  hw::bf16* y_blocks_ = nullptr;       // %y_blocks: bf16[4, 2, S/4, 64]
-  float* y_lse_ = nullptr;             // %y_lse: f32[4, 2, S/4], also %y_divide
-  float* y_maximum_ = nullptr;         // %y_maximum: f32[1, 2, S/4]
-  float* y_maximum_2_ = nullptr;       // %y_maximum_2: f32[1, 2, S/4]
-  std::optional<Sizes> prepared_;      // what prepare was last called for
+  hw::AttentionPlan plan_y_blocks_1_;
+  hw::WindowArena arena_;          // which peers write to and read from
+  hw::bf16* y_packed_ = nullptr;   // bf16[2, S/4, 128]
+  hw::bf16* keys_ = nullptr;       // bf16[4, 2, S/4, 128]
+  hw::bf16* y_blocks_ = nullptr;   // bf16[4, 2, S/4, 64]
+  float* y_lse_ = nullptr;         // f32[4, 2, S/4], also y_exp_2
+  float* y_maximum_ = nullptr;     // f32[1, 2, S/4]
+  float* y_sum_ = nullptr;         // f32[1, 2, S/4]
+  std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 
 }  // namespace programs::keys_in_a_loop

@@ -1,18 +1,3 @@
-// host @matmul_ar(%x: bf16[3, 4@x, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, m, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %y_i = select %y[0: %i]
-//       %matmul_w = reshape %y_i to [1, m, N]
-//       matmul %x_i, %w -> %matmul_w
-//       %y_partial_i = reshape %matmul_w to [m, N]
-//       all_reduce sum %y_partial_i -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

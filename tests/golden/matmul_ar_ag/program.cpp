@@ -1,25 +1,3 @@
-// host @matmul_ar_ag(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M, N]) mesh(dp=2, tp=4) channels(tp: tp two_sided, dp:
-// dp two_sided) streams(ring[3]) events(turn[1]) uneven(K) {
-//   %y_shards = reshape %y to [2, M/2, N]
-//   fork ring
-//   record turn[0]
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %matmul_w = allocate bf16[M/6, N]
-//       matmul %x_i, %w -> %matmul_w
-//       wait turn[0]
-//       %y_reduced = reshape %matmul_w to [M/6, N]
-//       all_reduce sum %matmul_w -> %y_reduced on tp
-//       %y_packed = allocate bf16[2, M/6, N]
-//       all_gather %y_reduced -> %y_packed on dp
-//       record turn[0]
-//       %y_i = chunk %y_shards[1: %i of 3]
-//       copy %y_packed -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

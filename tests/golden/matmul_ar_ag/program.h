@@ -1,4 +1,4 @@
-// matmul_ar_ag: (x: bf16[M@dp, K@tp], w: bf16[K@tp, N]) -> (y: bf16[M, N]) on mesh(dp=2, tp=4)
+// matmul_ar_ag on mesh(dp=2, tp=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::matmul_ar_ag {
 constexpr char kMesh[] = "mesh(dp=2, tp=4)";
 constexpr int64_t kWorld = 8;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/2, local(K, tp)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, tp), N]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -63,10 +63,10 @@ class Program {
   const hw::Channel& channel_dp_;  // the 2 ranks along dp
   hw::Streams ring_;               // ring[3]
   hw::Events turn_;                // turn[1]
-  hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w
+  hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 3> matmul_w_{};  // %matmul_w: bf16[M/6, N], also %y_reduced, one a stream
-  std::array<hw::bf16*, 3> y_packed_{};  // %y_packed: bf16[2, M/6, N], one a stream
+  std::array<hw::bf16*, 3> matmul_w_{};  // bf16[M/6, N], also y_reduced, one per stream
+  std::array<hw::bf16*, 3> y_packed_{};  // bf16[2, M/6, N], one per stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 

@@ -1,17 +1,3 @@
-// host @matmul_ar_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[3]) uneven(K) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       %matmul_w = reshape %y_i to [M/3, N]
-//       matmul %x_i, %w -> %matmul_w
-//       all_reduce sum %matmul_w -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,19 +1,3 @@
-// host @matmul_ar_two_axes(%x: bf16[M@dp, K@tp], %w: bf16[K@tp, N]) -> (%y: bf16[M@dp, N]) mesh(dp=2, tp=4) channels(tp: tp
-// two_sided) streams(ring[2]) uneven(M, K) {
-//   fork ring
-//   for %i in 0..2 {
-//     stream ring[%i] {
-//       %w_i = chunk %w[1: %i of 2]
-//       %matmul_w = allocate bf16[local(M, dp), N/2]
-//       matmul %x, %w_i -> %matmul_w
-//       %y_packed = reshape %matmul_w to [local(M, dp), N/2]
-//       all_reduce sum %matmul_w -> %y_packed on tp
-//       %y_i = chunk %y[1: %i of 2]
-//       copy %y_packed -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// matmul_ar_two_axes: (x: bf16[M@dp, K@tp], w: bf16[K@tp, N]) -> (y: bf16[M@dp, N]) on mesh(dp=2, tp=4)
+// matmul_ar_two_axes on mesh(dp=2, tp=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::matmul_ar_two_axes {
 constexpr char kMesh[] = "mesh(dp=2, tp=4)";
 constexpr int64_t kWorld = 8;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, dp), local(K, tp)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, tp), N]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -62,9 +62,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_tp_;  // the 4 ranks along tp
   hw::Streams ring_;               // ring[2]
-  hw::MatmulPlan plan_matmul_w_;   // matmul %x, %w_i -> %matmul_w
+  hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 2> matmul_w_{};  // %matmul_w: bf16[local(M, dp), N/2], also %y_packed, one a stream
+  std::array<hw::bf16*, 2> matmul_w_{};  // bf16[local(M, dp), N/2], also y_packed, one per stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 

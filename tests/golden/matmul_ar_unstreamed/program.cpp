@@ -1,9 +1,3 @@
-// host @matmul_ar_unstreamed(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M, N]) mesh(x=4) channels(x: x two_sided) uneven(K)
-// {
-//   %y_partial = reshape %y to [M, N]
-//   matmul %x, %w -> %y_partial
-//   all_reduce sum %y_partial -> %y on x
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

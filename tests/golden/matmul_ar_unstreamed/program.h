@@ -1,4 +1,4 @@
-// matmul_ar_unstreamed: (x: bf16[M, K@x], w: bf16[K@x, N]) -> (y: bf16[M, N]) on mesh(x=4)
+// matmul_ar_unstreamed on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace programs::matmul_ar_unstreamed {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, local(K, x)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, x), N]
@@ -29,7 +29,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -57,7 +57,7 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::MatmulPlan plan_y_;         // matmul %x, %w -> %y_partial
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
   std::optional<Sizes> prepared_;  // what prepare was last called for

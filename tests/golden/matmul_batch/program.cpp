@@ -1,14 +1,3 @@
-// host @matmul_batch(%x: bf16[B, M, K], %w: bf16[K, N]) -> (%y: bf16[B, M, N]) mesh(x=1) streams(ring[4]) {
-//   fork ring
-//   for %i in 0..B {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %y_i = select %y[0: %i]
-//       matmul %x_i, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

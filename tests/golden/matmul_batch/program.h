@@ -1,4 +1,4 @@
-// matmul_batch: (x: bf16[B, M, K], w: bf16[K, N]) -> (y: bf16[B, M, N]) on mesh(x=1)
+// matmul_batch on mesh(x=1). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::matmul_batch {
 constexpr char kMesh[] = "mesh(x=1)";
 constexpr int64_t kWorld = 1;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[B, M, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -30,7 +30,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t B;
   int64_t M;
@@ -57,8 +57,8 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  hw::Streams ring_;       // ring[4]
-  hw::MatmulPlan plan_y_;  // matmul %x_i, %w -> %y_i
+  hw::Streams ring_;  // ring[4]
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };

@@ -1,14 +1,3 @@
-// host @matmul_m(%x: bf16[M, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       matmul %x_i, %w -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

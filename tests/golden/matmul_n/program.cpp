@@ -1,14 +1,3 @@
-// host @matmul_n(%x: bf16[M, K], %w: bf16[K, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %w_i = chunk %w[1: %i of 3]
-//       %y_i = chunk %y[1: %i of 3]
-//       matmul %x, %w_i -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -5,7 +5,6 @@
 
 namespace programs::matmul_rs_flat {
 
-// %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 __global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N);
 
 }  // namespace programs::matmul_rs_flat

@@ -1,30 +1,3 @@
-// kernel @sum_y(%y_landing: bf16[4, M/4, N]) {
-//   %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
-// }
-// host @matmul_rs_flat(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) uneven(K) {
-//   %y_landing = allocate bf16[4, M/4, N]
-//   fork ring
-//   for %i in 0..4 {
-//     %q = (rank.x + 1 + %i) % 4
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %q of 4]
-//       %matmul_w = allocate bf16[M/4, N]
-//       %sender = (rank.x - 1 - %i) % 4
-//       %y_landing_i = select %y_landing[0: %sender]
-//       %matmul_w_chunk = choose %y_landing_i if %q == rank.x else %matmul_w
-//       matmul %x_i, %w -> %matmul_w_chunk
-//       if %q != rank.x {
-//         group {
-//           recv %y_landing_i from %sender on x
-//           send %matmul_w to %q on x
-//         }
-//       }
-//     }
-//   }
-//   join ring
-//   launch @sum_y %y_landing -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// matmul_rs_put: (x: bf16[M, K@x], w: bf16[K@x, N]) -> (y: bf16[M@x, N]) on mesh(x=4)
+// matmul_rs_put on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::matmul_rs_put {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, local(K, x)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, x), N]
@@ -31,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -58,14 +58,14 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;   // the 4 ranks along x
-  hw::Streams ring_;               // ring[1]
-  hw::Streams puts_;               // puts[1]
-  hw::Events made_;                // made[3]
-  hw::MatmulPlan plan_matmul_w_;   // matmul %x_i, %w -> %matmul_w_i
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[1]
+  hw::Streams puts_;              // puts[1]
+  hw::Events made_;               // made[3]
+  hw::MatmulPlan plan_matmul_w_;
   hw::WindowArena arena_;          // which peers write to and read from
-  hw::bf16* y_landing_ = nullptr;  // %y_landing: bf16[3, 1, M/4, N]
-  hw::bf16* matmul_w_ = nullptr;   // %matmul_w: bf16[M, N]
+  hw::bf16* y_landing_ = nullptr;  // bf16[3, 1, M/4, N]
+  hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -1,32 +1,3 @@
-// host @matmul_rs_ring(%x: bf16[M, K@x], %w: bf16[K@x, N]) -> (%y: bf16[M@x, N]) mesh(x=4) channels(x: x two_sided)
-// streams(ring[4]) events(arrived[4]) uneven(K) {
-//   %matmul_w = allocate bf16[M, N]
-//   fork ring
-//   for %i in 0..4 {
-//     %q = (rank.x - 1 - %i) % 4
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %q of 4]
-//       %matmul_w_i = chunk %matmul_w[0: %q of 4]
-//       if %i == 0 {
-//         matmul %x_i, %w -> %matmul_w_i
-//       } else {
-//         wait arrived[%i - 1]
-//         matmul %x_i, %w accumulate %matmul_w_i -> %matmul_w_i
-//       }
-//       if %i < 3 {
-//         %matmul_w_next = chunk %matmul_w[0: (%q - 1) % 4 of 4]
-//         group {
-//           recv %matmul_w_next from (rank.x - 1) % 4 on x
-//           send %matmul_w_i to (rank.x + 1) % 4 on x
-//         }
-//         record arrived[%i]
-//       }
-//     }
-//   }
-//   join ring
-//   %matmul_w_own = chunk %matmul_w[0: rank.x of 4]
-//   copy %matmul_w_own -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,20 +1,3 @@
-// host @matmul_rs_through_bcast(%x: bf16[3, 4@x, 4, m, K], %w: bf16[4@x, K, N]) -> (%y: bf16[3, 4@x, m, N]) mesh(x=4) channels(x:
-// x two_sided) streams(ring[3]) {
-//   %w_expanded = reshape %w to [1, 1, 1, K, N]
-//   %w_expanded_i = reshape %w_expanded to [1, 1, K, N]
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %matmul_w = allocate bf16[1, 4, m, N]
-//       matmul %x_i, %w_expanded_i -> %matmul_w
-//       %partial_i = reshape %matmul_w to [4, m, N]
-//       %y_i = select %y[0: %i]
-//       reduce_scatter sum %partial_i -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

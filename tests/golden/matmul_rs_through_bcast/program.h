@@ -1,4 +1,4 @@
-// matmul_rs_through_bcast: (x: bf16[3, 4@x, 4, m, K], w: bf16[4@x, K, N]) -> (y: bf16[3, 4@x, m, N]) on mesh(x=4)
+// matmul_rs_through_bcast on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::matmul_rs_through_bcast {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[3, 1, 4, m, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[1, K, N]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t m;
   int64_t K;
@@ -60,9 +60,9 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[3]
-  hw::MatmulPlan plan_matmul_w_;  // matmul %x_i, %w_expanded_i -> %matmul_w
+  hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
-  std::array<hw::bf16*, 3> matmul_w_{};  // %matmul_w: bf16[1, 4, m, N], one a stream
+  std::array<hw::bf16*, 3> matmul_w_{};  // bf16[1, 4, m, N], one per stream
   std::optional<Sizes> prepared_;        // what prepare was last called for
 };
 

@@ -1,15 +1,3 @@
-// host @reduce_scatter(%x: bf16[3, 4@x, 4, N]) -> (%y: bf16[3, 4@x, N]) mesh(x=4) channels(x: x two_sided) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = select %x[0: %i]
-//       %sum_x_i = reshape %x_i to [4, N]
-//       %y_i = select %y[0: %i]
-//       reduce_scatter sum %sum_x_i -> %y_i on x
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// reduce_scatter: (x: bf16[3, 4@x, 4, N]) -> (y: bf16[3, 4@x, N]) on mesh(x=4)
+// reduce_scatter on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace programs::reduce_scatter {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[3, 1, 4, N]
 };
@@ -28,7 +28,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t N;
 

@@ -5,7 +5,6 @@
 
 namespace programs::row_sum {
 
-// %y: bf16[M/3] = sum(%x, axis=(1,))
 __global__ void sum_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
 
 }  // namespace programs::row_sum

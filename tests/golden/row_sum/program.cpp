@@ -1,17 +1,3 @@
-// kernel @sum_y(%x: bf16[M/3, N]) {
-//   %y: bf16[M/3] = sum(%x, axis=(1,))
-// }
-// host @row_sum(%x: bf16[M, N]) -> (%y: bf16[M]) mesh(x=1) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       launch @sum_y %x_i -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

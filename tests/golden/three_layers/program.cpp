@@ -1,67 +1,3 @@
-// kernel @maximum_minimum_h(%matmul_w_in: bf16[M, local(F, x)]) {
-//   %maximum_w_in: bf16[M, local(F, x)] = maximum(%matmul_w_in, -1.0)
-//   %h: bf16[M, local(F, x)] = minimum(%maximum_w_in, 1.0)
-// }  # ends here: matmul uses %h
-// kernel @fused_y(%scattered_landing: bf16[4, M/4, E], %x: bf16[M/4, E]) {
-//   %scattered: bf16[M/4, E] = sum(%scattered_landing, axis=(0,))
-//   %add_x: bf16[M/4, E] = add(%x, %scattered)
-//   %maximum_x: bf16[M/4, E] = maximum(%add_x, -1.0)
-//   %y: bf16[M/4, E] = minimum(%maximum_x, 1.0)
-// }
-// function @layer(%x: bf16[M@x, E], %w_in: bf16[E, F@x], %w_out: bf16[F@x, E]) -> (%y: bf16[M@x, E]) {
-//   %matmul_w_in = allocate bf16[M, local(F, x)]
-//   fork ring
-//   for %i in 0..4 {
-//     %p = (rank.x + %i) % 4
-//     stream ring[%i] {
-//       %x_gathered = allocate bf16[M/4, E]
-//       if %p != rank.x {
-//         group {
-//           recv %x_gathered from %p on x
-//           send %x to (rank.x - %i) % 4 on x
-//         }
-//       }
-//       %matmul_w_in_i = chunk %matmul_w_in[0: %p of 4]
-//       %x_chunk = choose %x if %p == rank.x else %x_gathered
-//       matmul %x_chunk, %w_in -> %matmul_w_in_i
-//     }
-//   }
-//   join ring
-//   %h = reshape %matmul_w_in to [M, local(F, x)]
-//   launch @maximum_minimum_h %matmul_w_in -> %h
-//   %scattered_landing = allocate bf16[4, M/4, E]
-//   fork ring
-//   for %i in 0..4 {
-//     %q = (rank.x + 1 + %i) % 4
-//     stream ring[%i] {
-//       %h_i = chunk %h[0: %q of 4]
-//       %matmul_w_out = allocate bf16[M/4, E]
-//       %sender = (rank.x - 1 - %i) % 4
-//       %scattered_landing_i = select %scattered_landing[0: %sender]
-//       %matmul_w_out_chunk = choose %scattered_landing_i if %q == rank.x else %matmul_w_out
-//       matmul %h_i, %w_out -> %matmul_w_out_chunk
-//       if %q != rank.x {
-//         group {
-//           recv %scattered_landing_i from %sender on x
-//           send %matmul_w_out to %q on x
-//         }
-//       }
-//     }
-//   }
-//   join ring
-//   launch @fused_y %scattered_landing, %x -> %y
-// }
-// host @three_layers(%x: bf16[M, E], %w_in_0: bf16[E, F@x], %w_out_0: bf16[F@x, E], %w_in_1: bf16[E, F@x], %w_out_1: bf16[F@x,
-// E], %w_in_2: bf16[E, F@x], %w_out_2: bf16[F@x, E]) -> (%y: bf16[M@x, E]) mesh(x=4) channels(x: x two_sided) streams(ring[4])
-// uneven(F) {
-//   %x_sliced = chunk %x[0: rank.x of 4]
-//   %x_2 = allocate bf16[M/4, E]
-//   call @layer %x_sliced, %w_in_0, %w_out_0 -> %x_2
-//   %x_3 = allocate bf16[M/4, E]
-//   call @layer %x_2, %w_in_1, %w_out_1 -> %x_3
-//   deallocate %x_2
-//   call @layer %x_3, %w_in_2, %w_out_2 -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"
@@ -138,7 +74,6 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.end_call(caller));
 }
 
-// (x: bf16[M@x, E], w_in: bf16[E, F@x], w_out: bf16[F@x, E]) -> (y: bf16[M@x, E])
 void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaStream_t caller) {
   const auto [M, E, F, F_x] = *prepared_;
   const int64_t rank_x = rank_.index();

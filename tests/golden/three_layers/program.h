@@ -1,5 +1,4 @@
-// three_layers: (x: bf16[M, E], w_in_0: bf16[E, F@x], w_out_0: bf16[F@x, E], w_in_1: bf16[E, F@x], w_out_1: bf16[F@x, E], w_in_2:
-// bf16[E, F@x], w_out_2: bf16[F@x, E]) -> (y: bf16[M@x, E]) on mesh(x=4)
+// three_layers on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -19,13 +18,13 @@ namespace programs::three_layers {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What each call of layer takes of its own.
+// Inputs of one call of layer.
 struct LayerInputs {
   hw::Tensor w_in{.dtype = CUDA_R_16BF};   // bf16[E, local(F, x)]
   hw::Tensor w_out{.dtype = CUDA_R_16BF};  // bf16[local(F, x), E]
 };
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, E]
   LayerInputs layers[3];               // w_in_0 to w_out_2
@@ -39,7 +38,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t E;
@@ -68,17 +67,17 @@ class Program {
   void layer_memory(const Sizes& sizes, hw::MemoryPlan& memory);
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;      // the 4 ranks along x
-  hw::Streams ring_;                  // ring[4]
-  hw::MatmulPlan plan_matmul_w_in_;   // matmul %x_chunk, %w_in -> %matmul_w_in_i
-  hw::MatmulPlan plan_matmul_w_out_;  // matmul %h_i, %w_out -> %matmul_w_out_chunk
+  const hw::Channel& channel_x_;  // the 4 ranks along x
+  hw::Streams ring_;              // ring[4]
+  hw::MatmulPlan plan_matmul_w_in_;
+  hw::MatmulPlan plan_matmul_w_out_;
   hw::Arena arena_;
-  hw::bf16* layer_matmul_w_in_ = nullptr;          // %matmul_w_in: bf16[M, local(F, x)], also %h of @layer
-  std::array<hw::bf16*, 4> layer_x_gathered_{};    // %x_gathered: bf16[M/4, E] of @layer, one a stream
-  hw::bf16* layer_scattered_landing_ = nullptr;    // %scattered_landing: bf16[4, M/4, E] of @layer
-  std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // %matmul_w_out: bf16[M/4, E] of @layer, one a stream
-  hw::bf16* x_2_ = nullptr;                        // %x_2: bf16[M/4, E]
-  hw::bf16* x_3_ = nullptr;                        // %x_3: bf16[M/4, E]
+  hw::bf16* layer_matmul_w_in_ = nullptr;          // bf16[M, local(F, x)], also h
+  std::array<hw::bf16*, 4> layer_x_gathered_{};    // bf16[M/4, E], one per stream
+  hw::bf16* layer_scattered_landing_ = nullptr;    // bf16[4, M/4, E]
+  std::array<hw::bf16*, 4> layer_matmul_w_out_{};  // bf16[M/4, E], one per stream
+  hw::bf16* x_2_ = nullptr;                        // bf16[M/4, E]
+  hw::bf16* x_3_ = nullptr;                        // bf16[M/4, E]
   std::optional<Sizes> prepared_;                  // what prepare was last called for
 };
 

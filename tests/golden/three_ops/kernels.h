@@ -5,11 +5,8 @@
 
 namespace programs::three_ops {
 
-// %a: bf16[M/3, N] = negative(%x)
 __global__ void negative_a(const hw::bf16* x, hw::bf16* a, int64_t M, int64_t N);
-// %b: bf16[M, N] = multiply(%a, %x)
 __global__ void multiply_b(const hw::bf16* a, const hw::bf16* x, hw::bf16* b, int64_t M, int64_t N);
-// %y: bf16[M/3, N] = add(%b, %x)
 __global__ void add_y(const hw::bf16* b, const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
 
 }  // namespace programs::three_ops

@@ -1,36 +1,3 @@
-// kernel @negative_a(%x: bf16[M/3, N]) {
-//   %a: bf16[M/3, N] = negative(%x)
-// }  # ends here: another loop uses %a
-// kernel @multiply_b(%a: bf16[M, N], %x: bf16[M, N]) {
-//   %b: bf16[M, N] = multiply(%a, %x)
-// }  # ends here: another loop uses %b
-// kernel @add_y(%b: bf16[M/3, N], %x: bf16[M/3, N]) {
-//   %y: bf16[M/3, N] = add(%b, %x)
-// }
-// host @three_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
-//   %a = allocate bf16[M, N]
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %a_i = chunk %a[0: %i of 3]
-//       launch @negative_a %x_i -> %a_i
-//     }
-//   }
-//   join ring
-//   %b = reshape %a to [M, N]
-//   launch @multiply_b %a, %x -> %b
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %b_i = chunk %b[0: %i of 3]
-//       %x_i_2 = chunk %x[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       launch @add_y %b_i, %x_i_2 -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// three_ops: (x: bf16[M, N]) -> (y: bf16[M, N]) on mesh(x=1)
+// three_ops on mesh(x=1). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::three_ops {
 constexpr char kMesh[] = "mesh(x=1)";
 constexpr int64_t kWorld = 1;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
@@ -29,7 +29,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t N;
@@ -56,7 +56,7 @@ class Program {
   hw::Rank& rank_;
   hw::Streams ring_;  // ring[3]
   hw::Arena arena_;
-  hw::bf16* a_ = nullptr;          // %a: bf16[M, N], also %b
+  hw::bf16* a_ = nullptr;          // bf16[M, N], also b
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

@@ -5,10 +5,7 @@
 
 namespace programs::two_loops {
 
-// %maximum_v: bf16[M, local(F, x)] = maximum(%matmul_v, -1.0)
-// %g: bf16[M, local(F, x)] = minimum(%maximum_v, 1.0)
 __global__ void maximum_minimum_g(const hw::bf16* matmul_v, hw::bf16* g, int64_t M, int64_t F_x);
-// %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
 __global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N);
 
 }  // namespace programs::two_loops

@@ -1,4 +1,4 @@
-// two_loops: (x: bf16[M@x, K], w: bf16[K, N], v: bf16[N, F@x], u: bf16[F@x, N]) -> (y: bf16[M@x, N]) on mesh(x=4)
+// two_loops on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::two_loops {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -34,7 +34,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -64,16 +64,16 @@ class Program {
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
   hw::Streams ring_;              // ring[4]
-  hw::MatmulPlan plan_h_;         // matmul %x_chunk, %w -> %h_i
-  hw::MatmulPlan plan_matmul_v_;  // matmul %h, %v -> %matmul_v
-  hw::MatmulPlan plan_matmul_u_;  // matmul %g_i, %u -> %matmul_u_chunk
+  hw::MatmulPlan plan_h_;
+  hw::MatmulPlan plan_matmul_v_;
+  hw::MatmulPlan plan_matmul_u_;
   hw::Arena arena_;
   char* workspace_ = nullptr;              // of the matmuls on the caller's stream
-  hw::bf16* h_ = nullptr;                  // %h: bf16[M, N]
-  std::array<hw::bf16*, 4> x_gathered_{};  // %x_gathered: bf16[M/4, K], one a stream
-  hw::bf16* matmul_v_ = nullptr;           // %matmul_v: bf16[M, local(F, x)], also %g
-  hw::bf16* y_landing_ = nullptr;          // %y_landing: bf16[4, M/4, N]
-  std::array<hw::bf16*, 4> matmul_u_{};    // %matmul_u: bf16[M/4, N], one a stream
+  hw::bf16* h_ = nullptr;                  // bf16[M, N]
+  std::array<hw::bf16*, 4> x_gathered_{};  // bf16[M/4, K], one per stream
+  hw::bf16* matmul_v_ = nullptr;           // bf16[M, local(F, x)], also g
+  hw::bf16* y_landing_ = nullptr;          // bf16[4, M/4, N]
+  std::array<hw::bf16*, 4> matmul_u_{};    // bf16[M/4, N], one per stream
   std::optional<Sizes> prepared_;          // what prepare was last called for
 };
 

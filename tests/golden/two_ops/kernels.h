@@ -5,8 +5,6 @@
 
 namespace programs::two_ops {
 
-// %h: bf16[M/3, N] = negative(%x)
-// %y: bf16[M/3, N] = multiply(%h, %x)
 __global__ void negative_multiply_y(const hw::bf16* x, hw::bf16* y, int64_t M, int64_t N);
 
 }  // namespace programs::two_ops

@@ -1,18 +1,3 @@
-// kernel @negative_multiply_y(%x: bf16[M/3, N]) {
-//   %h: bf16[M/3, N] = negative(%x)
-//   %y: bf16[M/3, N] = multiply(%h, %x)
-// }
-// host @two_ops(%x: bf16[M, N]) -> (%y: bf16[M, N]) mesh(x=1) streams(ring[3]) {
-//   fork ring
-//   for %i in 0..3 {
-//     stream ring[%i] {
-//       %x_i = chunk %x[0: %i of 3]
-//       %y_i = chunk %y[0: %i of 3]
-//       launch @negative_multiply_y %x_i -> %y_i
-//     }
-//   }
-//   join ring
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// two_ops: (x: bf16[M, N]) -> (y: bf16[M, N]) on mesh(x=1)
+// two_ops on mesh(x=1). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,7 +15,7 @@ namespace programs::two_ops {
 constexpr char kMesh[] = "mesh(x=1)";
 constexpr int64_t kWorld = 1;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
@@ -28,7 +28,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t N;

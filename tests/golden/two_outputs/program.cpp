@@ -1,11 +1,3 @@
-// kernel @add_sum_y_z(%x: bf16[local(M, x), N], %b: bf16[N]) {
-//   %y: bf16[local(M, x), N] = add(%x, %b)
-//   %z: bf16[local(M, x)] = sum(%y, axis=(1,))
-//   return %y, %z
-// }
-// host @two_outputs(%x: bf16[M@x, N], %b: bf16[N]) -> (%y: bf16[M@x, N], %z: bf16[M@x]) mesh(x=4) uneven(M) {
-//   launch @add_sum_y_z %x, %b -> %y, %z
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

@@ -1,4 +1,4 @@
-// two_outputs: (x: bf16[M@x, N], b: bf16[N]) -> (y: bf16[M@x, N], z: bf16[M@x]) on mesh(x=4)
+// two_outputs on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,7 +14,7 @@ namespace programs::two_outputs {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, x), N]
   hw::Tensor b{.dtype = CUDA_R_16BF};  // bf16[N]
@@ -30,7 +30,7 @@ struct OutputShapes {
   hw::Shape z;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t N;

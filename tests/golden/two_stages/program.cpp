@@ -1,16 +1,3 @@
-// host @two_stages(%x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), %w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), %w2: bf16[N, K] on
-// mesh(x=2 of ranks 2, 3)) -> (%y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) mesh(x=4) channels(x: x two_sided) uneven(M) {
-//   on mesh(x=2 of ranks 0, 1) {
-//     %h = allocate bf16[local(M, x on ranks 0, 1), N]
-//     matmul %x, %w1 activation relu -> %h
-//     send %h to rank + 2 on x
-//   }
-//   on mesh(x=2 of ranks 2, 3) {
-//     %arrived = allocate bf16[local(M, x on ranks 2, 3), N]
-//     recv %arrived from rank - 2 on x
-//     matmul %arrived, %w2 -> %y
-//   }
-// }
 #include "program.h"
 
 #include "hostweave/check.h"

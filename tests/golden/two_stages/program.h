@@ -1,5 +1,4 @@
-// two_stages: (x: bf16[M@x, K] on mesh(x=2 of ranks 0, 1), w1: bf16[K, N] on mesh(x=2 of ranks 0, 1), w2: bf16[N, K] on mesh(x=2
-// of ranks 2, 3)) -> (y: bf16[M@x, K] on mesh(x=2 of ranks 2, 3)) on mesh(x=4)
+// two_stages on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +16,7 @@ namespace programs::two_stages {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x on ranks 0, 1), K]
   hw::Tensor w1{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -32,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -63,12 +62,12 @@ class Program {
   const bool on_ranks_0_1_;       // whether this rank is in mesh(x=2 of ranks 0, 1)
   const bool on_ranks_2_3_;       // whether this rank is in mesh(x=2 of ranks 2, 3)
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::MatmulPlan plan_h_;         // matmul %x, %w1 activation relu -> %h
-  hw::MatmulPlan plan_y_;         // matmul %arrived, %w2 -> %y
+  hw::MatmulPlan plan_h_;
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, x on ranks 0, 1), N]
-  hw::bf16* arrived_ = nullptr;    // %arrived: bf16[local(M, x on ranks 2, 3), N]
+  hw::bf16* h_ = nullptr;          // bf16[local(M, x on ranks 0, 1), N]
+  hw::bf16* arrived_ = nullptr;    // bf16[local(M, x on ranks 2, 3), N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

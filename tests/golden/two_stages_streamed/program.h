@@ -1,6 +1,4 @@
-// two_stages_streamed: (x: bf16[M, K] on mesh(x=2 of ranks 0, 1), up1: bf16[K, N@x] on mesh(x=2 of ranks 0, 1), down1: bf16[N@x,
-// K] on mesh(x=2 of ranks 0, 1), up2: bf16[K, N@x] on mesh(x=2 of ranks 2, 3), down2: bf16[N@x, K] on mesh(x=2 of ranks 2, 3)) ->
-// (y: bf16[M, K] on mesh(x=2 of ranks 2, 3)) on mesh(x=4)
+// two_stages_streamed on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -20,7 +18,7 @@ namespace programs::two_stages_streamed {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};      // bf16[M, K]
   hw::Tensor up1{.dtype = CUDA_R_16BF};    // bf16[K, local(N, x on ranks 0, 1)]
@@ -37,7 +35,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -72,15 +70,15 @@ class Program {
   const hw::Channel& channel_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
   hw::Streams ring_;                           // ring[4]
   hw::Events turn_;                            // turn[1]
-  hw::MatmulPlan plan_h_;                      // matmul %x_i, %up1 activation relu -> %h
-  hw::MatmulPlan plan_matmul_down1_;           // matmul %h, %down1 -> %matmul_down1
-  hw::MatmulPlan plan_g_;                      // matmul %arrived_i, %up2 activation relu -> %g
-  hw::MatmulPlan plan_y_;                      // matmul %g, %down2 -> %matmul_down2
+  hw::MatmulPlan plan_h_;
+  hw::MatmulPlan plan_matmul_down1_;
+  hw::MatmulPlan plan_g_;
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  hw::bf16* arrived_ = nullptr;              // %arrived: bf16[M, K]
-  std::array<hw::bf16*, 4> h_{};             // %h: bf16[M/4, local(N, x on ranks 0, 1)], one a stream
-  std::array<hw::bf16*, 4> matmul_down1_{};  // %matmul_down1: bf16[M/4, K], also %layer, one a stream
-  std::array<hw::bf16*, 4> g_{};             // %g: bf16[M/4, local(N, x on ranks 2, 3)], one a stream
+  hw::bf16* arrived_ = nullptr;              // bf16[M, K]
+  std::array<hw::bf16*, 4> h_{};             // bf16[M/4, local(N, x on ranks 0, 1)], one per stream
+  std::array<hw::bf16*, 4> matmul_down1_{};  // bf16[M/4, K], also layer, one per stream
+  std::array<hw::bf16*, 4> g_{};             // bf16[M/4, local(N, x on ranks 2, 3)], one per stream
   std::optional<Sizes> prepared_;            // what prepare was last called for
 };
 

@@ -1,4 +1,6 @@
-// weights_by_columns: (x: bf16[M@dp, K], up: bf16[N@dp, K], down: bf16[N, K@dp]) -> (y: bf16[M@dp, K]) on mesh(dp=4)
+// weights_by_columns on mesh(dp=4). program.hw has its host IR.
+// all_down of weights_by_columns, predicted: put(4) 44.5 us, put(1) 44.6 us, none 93.0 us
+// all_up of weights_by_columns, predicted: put(4) 189.9 us, none 106.0 us, put(1) 171.2 us
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +19,7 @@ namespace programs::weights_by_columns {
 constexpr char kMesh[] = "mesh(dp=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};     // bf16[local(M, dp), K]
   hw::Tensor up{.dtype = CUDA_R_16BF};    // bf16[N/4, K]
@@ -32,7 +34,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -63,13 +65,13 @@ class Program {
   hw::Streams comm_;               // comm[1]
   hw::Events all_up_ready_;        // all_up_ready[1]
   hw::Events all_down_ready_;      // all_down_ready[1]
-  hw::MatmulPlan plan_h_;          // matmul %x, %all_up_transposed_i activation relu -> %h_i
-  hw::MatmulPlan plan_y_;          // matmul %h, %down_chunk accumulate %x_i -> %y_i
+  hw::MatmulPlan plan_h_;
+  hw::MatmulPlan plan_y_;
   hw::WindowArena arena_;          // which peers write to and read from
   char* workspace_ = nullptr;      // of the matmuls on the caller's stream
-  hw::bf16* all_up_ = nullptr;     // %all_up: bf16[4, N/4, K]
-  hw::bf16* all_down_ = nullptr;   // %all_down: bf16[4, N, K/4]
-  hw::bf16* h_ = nullptr;          // %h: bf16[local(M, dp), N]
+  hw::bf16* all_up_ = nullptr;     // bf16[4, N/4, K]
+  hw::bf16* all_down_ = nullptr;   // bf16[4, N, K/4]
+  hw::bf16* h_ = nullptr;          // bf16[local(M, dp), N]
   std::optional<Sizes> prepared_;  // what prepare was last called for
 };
 

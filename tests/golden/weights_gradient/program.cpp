@@ -1,10 +1,3 @@
-// host @weights_gradient(%x: bf16[M@x, K], %dh: bf16[M, N@x]) -> (%y: bf16[K, N@x]) mesh(x=4) channels(x: x two_sided) uneven(M,
-// N) {
-//   %x_gathered = allocate bf16[M, K]
-//   all_gather %x -> %x_gathered along 0 on x
-//   %x_transposed_gathered = permute %x_gathered by [1, 0]
-//   matmul %x_transposed_gathered, %dh -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"
@@ -58,7 +51,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // test_golden.py:41  return hw.matmul(x.T, dh)
+  // test_golden.py:42  return hw.matmul(x.T, dh)
   HW_CHECK(hw::all_gather(x, x_gathered_, {M, K}, ncclBfloat16, channel_x_, caller));
   HW_CHECK(plan_y_.multiply(x_gathered_, dh, y, {caller, workspace_}));
   HW_CHECK(arena_.end_call(caller));

@@ -1,4 +1,4 @@
-// weights_gradient: (x: bf16[M@x, K], dh: bf16[M, N@x]) -> (y: bf16[K, N@x]) on mesh(x=4)
+// weights_gradient on mesh(x=4). program.hw has its host IR.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::weights_gradient {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// What one rank holds.
+// Tensors of one rank: its own blocks.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x), K]
   hw::Tensor dh{.dtype = CUDA_R_16BF};  // bf16[M, local(N, x)]
@@ -30,7 +30,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Global sizes, by the names that the program gives them.
+// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -59,10 +59,10 @@ class Program {
 
   hw::Rank& rank_;
   const hw::Channel& channel_x_;  // the 4 ranks along x
-  hw::MatmulPlan plan_y_;         // matmul %x_transposed_gathered, %dh -> %y
+  hw::MatmulPlan plan_y_;
   hw::Arena arena_;
   char* workspace_ = nullptr;       // of the matmuls on the caller's stream
-  hw::bf16* x_gathered_ = nullptr;  // %x_gathered: bf16[M, K]
+  hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
   std::optional<Sizes> prepared_;   // what prepare was last called for
 };
 

@@ -30,10 +30,9 @@ __global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
 // %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
 // %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
 // %y_attention_sum: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
-// %y_attention_maximum_2: f32[1, 4, S/2] = maximum(%y_attention_sum, 1.0)
 template <int kWidth>
-__device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* y_attention_lse, float* y_attention_maximum,
-                                                                   float* y_attention_maximum_2, int64_t S) {
+__device__ void fused_y_attention_maximum_y_attention_sum_by(const float* y_attention_lse, float* y_attention_maximum,
+                                                             float* y_attention_sum, int64_t S) {
   for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
     auto y_attention_max = hw::filled<kWidth, float>(-INFINITY);
     for (int64_t i = 0; i < 2; ++i) {
@@ -44,7 +43,7 @@ __device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* 
         y_attention_max[e] = hw::Maximum()(y_attention_max[e], y_attention_lse_e);
       }
     }
-    auto y_attention_sum = hw::filled<kWidth, hw::Sum<float>>({});
+    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
     for (int64_t i = 0; i < 2; ++i) {
       const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
 #pragma unroll
@@ -55,75 +54,68 @@ __device__ void fused_y_attention_maximum_y_attention_maximum_2_by(const float* 
             (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
         const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
         const float y_attention_exp = expf(y_attention_subtract);
-        y_attention_sum[e] += y_attention_exp;
+        sum[e] += y_attention_exp;
       }
     }
     hw::Values<float, kWidth> y_attention_maximum_j;
-    hw::Values<float, kWidth> y_attention_maximum_2_j;
+    hw::Values<float, kWidth> y_attention_sum_j;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float y_attention_max_1 = y_attention_max[e];
       const float y_attention_maximum_e =
           (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
-      const float y_attention_sum_1 = y_attention_sum[e];
       y_attention_maximum_j[e] = y_attention_maximum_e;
-      y_attention_maximum_2_j[e] =
-          (y_attention_sum_1 > 1.0f || y_attention_sum_1 != y_attention_sum_1) ? y_attention_sum_1 : 1.0f;
+      y_attention_sum_j[e] = sum[e];
     }
     hw::store(y_attention_maximum + j, y_attention_maximum_j);
-    hw::store(y_attention_maximum_2 + j, y_attention_maximum_2_j);
+    hw::store(y_attention_sum + j, y_attention_sum_j);
   }
 }
 
-__global__ void fused_y_attention_maximum_y_attention_maximum_2(const float* y_attention_lse, float* y_attention_maximum,
-                                                                float* y_attention_maximum_2, int64_t S) {
+__global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attention_lse, float* y_attention_maximum,
+                                                          float* y_attention_sum, int64_t S) {
   hw::griddep_wait();
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2)) {
-    fused_y_attention_maximum_y_attention_maximum_2_by<4>(y_attention_lse, y_attention_maximum, y_attention_maximum_2, S);
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_sum)) {
+    fused_y_attention_maximum_y_attention_sum_by<4>(y_attention_lse, y_attention_maximum, y_attention_sum, S);
   } else {
-    fused_y_attention_maximum_y_attention_maximum_2_by<1>(y_attention_lse, y_attention_maximum, y_attention_maximum_2, S);
+    fused_y_attention_maximum_y_attention_sum_by<1>(y_attention_lse, y_attention_maximum, y_attention_sum, S);
   }
 }
 
 // %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
 // %y_attention_exp_2: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
-// %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_exp_2, %y_attention_maximum_2)
 template <int kWidth, class Index>
-__device__ void subtract_exp_divide_y_attention_divide_by(const float* y_attention_lse, const float* y_attention_maximum,
-                                                          const float* y_attention_maximum_2, float* y_attention_divide,
-                                                          int64_t S) {
+__device__ void subtract_exp_y_attention_exp_2_by(const float* y_attention_lse, const float* y_attention_maximum,
+                                                  float* y_attention_exp_2, int64_t S) {
   for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
     const int64_t j = element % Index(2 * S);
     const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
     const auto y_attention_maximum_j = hw::load<kWidth>(y_attention_maximum + j);
-    const auto y_attention_maximum_2_j = hw::load<kWidth>(y_attention_maximum_2 + j);
-    hw::Values<float, kWidth> y_attention_divide_element;
+    hw::Values<float, kWidth> y_attention_exp_2_element;
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_maximum_j[e];
-      const float y_attention_exp_2 = expf(y_attention_subtract_2);
-      y_attention_divide_element[e] = y_attention_exp_2 / y_attention_maximum_2_j[e];
+      y_attention_exp_2_element[e] = expf(y_attention_subtract_2);
     }
-    hw::store(y_attention_divide + element, y_attention_divide_element);
+    hw::store(y_attention_exp_2 + element, y_attention_exp_2_element);
   }
 }
 
-__global__ void subtract_exp_divide_y_attention_divide(const float* y_attention_lse, const float* y_attention_maximum,
-                                                       const float* y_attention_maximum_2, float* y_attention_divide, int64_t S) {
+__global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, const float* y_attention_maximum,
+                                               float* y_attention_exp_2, int64_t S) {
   hw::griddep_wait();
-  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2, y_attention_divide) &&
-      hw::fits_int32(4 * S)) {
-    subtract_exp_divide_y_attention_divide_by<4, uint32_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
-                                                           y_attention_divide, S);
-  } else if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_maximum_2, y_attention_divide)) {
-    subtract_exp_divide_y_attention_divide_by<4, int64_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
-                                                          y_attention_divide, S);
+  if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2) && hw::fits_int32(4 * S)) {
+    subtract_exp_y_attention_exp_2_by<4, uint32_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
+  } else if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2)) {
+    subtract_exp_y_attention_exp_2_by<4, int64_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
   } else {
-    subtract_exp_divide_y_attention_divide_by<1, int64_t>(y_attention_lse, y_attention_maximum, y_attention_maximum_2,
-                                                          y_attention_divide, S);
+    subtract_exp_y_attention_exp_2_by<1, int64_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
   }
 }
 
+// %y_attention_maximum_2: f32[1, 4, S/2] = maximum(%y_attention_sum, 1.0)
+// %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_exp_2, %y_attention_maximum_2)
+// %y_attention_expand_dims: f32[2, 4, S/2, 1] = reshape(%y_attention_divide)
 // %y_attention_astype: f32[2, 4, S/2, 64] = astype(%y_attention_blocks)
 // %y_attention_multiply: f32[2, 4, S/2, 64] = multiply(%y_attention_astype, %y_attention_expand_dims)
 // %y_attention_greater: bool[2, 4, S/2, 1] = greater(%y_attention_expand_dims, 0.0)
@@ -131,18 +123,21 @@ __global__ void subtract_exp_divide_y_attention_divide(const float* y_attention_
 // %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
 // %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
 template <int kWidth, class Index>
-__device__ void fused_y_attention_by(const hw::bf16* y_attention_blocks, const float* y_attention_expand_dims,
-                                     hw::bf16* y_attention, int64_t outermost) {
+__device__ void fused_y_attention_by(const float* y_attention_sum, const float* y_attention_exp_2,
+                                     const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost) {
   for (Index element : hw::over_grid<kWidth, Index>(64 * outermost)) {
-    const int64_t j = element / 64;
+    const int64_t i = element / 64;
     auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 2; ++i) {
-      const auto y_attention_blocks_elementi = hw::load<kWidth>(y_attention_blocks + i * (64 * outermost) + element);
+    for (int64_t j = 0; j < 2; ++j) {
+      const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_expand_dims_ij = y_attention_expand_dims[i * outermost + j];
-        const bool y_attention_greater = y_attention_expand_dims_ij > 0.0f;
-        const float y_attention_multiply = float(y_attention_blocks_elementi[e]) * y_attention_expand_dims_ij;
+        const float y_attention_sum_i = y_attention_sum[i];
+        const float y_attention_maximum_2 =
+            (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
+        const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
+        const bool y_attention_greater = y_attention_divide > 0.0f;
+        const float y_attention_multiply = float(y_attention_blocks_elementj[e]) * y_attention_divide;
         const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
         y_attention_sum_2[e] += y_attention_where;
       }
@@ -156,15 +151,15 @@ __device__ void fused_y_attention_by(const hw::bf16* y_attention_blocks, const f
   }
 }
 
-__global__ void fused_y_attention(const hw::bf16* y_attention_blocks, const float* y_attention_expand_dims, hw::bf16* y_attention,
-                                  int64_t outermost) {
+__global__ void fused_y_attention(const float* y_attention_sum, const float* y_attention_exp_2,
+                                  const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost) {
   hw::griddep_wait();
   if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * outermost)) {
-    fused_y_attention_by<8, uint32_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+    fused_y_attention_by<8, uint32_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
   } else if (hw::aligned(y_attention_blocks, y_attention)) {
-    fused_y_attention_by<8, int64_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+    fused_y_attention_by<8, int64_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
   } else {
-    fused_y_attention_by<1, int64_t>(y_attention_blocks, y_attention_expand_dims, y_attention, outermost);
+    fused_y_attention_by<1, int64_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
   }
 }
 

@@ -1,103 +1,3 @@
-// kernel @fused_y_attention_maximum_y_attention_maximum_2(%y_attention_lse: f32[2, 4, S/2]) {
-//   %y_attention_max: f32[1, 4, S/2] = max(%y_attention_lse, axis=(0,), keepdims=true)
-//   %y_attention_maximum: f32[1, 4, S/2] = maximum(%y_attention_max, -1e+30)
-//   %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
-//   %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
-//   %y_attention_sum: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
-//   %y_attention_maximum_2: f32[1, 4, S/2] = maximum(%y_attention_sum, 1.0)
-//   return %y_attention_maximum, %y_attention_maximum_2
-// }  # ends here: few threads would compute all of %y_attention_divide
-// kernel @subtract_exp_divide_y_attention_divide(%y_attention_lse: f32[2, 4, S/2], %y_attention_maximum: f32[1, 4, S/2],
-// %y_attention_maximum_2: f32[1, 4, S/2]) {
-//   %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
-//   %y_attention_exp_2: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
-//   %y_attention_divide: f32[2, 4, S/2] = divide(%y_attention_exp_2, %y_attention_maximum_2)
-// }  # ends here: %y_attention_exp_2 would be computed again and again
-// kernel @fused_y_attention(%y_attention_blocks: bf16[2, 4, S/2, 64], %y_attention_expand_dims: f32[2, 4, S/2, 1]) {
-//   %y_attention_astype: f32[2, 4, S/2, 64] = astype(%y_attention_blocks)
-//   %y_attention_multiply: f32[2, 4, S/2, 64] = multiply(%y_attention_astype, %y_attention_expand_dims)
-//   %y_attention_greater: bool[2, 4, S/2, 1] = greater(%y_attention_expand_dims, 0.0)
-//   %y_attention_where: f32[2, 4, S/2, 64] = where(%y_attention_greater, %y_attention_multiply, 0.0)
-//   %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
-//   %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
-// }
-// choice %k_gathered of @in_zigzag predicted: put(2) 52.2 us, p2p(2) 64.9 us, none 73.0 us
-// host @in_zigzag(%q: bf16[4, S@zigzag(cp), 64], %k: bf16[2, S@zigzag(cp), 64], %v: bf16[2, S@zigzag(cp), 64]) -> (%y: bf16[4,
-// S@zigzag(cp), 64]) mesh(cp=2) channels(cp: cp peer) streams(ring[2], puts[1]) events(arrived[2]) {
-//   %y_attention_packed = allocate_window bf16[2, S/2, 128]
-//   %y_attention_packed_0 = slice %y_attention_packed[2: 64 from 0]
-//   copy %k -> %y_attention_packed_0
-//   %y_attention_packed_1 = slice %y_attention_packed[2: 64 from 64]
-//   copy %v -> %y_attention_packed_1
-//   %k_gathered = allocate bf16[2, 2, S/2, 128]
-//   fork puts
-//   stream puts[0] {
-//     signal 0 at (rank.cp + 1) % 2 for %y_attention_packed on cp
-//   }
-//   %y_attention_blocks = allocate bf16[2, 4, S/2, 64]
-//   %y_attention_lse = allocate f32[2, 4, S/2]
-//   fork ring
-//   for %i in 0..2 {
-//     %p = (rank.cp + %i) % 2
-//     %k_gathered_i = select %k_gathered[0: %p]
-//     if %p != rank.cp {
-//       stream puts[0] {
-//         wait_signal 0 from %p for %k_gathered_i on cp
-//         get %y_attention_packed at %p -> %k_gathered_i on cp
-//         record arrived[%i]
-//       }
-//     }
-//     stream ring[%i] {
-//       if %p != rank.cp {
-//         wait arrived[%i]
-//       }
-//       %y_attention_packed_chunk = choose %y_attention_packed if %p == rank.cp else %k_gathered_i
-//       %y_attention_keys_i = slice %y_attention_packed_chunk[2: 64 from 0]
-//       %y_attention_values_i = slice %y_attention_packed_chunk[2: 64 from 64]
-//       %y_attention_blocks_i = chunk %y_attention_blocks[0: %p of 2]
-//       %y_attention_blocks_i_own = reshape %y_attention_blocks_i to [4, S/2, 64]
-//       %y_attention_lse_i = chunk %y_attention_lse[0: %p of 2]
-//       %y_attention_lse_i_own = reshape %y_attention_lse_i to [4, S/2]
-//       if %p == rank.cp {
-//         attention %q, %y_attention_keys_i, %y_attention_values_i scaled 0.125 diagonal 0 -> %y_attention_blocks_i_own lse
-// %y_attention_lse_i_own
-//       } else {
-//         if %p < rank.cp {
-//           %y_attention_keys_i_half = chunk %y_attention_keys_i[1: 0 of 2]
-//           %y_attention_values_i_half = chunk %y_attention_values_i[1: 0 of 2]
-//           attention %q, %y_attention_keys_i_half, %y_attention_values_i_half scaled 0.125 -> %y_attention_blocks_i_own lse
-// %y_attention_lse_i_own
-//         } else {
-//           fill %y_attention_blocks_i_own with 0.0
-//           fill %y_attention_lse_i_own with -inf
-//           %q_half = chunk %q[1: 1 of 2]
-//           %y_attention_blocks_i_own_half = chunk %y_attention_blocks_i_own[1: 1 of 2]
-//           %y_attention_lse_i_own_half_packed = allocate f32[4, S/4]
-//           attention %q_half, %y_attention_keys_i, %y_attention_values_i scaled 0.125 -> %y_attention_blocks_i_own_half lse
-// %y_attention_lse_i_own_half_packed
-//           %y_attention_lse_i_own_half = chunk %y_attention_lse_i_own[1: 1 of 2]
-//           copy %y_attention_lse_i_own_half_packed -> %y_attention_lse_i_own_half
-//         }
-//       }
-//     }
-//   }
-//   stream puts[0] {
-//     signal 0 at (rank.cp + 1) % 2 for %y_attention_packed on cp
-//     wait_signal 0 from (rank.cp + 1) % 2 for %y_attention_packed on cp
-//   }
-//   join ring
-//   join puts
-//   deallocate %y_attention_packed
-//   deallocate %k_gathered
-//   %y_attention_maximum = allocate f32[1, 4, S/2]
-//   %y_attention_maximum_2 = allocate f32[1, 4, S/2]
-//   launch @fused_y_attention_maximum_y_attention_maximum_2 %y_attention_lse -> %y_attention_maximum, %y_attention_maximum_2
-//   %y_attention_divide = reshape %y_attention_lse to [2, 4, S/2]
-//   launch @subtract_exp_divide_y_attention_divide %y_attention_lse, %y_attention_maximum, %y_attention_maximum_2 ->
-// %y_attention_divide
-//   %y_attention_expand_dims = reshape %y_attention_divide to [2, 4, S/2, 1]
-//   launch @fused_y_attention %y_attention_blocks, %y_attention_expand_dims -> %y
-// }
 #include "program.h"
 
 #include "hostweave/check.h"
@@ -116,8 +16,8 @@ Program::Program(hw::Rank& rank)
       plan_y_attention_blocks_2_(rank, CUDA_R_16BF, {.scale = 0.125, .has_lse = true, .streams = 2}),
       arena_({&channel_cp_}) {
   HW_CHECK(hw::load(fill_y_attention_lse_i_own));
-  HW_CHECK(hw::load(fused_y_attention_maximum_y_attention_maximum_2));
-  HW_CHECK(hw::load(subtract_exp_divide_y_attention_divide));
+  HW_CHECK(hw::load(fused_y_attention_maximum_y_attention_sum));
+  HW_CHECK(hw::load(subtract_exp_y_attention_exp_2));
   HW_CHECK(hw::load(fused_y_attention));
 }
 
@@ -149,7 +49,7 @@ void Program::prepare(const Inputs& in) {
   hw::MemoryPlan memory;
   // Never in use at once, so that they may share bytes:
   // - k_gathered_, y_attention_maximum_
-  // - y_attention_lse_i_own_half_packed_, y_attention_maximum_2_
+  // - y_attention_lse_i_own_half_packed_, y_attention_sum_
   memory.allocate_window(y_attention_packed_, 128 * S);
   memory.allocate(k_gathered_, 256 * S);
   memory.allocate(y_attention_blocks_, 256 * S);
@@ -159,7 +59,7 @@ void Program::prepare(const Inputs& in) {
   memory.free(y_attention_packed_);
   memory.free(k_gathered_);
   memory.allocate(y_attention_maximum_, 2 * S);
-  memory.allocate(y_attention_maximum_2_, 2 * S);
+  memory.allocate(y_attention_sum_, 2 * S);
   arena_.reserve(memory);
   prepared_ = sizes;
 }
@@ -235,14 +135,15 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_maximum_y_attention_maximum_2, hw::grid_of_elements<4>(2 * S), caller,
+  HW_CHECK(hw::launch_pdl(fused_y_attention_maximum_y_attention_sum, hw::grid_of_elements<4>(2 * S), caller,
                           hw::reads(y_attention_lse_, 4 * S), hw::writes(y_attention_maximum_, 2 * S),
-                          hw::writes(y_attention_maximum_2_, 2 * S), S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_divide_y_attention_divide, hw::grid_of_elements<4>(4 * S), caller,
+                          hw::writes(y_attention_sum_, 2 * S), S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_exp_2, hw::grid_of_elements<4>(4 * S), caller,
                           hw::reads(y_attention_lse_, 4 * S), hw::reads(y_attention_maximum_, 2 * S),
-                          hw::reads(y_attention_maximum_2_, 2 * S), hw::writes(y_attention_lse_, 4 * S), S));
-  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, hw::reads(y_attention_blocks_, 256 * S),
-                          hw::reads(y_attention_lse_, 4 * S), hw::writes(y, 128 * S), 2 * S));
+                          hw::writes(y_attention_lse_, 4 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, hw::reads(y_attention_sum_, 2 * S),
+                          hw::reads(y_attention_lse_, 4 * S), hw::reads(y_attention_blocks_, 256 * S), hw::writes(y, 128 * S),
+                          2 * S));
   HW_CHECK(arena_.end_call(caller));
 }
 
