@@ -257,6 +257,9 @@ def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], An
     started = time.perf_counter()
     ours = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,), training=True)
     made = [*step(ours), *gradients()]
+    graphs = hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan(4), (x,), training=True, options=hw.Options(graph="auto"))
+    for mine, again in zip(made, [*step(graphs), *gradients()], strict=True):
+        _expect_same(rank, f"{tuple(mine.shape)}", mine, again)
     torch.cuda.synchronize()
     _say(rank, f"compiled 4 layers in {time.perf_counter() - started:.1f} s")
     for name, is_async in (("torch.compile", False), ("torch.compile with async TP", True)):
@@ -265,7 +268,7 @@ def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], An
         for mine, theirs in zip(made, [*step(compiled), *gradients()], strict=True):
             _expect_same(rank, f"{tuple(mine.shape)}", mine, theirs)
         _say(rank, f"{name}: compiled in {time.perf_counter() - started:.1f} s")
-        yield {"hostweave": partial(step, ours), name: partial(step, compiled)}
+        yield {"hostweave": partial(step, ours), 'hostweave with graph="auto"': partial(step, graphs), name: partial(step, compiled)}
     group.close()
 
 

@@ -27,6 +27,23 @@ CASES = {
         %h: bf16[M@x, N] = matmul(%x, %vg)
         %y: bf16[M@x, K] = matmul(%h, %wg)""",
     ),
+    "a short sum that only the caller needs comes behind the products, with what is made of it": (
+        "%x: bf16[M@x, K], %w: bf16[K, K]",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)
+        %h: bf16[M@x, K] = matmul(%x, %w)
+        %n: bf16[K] partial(sum, x) = sum(%h, axis=(0,))
+        %m: bf16[K] = all_reduce(%n, axes=(x), reduction=sum)
+        %k: bf16[K] = exp(%m)""",
+        """%p: bf16[K] partial(sum, x) = sum(%x, axis=(0,))
+        %h: bf16[M@x, K] = matmul(%x, %w)
+        %n: bf16[K] partial(sum, x) = sum(%h, axis=(0,))
+        %s: bf16[K] = all_reduce(%p, axes=(x), reduction=sum)
+        %m: bf16[K] = all_reduce(%n, axes=(x), reduction=sum)
+        %t: bf16[K] = negative(%s)
+        %k: bf16[K] = exp(%m)""",
+    ),
     "and no further than what takes as long": (
         "%x: bf16[M@x, K], %v: bf16[K, K], %w: bf16[K@x, 8]",
         """%a: bf16[M@x, K] = matmul(%x, %v)

@@ -355,18 +355,21 @@ def _first_use(ops: Sequence[Op], place: int) -> int:
     return len(ops)
 
 
-def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
-    communication: past two of them at most, since they hold what they multiply. Sums over ranks that are too short to be hidden, and that
-    nothing large needs, come behind the products, where one group posts them.
-    """
-    needed: set[str] = set()  # by something large: a gradient of weights is not
+def needed_by_large(ops: Sequence[Op]) -> set[str]:
+    """The values that products, communications, loops and calls need."""
+    needed: set[str] = set()
     for op in reversed(ops):
         if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
             needed.update(op.tensors)
+    return needed
+
+
+def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
+    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
+    communication: past two of them at most, since they hold what they multiply.
+    """
+    needed = needed_by_large(ops)  # which a gradient of weights is not
     order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
-    has_products = any(op.kind in PRODUCTS for op in ops)
-    sums, of_sums, last = list[Op](), list[Op](), set[str]()  # what comes last, and what is made of that
     clock = link = 0.0  # when what was computed and communicated so far has ended
     ends: dict[str, float] = {}  # of results of communications
 
@@ -374,14 +377,8 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
         order.append(late.pop(0))
         return clock + times[order[-1].result.name]
 
-    for place, op in enumerate(ops):
+    for op in ops:
         name, is_view = op.result.name, OPS[op.kind].is_view
-        is_sum = has_products and op.kind == "all_reduce" and name not in needed and not op.result.stream
-        is_sum = is_sum and hidden_beside(ops, place, times)[1] < times[name] < ENOUGH
-        if is_sum or not last.isdisjoint(op.tensors):
-            (sums if is_sum and last.isdisjoint(op.tensors) else of_sums).append(op)
-            last.add(name)
-            continue
         is_free = op.kind == "matmul" and name not in needed and not op.result.stream and ends
         if is_free or not moved.isdisjoint(op.tensors):
             late.append(op)
@@ -402,4 +399,4 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
         else:
             clock = max(clock, ready) + times[name]
         order.append(op)
-    return [*order, *late, *sums, *of_sums]
+    return [*order, *late]

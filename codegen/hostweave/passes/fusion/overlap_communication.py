@@ -23,7 +23,7 @@ from hostweave.fusion_ir.resharding import step_of
 from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.options import Options
 from hostweave.tune.cost import most_terms, seconds
-from hostweave.tune.overlaps import ENOUGH, choice_of, filled, hidden_beside, reaches_memory, ways_outside_loops
+from hostweave.tune.overlaps import ENOUGH, PRODUCTS, choice_of, filled, hidden_beside, needed_by_large, reaches_memory, ways_outside_loops
 from hostweave.types.size import product
 
 
@@ -76,7 +76,28 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
     for op in alone:
         if has_windows or op.result.name in transfers.chosen:
             ops[ops.index(op)] = transfers.taken(op, is_beside=False)
+    ops = _sums_last(ops, alone)
     return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))
+
+
+def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
+    """The ops of a body with products, and behind them the sums over ranks that run beside nothing and are needed by nothing large, as
+    those of gradients of norms. One group posts them there.
+    """
+    needed, names = needed_by_large(ops), {op.result.name for op in alone}
+    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, what is made of them, and the names of both
+    rest = list[Op]()
+    for op in ops:
+        name = op.result.name
+        if not last.isdisjoint(op.tensors):
+            made.append(op)
+        elif op.kind == "all_reduce" and name in names - needed:
+            sums.append(op)
+        else:
+            rest.append(op)
+            continue
+        last.add(name)
+    return [*rest, *sums, *made] if any(op.kind in PRODUCTS for op in ops) else ops
 
 
 class _Transfers:
