@@ -48,7 +48,7 @@ AS_GIVEN = [
     ("%y: f16[8, 4] = negative(%x)", "text:2: negative: %y is f16[8, 4], but its operands give f32[8, 4]; correct its type"),
     ("%y: f32[8, 4] = negative(%x)\n%y: f32[8, 4] = exp(%x)", "text:3: %y is defined twice; give one of them another name"),
     ("%y: f32[8@z, 4] = negative(%x)", "text:2: f32[8@z, 4]: no axis z in mesh(x=4); its axes: x"),
-    ("%y: f32[8, 4] stream(0, 3) = negative(%x)", "text:2: stream of %y: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8"),
+    ("%y: f32[8, 4] stream(0, 0) = negative(%x)", "text:2: stream of %y: chunks=0 is not at least 1"),
 ]
 
 

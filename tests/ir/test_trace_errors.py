@@ -386,11 +386,6 @@ ERRORS = {
     "stream twice": ("return (-x).stream(0).stream(1)", {}, "4: stream: this value is streamed already; state one dim, once"),
     "stream dim": ('return (-x).stream("N")', {}, "4: stream: bf16[M, K] has no dim named N"),
     "stream chunks": ("return (-x).stream(0, chunks=0)", {}, "4: stream: chunks=0 must be an int of at least 1"),
-    "stream divides": (
-        "return (-x).stream(0, chunks=3)",
-        {"x": "hw.f32[8, 4]"},
-        "4: stream: 3 chunks do not divide dim 0 of f32[8, 4]; use a divisor of 8",
-    ),
     "stream chunking": (
         'return (-x).stream(0, chunking="slow")',
         {},

@@ -268,7 +268,28 @@ def test_a_block_of_a_sharded_dim_is_not_there() -> None:
     )
 
 
-def test_chunks_divide_what_a_rank_holds() -> None:
-    assert refused("%x: f32[48@x, K]", "%g: f32[48, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[48, K] stream(0, 4) = negative(%g)") == (
-        "text:3: stream of %y: 4 chunks do not divide the 6 of 48 that a rank holds of dim 0 of %g; use a divisor of 6"
-    )
+@pytest.mark.parametrize(
+    ("inputs", "ops", "why"),
+    [
+        (
+            "%x: f32[10@x, K]",
+            "%g: f32[10, K] = all_gather(%x, dim=0, axes=(x))\n%y: f32[10, K] stream(0, 4) = negative(%g)",
+            "text:3: stream of %y overlaps nothing: 8 ranks do not share the 10 of dim 0 of %g evenly",
+        ),
+        (
+            "%x: f32[10@x, K]",
+            "%y: f32[10@x, K] stream(0, 2) = negative(%x)",
+            "text:2: stream of %y overlaps nothing: 8 ranks do not share the 10 of dim 0 of %y evenly",
+        ),
+        (
+            "%x: f32[8, 10@x]",
+            "%g: f32[8, 10] stream(0, 2) = all_gather(%x, dim=1, axes=(x))",
+            "text:2: stream of %g overlaps nothing: 8 ranks do not share the 10 of dim 1 of %g evenly",
+        ),
+    ],
+)
+def test_no_loop_over_what_ranks_share_unevenly(inputs: str, ops: str, why: str) -> None:
+    with pytest.warns(OverlapWarning) as caught:
+        made = choose_overlap(fusion(inputs, ops), Options())
+    assert [str(each.message) for each in caught] == [f"{why}, so that there is no loop; pad the dim to a multiple"]
+    assert not any(op.result.stream for op in made.ops)

@@ -126,6 +126,7 @@ def moves_right(seed: int) -> bool:
     return computes(generator, moved, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_moves() -> None:
     assert sum(map(moves_right, range(200))) > 100
 
@@ -142,6 +143,7 @@ def turns_right(seed: int) -> bool:
     return computes(generator, turned, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_transposes_in_loops() -> None:
     assert sum(map(turns_right, range(80))) > 40
 
@@ -176,6 +178,7 @@ def contracts_right(seed: int) -> bool:
     return computes(generator, contracted, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_contractions() -> None:
     assert sum(map(contracts_right, range(60))) > 30
 
@@ -199,6 +202,7 @@ def merges_right(seed: int) -> bool:
     return computes(generator, merged, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_merged_matrices() -> None:
     assert sum(map(merges_right, range(40))) > 15
 
@@ -231,6 +235,7 @@ def regroups_right(seed: int) -> bool:
     return computes(generator, regrouped, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_regrouping() -> None:
     assert sum(map(regroups_right, range(40))) > 20
 
@@ -250,5 +255,6 @@ def sums_right(seed: int) -> bool:
     return computes(generator, summed, seed)
 
 
+@pytest.mark.filterwarnings(*IGNORED)
 def test_random_sums() -> None:
     assert sum(map(sums_right, range(40))) > 20

@@ -1,5 +1,7 @@
 """Schedule p2p: in every step each rank sends a block to one rank while it receives from another."""
 
+from dataclasses import replace
+
 from hostweave.communication.packing import branch, contiguous_source, group, packed_destination
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.steps import Steps, chunk
@@ -37,14 +39,18 @@ class _Scatter(_Swap):
     def step(self, steps: Steps) -> None:
         b, value = self.b, self.op.result
         source, local = self.values.operand(self.op, 0, steps), self.flow.local(value)
-        self.landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(self.size), *local.shape)))
+        dim = value.walked.dim
+        landed = (*local.shape[:dim], steps.rows_in(local.shape[dim]), *local.shape[dim + 1 :])
+        self.landing = b.allocate(f"{value.name}_landing", BufferType(local.dtype, (Size(self.size), *landed)))
         sender = Var(b.let("sender", (self.rank - 1 - steps.distance) % self.size))
         terms = b.select(self.landing, 0, sender, f"{self.landing}_{steps.index.name}")
-        term = chunk(b, steps, terms, value, value.walked.dim, suffix="landing")
+        term = chunk(b, replace(steps, start=0), terms, value, dim, suffix="landing")
         self.swap(source, steps.owned_by, term, sender, steps)
 
     def after_join(self) -> None:
-        self.reduction.emit((self.landing,), self.values.buffer_of(self.op.result.name))
+        name, dim = self.op.result.name, self.op.result.walked.dim
+        own = replace(self.steps, owner=self.rank)
+        self.reduction.emit((self.landing,), own.part(self.b, self.values.buffer_of(name), dim, f"{name}_part"))
 
 
 GATHER = Schedule("p2p", "all_gather", ((MESSAGES, _Gather),), FIRST, tried=(1,))

@@ -77,7 +77,8 @@ class Gather(_Loop):
         b, dim, whole = self.b, self.op.result.walked.dim, self.values.buffer_of(self.op.tensors[0])
         memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
-        return memory if b.is_in_window(memory) and (is_contiguous or (b.is_contiguous(whole) and self.subchunks == 1)) else None
+        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is all of it
+        return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, steps: Steps) -> None:
         """A piece of this rank's shard, to whoever takes it in this step."""
@@ -189,7 +190,8 @@ class _Scatter(_Loop):
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
         if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the pieces lie one behind the other
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size)))  # which no expression names then
+            rows = self.steps.rows and self.own.rows_in(self.steps.rows)
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # which no expression names then
         else:
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 

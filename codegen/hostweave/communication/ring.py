@@ -102,8 +102,10 @@ class _Sums(_PassedOn):
 
     def after_join(self) -> None:
         b, (name,), result = self.b, self.op.tensors, self.op.result
-        own = b.chunk(self.values.buffer_of(name), result.walked.dim, self.rank, Size(self.size), f"{name}_own")
-        b.emit(ir.Copy(own, self.values.buffer_of(result.name)))
+        steps, dim = replace(self.steps, owner=self.rank), result.walked.dim
+        own = b.chunk(self.values.buffer_of(name), dim, self.rank, Size(self.size), f"{name}_own")
+        target = steps.part(b, self.values.buffer_of(result.name), dim, f"{result.name}_part")
+        b.emit(ir.Copy(steps.part(b, own, dim, f"{name}_part"), target))
 
 
 class _SumsByPuts(_Sums):

@@ -92,7 +92,7 @@ class Steps:
     """The iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
 
     By block, an iteration takes the `subchunk`-th of the `subchunks` blocks that `owner` holds. Across shards, it takes the
-    same slice of every rank's shard.
+    same slice of every rank's shard. A loop over a part of each shard takes so many `rows` a chunk, from the row `start` on.
     """
 
     mesh: Mesh
@@ -102,6 +102,8 @@ class Steps:
     shards: int
     owner: Expr | None = None  # by block: whose block this is
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
+    rows: Size | None = None  # of a chunk, in a loop over a part of each shard
+    start: int = 0
 
     @property
     def subchunks(self) -> Size:
@@ -112,6 +114,12 @@ class Steps:
         """`owner` of a loop by block."""
         assert self.owner is not None
         return self.owner
+
+    @property
+    def rows_of_chunk(self) -> Size:
+        """`rows` of a loop over a part of each shard."""
+        assert self.rows is not None
+        return self.rows
 
     @property
     def distance(self) -> Expr:
@@ -139,6 +147,14 @@ class Steps:
     def splits(self, value: Value, dim: int) -> bool:
         """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
         return self.owner is None and self.shards_in(value, dim) > 1
+
+    def rows_in(self, size: Size) -> Size:
+        """How many of the rows of a shard of this size the loop walks."""
+        return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
+
+    def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
+        """The view of the rows that the loop walks of a buffer that has one shard in a dim."""
+        return builder.slice(buffer, dim, self.rows_in(builder.types[buffer].shape[dim]), Const(self.start), wanted)
 
     def subchunks_of(self, value: Value, dim: int) -> Size:
         """Into how many chunks the loop cuts this dim of what one rank holds."""
@@ -177,9 +193,23 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
         dim = dim + 1
     elif steps.owner is not None and value.type.dims[dim].axes:
         index = steps.subchunk
+    if steps.rows is not None:
+        shards = steps.shards_in(value, dim) if steps.owner is not None else 1
+        return builder.slice(buffer, dim, steps.rows, _first_row(steps, builder.types[buffer].shape[dim] // shards, shards), wanted)
     if steps.drops_dim and not keeps_dim:
         return builder.select(buffer, dim, index, wanted)
     return builder.chunk(buffer, dim, index, steps.subchunks_of(value, dim), wanted)
+
+
+def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
+    """The first row of the chunk of a loop over a part of each of `shards` shards, in what one rank holds."""
+    index: Expr = Const(0)
+    if steps.owner is None:
+        index = steps.index
+    elif steps.subchunks != Size():
+        index = steps.subchunk
+    first = index * expr_of(steps.rows_of_chunk) + steps.start
+    return steps.owned_by * expr_of(shard) + first if shards > 1 else first
 
 
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
@@ -190,7 +220,7 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size,
     if steps.splits(value, dim):
         count = steps.shards_in(value, dim)
         size, shards = size // count, (Size(count),)
-    subchunk = size.divided_by(steps.subchunks_of(value, dim))
+    subchunk = steps.rows or size.divided_by(steps.subchunks_of(value, dim))
     assert subchunk is not None
     return (*shape[:dim], *shards, *(() if steps.drops_dim else (subchunk,)), *shape[dim + 1 :])
 

@@ -120,13 +120,19 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that the program must divide, such as among ranks, and cannot."""
-    return {name: sizes[name] for name, multiple in _of_symbols(program).items() if sizes.get(name, 0) % multiple}
+    """Sizes that the program must divide, such as among ranks, and cannot: those of a sum, such as (M + 1), if it is one."""
+    found: dict[str, int] = {}
+    for size, multiple in _of_symbols(program).items():
+        if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
+            found |= {name: sizes[name] for name in size.symbols}
+    return found
 
 
 @ir.analysis
-def _of_symbols(program: ir.HostProgram) -> dict[str, int]:
-    return {factor: multiple for factor, multiple in multiples(dedupe_functions(program)).items() if isinstance(factor, str)}
+def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
+    """Multiples of names, and of sums of names."""
+    found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items() if multiple > 1}
+    return {size: multiple for size, multiple in found.items() if size.symbols == size.atoms}
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:

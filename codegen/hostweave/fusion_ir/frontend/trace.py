@@ -113,7 +113,8 @@ class Tensor:
         `chunks` is the number of iterations; without it each index is one. `chunking` is `by_shard` (a chunk is one rank's shard) or
         `across_shards` (a slice of every shard); `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or
         all_gather. The compiler chooses what is left out. By shard the schedules are those of ring collectives (Patarasuk and Yuan,
-        2009). Raises ProgramError for an input, a dim that the op needs completely, or chunks that do not divide it.
+        2009). The last chunk of each shard is smaller if the chunks do not divide its rows. Raises ProgramError for an input, or a dim
+        that the op needs completely.
 
         Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, beside the products.
         """
@@ -131,13 +132,10 @@ class Tensor:
         return self
 
     def _check_stream(self, op: Op, dim: int, chunks: int | None) -> None:
-        size = self.type.shape[dim]
         if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
             raise ProgramError.here(f"stream: chunks={chunks!r} must be an int of at least 1")
-        if why := Stream(dim, chunks).too_many(size):
+        if why := Stream(dim, chunks).too_many(self.type.shape[dim]):
             raise ProgramError.here(f"stream: {why}")
-        if chunks is not None and size.is_int and int(size) % chunks:
-            raise ProgramError.here(f"stream: {chunks} chunks do not divide dim {dim} of {self.type}; use a divisor of {size}")
         if how := needs_whole(replace(op, result=self._value), operand_types(op, self._trace.types), dim):
             why = f"dim {dim} of {self.type} is {how} by {'an' if op.kind[0] in 'aeiou' else 'a'} {op.kind}, so no loop can walk it"
             raise ProgramError.here(f"stream: {why}; stream a tensor before it")

@@ -83,6 +83,9 @@ class _Choice:
         if step == "across_shards":
             members = self.members(root, stream.dim, through_gathers=True)
             step, by = self.communicate(root, replace(stream, chunking=step), members)
+        if why := next(filter(None, map(self.shared_unevenly, members)), ""):
+            self.leave_out(root, why)
+            return
         rotation = next((by[m.name].rotation for m in members if m.name in by), None)
         if not by:
             step, rotation = self.compute(root, stream)
@@ -91,8 +94,6 @@ class _Choice:
             self.streams[member.name] = Stream(
                 member.dim, stream.chunks, step, by[member.name].name if member.name in by else None, rotation
             )
-            if step == "across_shards":
-                self.check_slices(root, stream, member)
         self.joined[root.result.name] = members[1:]
 
     # --- who is in the loop ---
@@ -274,16 +275,24 @@ class _Choice:
             if made and is_in_step and not self.types[str(name)].dims[made.dim].axes:
                 yield made
 
-    def check_slices(self, root: Op, stream: Stream, member: _Member) -> None:
-        """The chunks must divide what one rank holds; a size that is open is checked when it is known."""
-        axes = member.op.result.type.dims[member.dim].axes
-        if member.change and member.changes_streamed_dim("all_gather"):
-            axes += member.change.axes
-        size = member.op.result.type.shape[member.dim]
-        local = size // member.op.result.type.mesh_in(self.mesh).size_of(axes)
-        if stream.chunks and local.is_int and int(local) % stream.chunks:
-            why = f"{stream.chunks} chunks do not divide the {local} of {size} that a rank holds of dim {member.dim} of %{member.name}"
-            raise ProgramError(f"stream of %{root.result.name}: {why}; use a divisor of {local}", root.location)
+    def shared_unevenly(self, member: _Member) -> str:
+        """What ranks do not share evenly of the dim that a loop walks, or of one that its reshard changes, or "".
+
+        A size that is open is checked when it is known.
+        """
+        types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
+        for type in types:
+            for dim, own in enumerate(type.dims):
+                ranks, is_moved = type.mesh_in(self.mesh).size_of(own.axes), member.op.kind in TO_OTHER_MESHES
+                changes = is_moved or len({other.dims[dim].axes for other in types}) > 1
+                if (dim == member.dim or changes) and own.size.is_int and int(own.size) % ranks:
+                    return f"{ranks} ranks do not share the {own.size} of dim {dim} of %{member.name} evenly"
+        return ""
+
+    def leave_out(self, root: Op, why: str) -> None:
+        """Tells the user of a loop that there is none: its chunks would be of other rows on each rank."""
+        text = f"stream of %{root.result.name} overlaps nothing: {why}, so that there is no loop; pad the dim to a multiple"
+        warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
 

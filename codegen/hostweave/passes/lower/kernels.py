@@ -35,9 +35,8 @@ class Kernels:
         positions = {name: str(i) for i, name in enumerate(names.values())}
         same = replace(body.renamed(positions), result=replace(body.result, name="")), tuple(p.type for p in inputs)
         if same not in self.made:
-            taken = {kernel.name for kernel in self.made.values()}
             kernel = ir.Kernel("", inputs, (body,))
-            self.made[same] = replace(kernel, name=unique_name(kernel.telling_name, taken))
+            self.made[same] = replace(kernel, name=self.free(kernel.telling_name))
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
@@ -63,7 +62,7 @@ class Kernels:
             Op("sum", (terms,), result, attributes(axis=(rank - 2,)), op.location),
         )
         inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
-        kernel = ir.Kernel(f"matmul_{result.name}", inputs, ops)
+        kernel = ir.Kernel(self.free(f"matmul_{result.name}"), inputs, ops)
         self.made[kernel] = kernel
         return kernel.name
 
@@ -72,7 +71,7 @@ class Kernels:
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
-        kernel = ir.Kernel(f"{kind}_{result.name}", (ir.Parameter(terms, self.tensor(terms)),), (body,))
+        kernel = ir.Kernel(self.free(f"{kind}_{result.name}"), (ir.Parameter(terms, self.tensor(terms)),), (body,))
         self.made[kernel] = kernel
         return kernel.name
 
@@ -99,9 +98,14 @@ class Kernels:
             ops[-1] = replace(ops[-1], result=result)
         else:
             ops.append(Op("astype", (total,), result, (), op.location))
-        kernel = ir.Kernel(f"{one_more}_landed_{result.name}", tuple(ir.Parameter(name, self.tensor(name)) for name in terms), tuple(ops))
+        inputs = tuple(ir.Parameter(name, self.tensor(name)) for name in terms)
+        kernel = ir.Kernel(self.free(f"{one_more}_landed_{result.name}"), inputs, tuple(ops))
         self.made[kernel] = kernel
         return kernel.name
+
+    def free(self, wanted: str) -> str:
+        """The name, or with a number if another kernel has it."""
+        return unique_name(wanted, {kernel.name for kernel in self.made.values()})
 
     def tensor(self, buffer: str) -> TensorType:
         return unsharded(self.types[buffer])

@@ -75,6 +75,32 @@ def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
     return (size if stream.chunking == "by_shard" else size // shards(flow, (op,))), True
 
 
+@dataclass(frozen=True)
+class Part:
+    """So many steps of a loop, each over so many rows of a shard, from `start` on; over equal chunks of all rows if `rows` is None."""
+
+    count: Size
+    rows: Size | None = None
+    start: int = 0
+
+
+def parts(flow: Dataflow, loop: Loop) -> tuple[Part, ...]:
+    """A loop as one over chunks of equal size, and one over the rest of the rows, which are fewer, if the chunks do not divide them.
+
+    Each rank's shard of 8 rows in 3 chunks is 2 steps over 3 rows and one over 2. By block a step of each part takes those of one rank.
+    """
+    op, split = loop.ops[0], shards(flow, loop.ops)
+    count, drops_dim = iterations(flow, op)
+    size, steps = op.result.type.dims[op.result.walked.dim].size // split, count // split if loop.by_block else count
+    if drops_dim or not size.is_int or int(size) % int(steps) == 0:
+        return (Part(count),)
+    rows = -(-int(size) // int(steps))
+    whole, rest = divmod(int(size), rows)
+    each = split if loop.by_block else 1
+    found = Part(Size(each * whole), Size(rows)), Part(Size(each), Size(rest), whole * rows)
+    return found if rest else found[:1]
+
+
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
     """Into how many shards the streamed dim is split, before or after the communication of these ops."""
     split = [1]
@@ -86,12 +112,18 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
     return max(split)
 
 
+def _walks_alike(flow: Dataflow, op: Op, loop: Loop) -> bool:
+    """True if chunks of an op have the rows of those of the loop, or both loops have chunks of equal size."""
+    sizes = {each.result.type.dims[each.result.walked.dim].size for each in (op, *loop.ops)}
+    return len(sizes) == 1 or all(part.rows is None for each in (Loop((op,)), loop, Loop((*loop.ops, op))) for part in parts(flow, each))
+
+
 def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
     """True if an op can take its steps in this loop."""
     stream, other = op.result.stream, loop.ops[0].result.stream
     if stream is None or other is None or gathered_beside(flow, op) or iterations(flow, op) != iterations(flow, loop.ops[0]):
         return False
-    if (stream.chunking, stream.rotation) != (other.chunking, other.rotation):
+    if (stream.chunking, stream.rotation) != (other.chunking, other.rotation) or not _walks_alike(flow, op, loop):
         return False
     fed = (user.result.stream for user in flow.consumers[op.result.name])
     if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):

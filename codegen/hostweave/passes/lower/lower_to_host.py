@@ -38,7 +38,7 @@ from hostweave.passes.lower import attention
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
 from hostweave.passes.lower.buffers import Buffers, borders, part
 from hostweave.passes.lower.kernels import Kernels
-from hostweave.passes.lower.loops import Loop, gathered_beside, iterations, loops_of, shards
+from hostweave.passes.lower.loops import Loop, Part, gathered_beside, iterations, loops_of, parts, shards
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.reshards import Reshards
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
@@ -160,11 +160,20 @@ class _Lowering:
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window)
 
     def loop(self, loop: Loop) -> None:
+        """A chunk loop, and another one over the rest of the rows if the chunks do not divide them."""
+        known = set(self.buffers.by_step)
+        for rows in parts(self.flow, loop):
+            self.loop_over(rows, loop)
+            for name in self.buffers.by_step.keys() - known:  # memory for the chunks of one part
+                del self.buffers.by_step[name]
+
+    def loop_over(self, rows: Part, loop: Loop) -> None:
         b, flow = self.b, self.flow
-        count, drops_dim = iterations(flow, loop.ops[0])
+        count, (_, drops_dim) = rows.count, iterations(flow, loop.ops[0])
         reached = 1 if self.streams_of(loop) == 1 else int(count) if count.is_int else self.streams
         used = reached if reached < self.streams else None
         steps = Steps(flow.mesh, Var(b.loop_index()), count, drops_dim, shards(flow, loop.ops), uneven=flow.uneven)
+        steps = replace(steps, rows=rows.rows, start=rows.start)
         b.location = loop.ops[-1].location
         meshes = {flow.types[name].mesh for op in loop.ops for name in (op.result.name, *op.tensors)}
         b.hoists_views = len(meshes) == 1
