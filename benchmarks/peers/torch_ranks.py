@@ -54,6 +54,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
     with paths[rank].open("a") as file:
         for calls in make(rank, ranks):
             print(json.dumps(_times(calls, repetitions, wait)), file=file, flush=True)
+    calls = {}  # NCCL keeps a communicator as long as there is a graph that communicates by it
     dist.destroy_process_group()
 
 

@@ -62,13 +62,20 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     return device.build_command(suite, [str(merged)], options)
 
 
+def straighten_cuda_command(folder: Path) -> list[str | Path]:
+    """Builds the code for CUDA against a runtime of plain data, which has nodes of unknown kinds."""
+    sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
+    headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
+    return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]
+
+
 def build_all(folder: Path) -> None:
     device = Device(folder)
     read_first = folder / "read_first.h"
     read_first.write_text(f'#include <chrono>\n#include <cmath>\n#include "{HERE / "testing.h"}"\n')
     run(["g++", *FLAGS, f"-I{CPU / 'include'}", "-x", "c++-header", read_first, "-o", f"{read_first}.gch"])
     example = device.build_command("ag_matmul", ["ag_matmul.cpp", "ag_matmul_p2p/program.cpp"])
-    compile_all([*(suite_command(device, suite) for suite in SUITES), example])
+    compile_all([*(suite_command(device, suite) for suite in SUITES), straighten_cuda_command(folder), example])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,7 @@ def device() -> Device:
     return Device(get_or_make("cpu_device", build_all))
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [*SUITES, "test_straighten_cuda"])
 def test_suite(device: Device, suite: str) -> None:
     run([device.folder / suite])
 
