@@ -46,7 +46,7 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
         grown = []
-        for _ in range(3):  # others may take memory of this GPU in between
+        for _ in range(8):  # what leaks grows in each round; others may take memory of this GPU in some
             before = torch.cuda.mem_get_info()[0], resident_bytes()
             for i, rows in enumerate(order):
                 model(x[:rows], out=out[:rows])
