@@ -1,5 +1,6 @@
 """From sources to a loaded module: what a hit costs, what a failure says, and hand-edited sources."""
 
+import ctypes
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.paths import RUNTIME
 from hostweave.build import cache, cuda, make, toolchain
 from hostweave.build.nvrtc import Nvrtc, loader, parts_of, units_of
-from hostweave.build.program import build
+from hostweave.build.program import _load_library, build, load
 from hostweave.build.toolchain import Library
 from hostweave.cli.main import report
 from hostweave.targets.target import find_target
@@ -81,6 +82,49 @@ def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(emp
         build("nothing", "", here, lambda _: libraries, lambda: {})
     assert str(raised.value).startswith("no compiler; sources and log are in ")
     assert str(raised.value).count("sources and log are in") == 1
+
+
+def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is put in the place of a library when that was checked is not loaded; nor is one from before."""
+    here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
+    entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
+
+    def make_library(folder: Path, value: int = 1) -> None:
+        (folder / "used.cpp").write_text(f'extern "C" int hw_used() {{ return {value}; }}\n')
+        make.make_runtime(folder, [folder / "used.cpp"], here, used, soname=f"{entry}.so")
+
+    def sources() -> dict[str, str]:
+        asks = 'extern "C" int hw_used();\nextern "C" __attribute__((visibility("default"))) int hw_asked() { return hw_used(); }\n'
+        return {**hw.compile(doubled).sources, "asks.cpp": asks}
+
+    library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
+    own = find_target("cpu").runtime_libraries(here, frozenset())
+    folder = build("asking", "", here, lambda _: (*own, library), sources)
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # which the loader would open
+    planted, kept = tmp_path / "planted", tmp_path / "kept.so"
+    planted.mkdir()
+    make_library(planted, value=2)
+
+    def load_late(file: str, *flags: int) -> ctypes.CDLL:
+        library.path.rename(kept)
+        (planted / used).rename(library.path)
+        return load_library(file, *flags)
+
+    monkeypatch.setattr(ctypes, "CDLL", load_late)
+    module = load(folder / toolchain.MODULE_FILE, find_target("cpu").dlopen_flags)
+    assert load_library(module.__file__).hw_asked() == 1
+    monkeypatch.setattr(ctypes, "CDLL", load_library)
+    with pytest.raises(BuildError, match=rf"{used} is not the file that was built; remove its folder to build it again"):
+        _load_library.__wrapped__(library.path)
+
+
+def test_a_library_that_is_none(empty_cache: Path) -> None:
+    def make_text(folder: Path) -> None:
+        (folder / "libtext.so").write_text("no library")
+
+    path = cache.get_or_make("runtime_text", make_text) / "libtext.so"
+    with pytest.raises(BuildError, match=r"libtext.so cannot be loaded: libtext.so: .*; remove its folder to build it again"):
+        _load_library(path)
 
 
 def test_kernels_of_the_runtime_are_compiled_in_parts() -> None:

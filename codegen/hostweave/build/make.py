@@ -18,14 +18,25 @@ from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
 from hostweave.build.processes import run, within_limit
-from hostweave.build.toolchain import ENQUEUING, GLUE, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Toolchain
+from hostweave.build.toolchain import ENQUEUING, GLUE, LIBRARIES_FILE, MODULE_FILE, ONLY_ENQUEUE, KernelCompiler, Library, Toolchain
 
 CORES = len(os.sched_getaffinity(0))
 _KERNELS, _JIT_FILE, _CUBIN = "kernels.cu", "kernels_jit.cpp", "kernel.cubin"
 
 
-def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, library: str, macros: Mapping[str, str] | None = None) -> None:
-    """Makes a library of a target's runtime, with what it has of kernels, where macros are defined. Raises BuildError where that fails."""
+def make_runtime(
+    folder: Path,
+    files: Sequence[Path],
+    toolchain: Toolchain,
+    library: str,
+    macros: Mapping[str, str] | None = None,
+    soname: str = "",
+    needed: tuple[Library, ...] = (),
+) -> None:
+    """Makes a library of a target's runtime, with what it has of kernels, where macros are defined; `needed` are those that it uses.
+
+    Raises BuildError if a compiler fails.
+    """
     kernels, sources = ([file for file in files if (file.suffix == ".cu") == is_kernels] for is_kernels in (True, False))
 
     def cubin(unit: Unit) -> Path:
@@ -47,7 +58,9 @@ def make_runtime(folder: Path, files: Sequence[Path], toolchain: Toolchain, libr
         units.append(_JIT_FILE)
         (folder / _JIT_FILE).write_text(loader(found))
         run_together([[*toolchain.compile(_JIT_FILE, _object(_JIT_FILE)), *options]], folder)
-    run_together([toolchain.link([*map(_object, units)], library)], folder)
+    for other in needed:
+        other.make()
+    run_together([toolchain.link([*map(_object, units)], library, needed, soname)], folder)
 
 
 def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
@@ -59,7 +72,7 @@ def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
     return list(units)
 
 
-def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Path, ...]]) -> None:
+def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
     """Makes the module of the sources in `folder`, linked with the `libraries` of the runtime, which may be made meanwhile.
 
     Raises BuildError where that fails.
@@ -75,7 +88,10 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
         get_or_make(entries[file], partial(shutil.copy, folder / _object(file)))
         (folder / _object(file)).unlink()
     objects = [str(root() / entries[file] / _object(file)) for file in files]
-    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, libraries())], folder)
+    made = libraries()
+    cached = [f"{library.path.relative_to(root())}\n" for library in made if library.soname]
+    (folder / LIBRARIES_FILE).write_text("".join(cached))
+    run_together([toolchain.link([*objects, str(GLUE)], MODULE_FILE, made)], folder)
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:

@@ -9,6 +9,7 @@ is there is compiled.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -26,7 +27,7 @@ from hostweave.base.interrupts import carried
 from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
-from hostweave.build.toolchain import Library, Toolchain, require_native
+from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, require_native
 
 Sources = Mapping[str, str]  # path -> text
 
@@ -55,13 +56,13 @@ def build(
     with ThreadPoolExecutor(len(libraries)) as pool:
         made = [pool.submit(carried(library.make)) for library in libraries]
 
-        def paths() -> tuple[Path, ...]:
+        def built() -> tuple[Library, ...]:
             for one in made:
                 one.result()
-            return tuple(library.path for library in libraries)
+            return libraries
 
         if folder := lookup(entry):
-            paths()
+            built()
             return folder
 
         with importing:
@@ -70,7 +71,7 @@ def build(
         def make(folder: Path) -> None:
             sources = edited or render()
             _write(folder, sources)
-            make_program(folder, tuple(sources), toolchain, paths)
+            make_program(folder, tuple(sources), toolchain, built)
 
         folder = get_or_make(entry, make)
     evict()
@@ -79,7 +80,14 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here."""
+    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here.
+
+    The libraries of the cache that it needs are loaded before it, from the files that were checked. The loader finds them by their names.
+    """
+    with opened(path.parent / LIBRARIES_FILE) as listed:
+        libraries = Path(listed).read_text().split("\n")[:-1]
+    for library in libraries:
+        _load_library(path.parent.parent / library)
     name = f"{path.parent.name}.{_MODULE}"  # pybind11 keeps modules by their full name
     with opened(path) as file, _dlopen_flags:
         spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
@@ -98,6 +106,18 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
         finally:
             sys.setdlopenflags(before)
     return module
+
+
+@cache
+def _load_library(path: Path) -> ctypes.CDLL:
+    """Loads a library of the cache for the rest of the process. Raises BuildError if the file cannot be loaded here."""
+    with opened(path) as file:
+        try:
+            return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            reason = str(error).replace(file, path.name)
+            remedy = remedy_of(reason) or "remove its folder to build it again"
+            raise BuildError(f"{path} cannot be loaded: {reason}; {remedy}") from error
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:

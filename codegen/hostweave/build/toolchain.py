@@ -17,6 +17,7 @@ from hostweave.base.paths import NATIVE
 from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
+LIBRARIES_FILE = "libraries"  # the libraries of the cache that a module needs, each behind those that it needs itself
 # The files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them, and as long again for two as for one.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
 GLUE = NATIVE / "glue" / "module.cpp.o"  # what makes a Python module of a program's objects
@@ -54,11 +55,16 @@ class Toolchain:
         level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 
-    def link(self, objects: list[str], into: str, libraries: tuple[Path, ...] = ()) -> list[str]:
-        """The command that links objects into a shared library, which finds its libraries wherever they are now."""
-        libraries = (*libraries, *self.libraries)
-        folders = dict.fromkeys(library.parent for library in libraries)
-        return [str(self.compiler), "-shared", *objects, *map(str, libraries), *(f"-Wl,-rpath,{f}" for f in folders), "-o", into]
+    def link(self, objects: list[str], into: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
+        """The command that links objects into a shared library, which finds its libraries wherever they are now.
+
+        One that has a `soname` is found by that name alone, among those that the process has loaded.
+        """
+        files = (*(library.path for library in libraries), *self.libraries)
+        searched = (*(library.path for library in libraries if not library.soname), *self.libraries)
+        folders = dict.fromkeys(file.parent for file in searched)
+        named = [f"-Wl,-soname,{soname}"] if soname else []
+        return [str(self.compiler), "-shared", *named, *objects, *map(str, files), *(f"-Wl,-rpath,{f}" for f in folders), "-o", into]
 
     @cached_property
     def stamp(self) -> str:
@@ -70,10 +76,15 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime: where it is once `make` has been called, which raises BuildError where that fails."""
+    """A library of the runtime: where it is once `make` has been called, which raises BuildError where that fails.
+
+    One of the cache has a `soname` of its own: the loader, which would open a path again, finds it among the libraries that
+    `load` has opened and checked.
+    """
 
     path: Path
     make: Callable[[], object]
+    soname: str = ""
 
 
 def find_compiler() -> Path:

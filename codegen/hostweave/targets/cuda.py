@@ -37,17 +37,18 @@ class _Cuda(Target):
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """Compiled on first use: the one of all programs, and one for each of what is in the wish."""
-        libraries = [_library(self.name, runtime_sources(self.name), toolchain)]
+        shared = _library(self.name, runtime_sources(self.name), toolchain)
+        libraries = [shared]
         attention = RUNTIME / "attention"
         for name in sorted(wanted - {"attention"}):
             _, dtype, head = name.split("_")
             kernels = sources_of((attention / "kernels",), self.name)
-            libraries.append(_library(f"{name}_{self.name}", kernels, toolchain, HW_DTYPE=dtype, HW_HEAD=head))
+            libraries.append(_library(f"{name}_{self.name}", kernels, toolchain, shared, HW_DTYPE=dtype, HW_HEAD=head))
         if wanted:
             header, library = cuda.find_cuda().require_cudnn()
             folders = (*toolchain.include_folders, header.parent)
             with_cudnn = replace(toolchain, include_folders=folders, libraries=(*toolchain.libraries, library))
-            libraries.append(_library(f"attention_{self.name}", sources_of((attention,), self.name), with_cudnn))
+            libraries.append(_library(f"attention_{self.name}", sources_of((attention,), self.name), with_cudnn, shared))
         return tuple(libraries)
 
     def why_not_here(self, ranks: int) -> str:
@@ -124,19 +125,20 @@ def why_no_peers(ranks: int) -> str:
     return ""
 
 
-def _library(name: str, files: list[Path], toolchain: Toolchain, **macros: str) -> Library:
-    """A library of the runtime, where these macros are defined."""
+def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
+    """A library of the runtime, where these macros are defined, that uses those that it needs."""
     file = f"libhostweave_{name}.so"
+    made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
+    entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
+    soname = f"{entry}.so"
 
     def make(folder: Path) -> None:
         with importing:
             from hostweave.build.make import make_runtime
 
-        make_runtime(folder, files, toolchain, file, macros)
+        make_runtime(folder, files, toolchain, file, macros, soname, needed)
 
-    made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
-    entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
-    return Library(root() / entry / file, partial(get_or_make, entry, make))
+    return Library(root() / entry / file, partial(get_or_make, entry, make), soname)
 
 
 def handle_of(stream: Any) -> int:
