@@ -56,7 +56,7 @@ def compare(fusion: Fusion, group: Group) -> None:
 def test_threads(name: str) -> None:
     pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     fusion, provider = fusion_of(name, RANKS, 3, hw.bf16), hw.Threads(RANKS)
-    provider.run(lambda rank: compare(fusion, hw.init(provider, device=0, call_timeout=40)))
+    provider.run(lambda rank: compare(fusion, hw.init(provider, device=0, call_timeout=15)))
 
 
 def test_processes() -> None:
@@ -80,7 +80,7 @@ def test_processes() -> None:
 
 
 if __name__ == "__main__":
-    joined = hw.init(device=0, call_timeout=40)
+    joined = hw.init(device=0, call_timeout=15)
     for each in NAMES:
         compare(fusion_of(each, RANKS, 3, hw.bf16), joined)
     joined.close()
