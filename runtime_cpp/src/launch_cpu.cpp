@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -57,6 +58,9 @@ void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<h
   }
 }
 
+// Where the kernel that this thread launches puts what it touches.
+thread_local std::optional<std::vector<hw_cpu_range>>* told = nullptr;
+
 }  // namespace
 
 void index_out_of_range(bool negative, uint64_t index, int64_t n) {
@@ -64,10 +68,26 @@ void index_out_of_range(bool negative, uint64_t index, int64_t n) {
   throw std::out_of_range("index " + text + " is out of range: it goes from 0 to " + std::to_string(n - 1));
 }
 
-cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), const void* closure, size_t closure_bytes,
-                          std::initializer_list<AnyAccess> accesses) {
-  std::vector<hw_cpu_range> ranges;
-  for (const AnyAccess& each : accesses) add_ranges(each.access, each.itemsize, ranges);
+bool tell(Accesses accesses) {
+  if (!told) return false;
+  told->emplace();
+  for (const AnyAccess& each : accesses) add_ranges(each.access, each.itemsize, **told);
+  return true;
+}
+
+cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
+                          Accesses accesses) {
+  std::optional<std::vector<hw_cpu_range>> kept;
+  told = &kept;
+  if (accesses.size() > 0) {
+    tell(accesses);
+  } else {
+    run(closure);
+  }
+  told = nullptr;
+  if (!kept)
+    throw std::logic_error("a kernel does not begin with HW_TOUCHES(...): it has to say which elements it reads and writes");
+  const std::vector<hw_cpu_range>& ranges = *kept;
   return hw_cpu_launch("kernel", stream, run, closure, closure_bytes, ranges.data(), static_cast<int>(ranges.size()));
 }
 

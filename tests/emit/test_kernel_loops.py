@@ -44,8 +44,8 @@ def column_sums(x):
 )
 def test_a_thread_takes_as_many_neighbours_as_one_access_may(spec: Any, is_wide: str, width: int) -> None:
     text = kernels(added, a=spec, b=spec)
-    assert f"  if ({is_wide}) {{\n    add_y_by<{width}>(a, b, y" in text
-    assert "  } else {\n    add_y_by<1>(a, b, y" in text
+    assert f"  if ({is_wide}) {{\n    compute(hw::Width<{width}>());" in text
+    assert "  } else {\n    compute(hw::Width<1>());" in text
 
 
 def test_an_odd_number_of_elements_is_taken_one_by_one() -> None:
@@ -68,17 +68,21 @@ def test_a_row_that_is_broadcast_is_taken_along() -> None:
             "M",
             64,
             "Index",
-            ["hw::aligned(a, b, y) && hw::fits_int32(64 * M): 4, uint32_t", "hw::aligned(a, b, y): 4, int64_t", "1, int64_t"],
+            [
+                "hw::aligned(a, b, y) && hw::fits_int32(64 * M): hw::Width<4>(), uint32_t()",
+                "hw::aligned(a, b, y): hw::Width<4>(), int64_t()",
+                "hw::Width<1>(), int64_t()",
+            ],
         ),
-        ("M", 63, "Index", ["hw::fits_int32(63 * M): uint32_t", "int64_t"]),
-        (8, 64, "uint32_t", ["hw::aligned(a, b, y): 4", "1"]),
-        (1 << 16, 1 << 15, "int64_t", ["hw::aligned(a, b, y): 4", "1"]),
+        ("M", 63, "Index", ["hw::fits_int32(63 * M): uint32_t()", "int64_t()"]),
+        (8, 64, "uint32_t", ["hw::aligned(a, b, y): hw::Width<4>()", "hw::Width<1>()"]),
+        (1 << 16, 1 << 15, "int64_t", ["hw::aligned(a, b, y): hw::Width<4>()", "hw::Width<1>()"]),
     ],
 )
 def test_indices_that_are_divided_have_32_bits_where_these_hold_them(rows: Any, columns: int, index: str, ways: list[str]) -> None:
     text = kernels(added, a=hw.f32[rows, columns], b=hw.f32[columns])
     assert f"for ({index} element : hw::over_grid" in text
-    found = re.findall(r"(?:if \((.*)\) )?\{\n +add_y_by<(.*)>\(", text)
+    found = re.findall(r"(?:if \((.*)\) )?\{\n +compute\((.*)\);", text)
     assert [f"{condition}: {way}" if condition else way for condition, way in found] == ways
 
 
@@ -98,7 +102,7 @@ def test_elements_that_are_scattered_are_read_one_by_one() -> None:
 def test_threads_hold_a_row_of_known_length(length: int, threads: int) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
     for width in (8, 1):
-        assert f"fused_y_by(hw::Row<{length}, {threads}, {width}>(), x, y, M);" in text
+        assert f"compute(hw::Row<{length}, {threads}, {width}>());" in text
     assert "const auto x_ij = row.load(x + i * " in text
     assert "hw::load<" not in text
     assert f"__launch_bounds__({threads})" in text
@@ -107,9 +111,9 @@ def test_threads_hold_a_row_of_known_length(length: int, threads: int) -> None:
 @pytest.mark.parametrize(("length", "condition"), [("N", "N % 8 == 0 && hw::aligned(x, y)"), (4104, "hw::aligned(x, y)")])
 def test_a_row_that_does_not_come_out_even_is_held_where_it_fits(length: Any, condition: str) -> None:
     text = kernels(normed, x=hw.bf16["M", length])
-    ways = re.findall(r"if \((.*)\) \{\n +fused_y_by\((hw::\w+<8>)", text)
+    ways = re.findall(r"if \((.*)\) \{\n +compute\((hw::\w+<8>)", text)
     assert ways == [(f"{condition} && hw::RowUpTo<8>::fits({length})", "hw::RowUpTo<8>"), (condition, "hw::LongRow<8>")]
-    assert "fused_y_by(hw::LongRow<1>" in text
+    assert "compute(hw::LongRow<1>" in text
     assert "__launch_bounds__(hw::kRowThreads)" in text
 
 
@@ -138,7 +142,7 @@ def test_a_held_row_comes_with_what_is_needed_later(length: int, dtype: Any, hel
 )
 def test_a_warp_has_several_short_rows(length: int, dtype: Any, threads: int) -> None:
     program = hw.compile(hw.fusion(x=dtype["M", length])(normed), target="cuda")
-    assert f"fused_y_by(hw::Row<{length}, {threads}, " in program.sources["kernels.cu"]
+    assert f"compute(hw::Row<{length}, {threads}, " in program.sources["kernels.cu"]
     assert f"hw::grid_of_elements({threads} * M)" in program.sources["program.cpp"]
 
 
@@ -149,7 +153,7 @@ def test_what_only_a_first_walk_needs_is_not_held() -> None:
 
 def test_a_row_of_known_length_that_is_read_once_is_shared_evenly() -> None:
     text = kernels(lambda x: hw.sum(x, 1), x=hw.bf16["M", 4096])
-    assert "sum_y_by(hw::Row<4096, 128, 8>(), x, y, M);" in text
+    assert "compute(hw::Row<4096, 128, 8>());" in text
     assert "row.load(" not in text
 
 
@@ -186,7 +190,7 @@ def test_elements_of_columns_that_fill_no_tiles_are_stored_by_one_thread() -> No
 
 def test_sums_of_few_terms_take_neighbours() -> None:
     text = kernels(column_sums, x=hw.bf16[4, "N"])
-    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n    auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
+    assert "for (int64_t j : hw::over_grid<kWidth>(N)) {\n      auto sum = hw::filled<kWidth, hw::Sum<float>>({});" in text
     assert "const auto x_ij = hw::load<kWidth>(x + i * N + j);" in text
 
 
@@ -205,7 +209,7 @@ def test_exp_and_erf_are_as_exact_as_the_elements_are(dtype: Any, prefix: str, s
 
 def test_a_kernel_waits_for_the_stream_before_all_else() -> None:
     program = hw.compile(hw.fusion(x=hw.bf16["M", "N"])(column_sums), target="cuda")
-    heads = re.findall(r"__global__.*\{\n(.*)\n", program.sources["kernels.cu"])
+    heads = re.findall(r"__global__.*\{\n  HW_TOUCHES\(.*\);\n(.*)\n", program.sources["kernels.cu"])
     assert heads == ["  hw::griddep_wait();"]
     assert "hw::launch_pdl(" in program.sources["program.cpp"]
 

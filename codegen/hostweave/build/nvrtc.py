@@ -79,10 +79,10 @@ def parts_of(name: str, text: str) -> list[Unit]:
 
 
 def _kernel_in(text: str) -> str:
-    """The name of a kernel, where the text is one and nothing else: the function of all its variants, if it has some, before it."""
-    variants, _, kernel = text.partition("__global__ void")
+    """The name of a kernel, where the text is one and nothing else."""
+    before, _, kernel = text.partition("__global__ void")
     name = re.match(r"\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", kernel)
-    is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and variants.count("\n}") <= 1
+    is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and "\n}" not in before
     return name[1] if name and is_all else ""
 
 

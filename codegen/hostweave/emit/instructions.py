@@ -294,12 +294,16 @@ class Emitter:
 
     def emit_launch_all_reduce(self, i: ir.LaunchAllReduce) -> str:
         exchange = self.context.exchange(self.program.channel(i.channel))
-        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts, "launch_all_reduce", exchange)
+        first = (exchange, self.text(i.srcs[0]), self.count(i.srcs[0]))
+        return self.launch_of(self.context.declared[i.kernel], i.srcs, i.dsts, "launch_all_reduce", first)
 
-    def launch_of(self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", *first: str) -> str:
+    def launch_of(
+        self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
+    ) -> str:
+        """The launch of a kernel on these buffers; `first` stands in place of the first of them."""
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
-        buffers = [*(self.access("reads", name) for name in srcs), *(self.access("writes", name) for name in dsts)]
-        return self.call(launch, emitted.name, emitted.loops.grid, (*first, *buffers, *emitted.sizes))
+        arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *emitted.sizes)
+        return self.call(launch, emitted.name, emitted.loops.grid, arguments)
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)

@@ -207,6 +207,7 @@ class Loops:
         scalar = Dim(ONE, tuple(ONE if place in self.stores else ZERO for place in self.places))
         self.kept = merged([dim(index) for index in self.walked.kept]) or [scalar]
         self.reduced = merged([dim(index) for index in self.walked.reduced])
+        self.outer: Size | None = None
         self.named = self.name_outermost()
 
     def name_outermost(self) -> dict[Factor, Size]:
@@ -219,18 +220,19 @@ class Loops:
             return {}
         if {atom for other in inner for atom in other.atoms} & set(dim_size.atoms):
             return {}
-        outer, sizes = Size(1, (OUTERMOST,)), self.integers.sizes
+        sizes = self.integers.sizes
         at = next(i for i, atom in enumerate(sizes) if atom in dim_size.atoms)
         known, free = list(sizes.items()), claim_unique(OUTERMOST, set(sizes.values()))
         self.integers = replace(self.integers, sizes=dict([*known[:at], (OUTERMOST, free), *known[at:]]))
-
-        def in_outer(size: Size) -> Size:
-            quotient = size.divided_by(dim_size)
-            return size if quotient is None or quotient.divisor > 1 else quotient * outer
-
-        self.kept = [replace(dim, size=in_outer(dim.size), strides=tuple(map(in_outer, dim.strides))) for dim in self.kept]
-        self.reduced = [replace(dim, strides=tuple(map(in_outer, dim.strides))) for dim in self.reduced]
+        self.outer = dim_size
+        self.kept = [replace(dim, size=self.own(dim.size), strides=tuple(map(self.own, dim.strides))) for dim in self.kept]
+        self.reduced = [replace(dim, strides=tuple(map(self.own, dim.strides))) for dim in self.reduced]
         return {OUTERMOST: dim_size}
+
+    def own(self, size: Size) -> Size:
+        """Writes a size with the one that the kernel has for its outermost dim."""
+        quotient = size.divided_by(self.outer) if self.outer else None
+        return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
     def name_indices(self, names: Names) -> None:
         """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
@@ -384,22 +386,28 @@ class Loops:
         return "Index" if not count.is_int else "uint32_t" if int(count) <= SHORT else "int64_t"
 
     @property
-    def varied(self) -> tuple[str, ...]:
-        """What differs between numbers of neighbours and types of indices: the parameters of a template."""
-        return (*(["int kWidth"] if self.width > 1 else []), *(["class Index"] if self.number == "Index" else []))
+    def varied(self) -> dict[str, str]:
+        """What differs between numbers of neighbours and types of indices: parameters of a template, each with what it is deduced from."""
+        if self.row:
+            return {"class Row": f"const Row& {self.row}"}
+        width = {"int kWidth": "hw::Width<kWidth>"} if self.width > 1 else {}
+        return width | ({"class Index": "Index"} if self.number == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Ways to walk, each with the condition under which it is taken, the last one without: rows, or numbers of neighbours and types
-        of indices."""
+        """Arguments for what is varied, each with the condition under which they are taken, the last ones without."""
         if not self.varied:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.size(self.along.size)
         if self.number == "Index":
             fits_int32 = self.text("hw::fits_int32({count})")
             if self.width == 1:
-                return [(fits_int32, "uint32_t"), ("", "int64_t")]
-            wide = [(f"{is_wide} && {fits_int32}", f"{self.width}, uint32_t"), (is_wide, f"{self.width}, int64_t")]
-            return [*wide, ("", "1, int64_t")]
+                return [(fits_int32, "uint32_t()"), ("", "int64_t()")]
+            wide = f"hw::Width<{self.width}>()"
+            return [
+                (f"{is_wide} && {fits_int32}", f"{wide}, uint32_t()"),
+                (is_wide, f"{wide}, int64_t()"),
+                ("", "hw::Width<1>(), int64_t()"),
+            ]
         if self.row_threads:
             rows = [f"hw::Row<{length}, {self.row_threads}, {width}>()" for width in (self.width, 1)]
             return [(is_wide, rows[0]), ("", rows[1])]
@@ -407,7 +415,7 @@ class Loops:
             held = f"hw::RowUpTo<{self.width}>"
             longer = [(is_wide, f"hw::LongRow<{self.width}>({length})"), ("", f"hw::LongRow<1>({length})")]
             return [(f"{is_wide} && {held}::fits({length})", f"{held}({length})"), *longer]
-        return [(is_wide, str(self.width)), ("", "1")]
+        return [(is_wide, f"hw::Width<{self.width}>()"), ("", "hw::Width<1>()")]
 
     @property
     def threads(self) -> str:

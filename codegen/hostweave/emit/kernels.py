@@ -11,16 +11,17 @@ from functools import cached_property
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
-from hostweave.emit.kernel_loops import BY_LANE_PARTS, OF_BLOCKS, ONE, Loops, stored
+from hostweave.emit.kernel_loops import BY_LANE_PARTS, OF_BLOCKS, ONE, Dim, Loops, merged, stored
 from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES
 from hostweave.host_ir import ir
-from hostweave.types.size import Size
+from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, bool_
 
+COMPUTE = "compute"  # the lambda that is all variants of a kernel
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 
 # Of the op table: what kernels call by a name without a qualifier.
@@ -50,17 +51,16 @@ class Kernel:
     def __init__(
         self, of: KernelEmitter, body: Lines, walks: Iterable[Walk] = (), stores: Lines = (), last: Lines = (), before: Lines = ()
     ):
-        self.name, self.by, self.loops, self.comments = of.name, of.by, of.loops, tuple(map(str, of.ops))
+        self.name, self.loops, self.comments = of.name, of.loops, tuple(map(str, of.ops))
         pointers = (
             *(f"{of.array_of(name)} {of.pointers[name]}" for name in of.inputs),
             *(f"{of.types[y].dtype.cpp}* {at}" for y, at in of.results.items()),
         )
         self.params = (*pointers, *(f"int64_t {size}" for size in of.sizes))
-        self.arguments = (*of.pointers.values(), *of.results.values(), *of.sizes)  # the names of the parameters
+        self.touches = tuple(of.touches())
         self.sizes = tuple(of.sizes.values())  # what a launch gives it after the buffers
         packed = [pointer for name, pointer in of.pointers.items() if name in of.loops.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.loops.packed]
-        # Each a condition, and what it takes: how threads share rows, or arguments of a template.
         self.variants = tuple(of.loops.variants(packed))
         held = sorted(of.held, key=lambda name: name in of.terms)  # what others send comes last
         rows = ((of.elements(name), shifted(of.pointers[name], of.loops.row_of(name))) for name in held)
@@ -76,12 +76,11 @@ class Kernel:
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
     """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
     name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
-    functions = name, names.of(f"{name}_by", f"kernel {number}")
     try:
         walked = iteration(kernel)
     except NotOneKernel as reason:
         raise ProgramError(f"kernel @{kernel.name}: {reason}; split it") from None
-    emitter = KernelEmitter(functions, kernel, walked, buffers, integers)
+    emitter = KernelEmitter(name, kernel, walked, buffers, integers)
     emitted = emitter.emit()
     again = [name for name, times in emitter.loaded.items() if times > 1]
     late: list[str] = []
@@ -89,7 +88,7 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
         rows = int(emitter.loops.along.size) * sum(emitter.types[name].dtype.itemsize for name in (*late, one))
         late += [one] if rows <= LATE_BYTES else []
     for held in filter(None, ([*again, *late], again)):
-        holding = KernelEmitter(functions, kernel, walked, buffers, integers, held)
+        holding = KernelEmitter(name, kernel, walked, buffers, integers, held)
         if holding.loops.row:
             return holding.emit()
     return emitted
@@ -108,7 +107,7 @@ class KernelEmitter:
 
     def __init__(
         self,
-        functions: tuple[str, str],  # the kernel, and what all its variants are
+        name: str,
         kernel: ir.Kernel,
         walked: Iteration,
         buffers: Sequence[BufferType],
@@ -116,17 +115,18 @@ class KernelEmitter:
         held: Collection[str] = (),
     ):
         self.ops, self.walked, self.integers = kernel.ops, walked, integers
-        self.name, self.by = functions
+        self.name = name
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
         exchange = kernel.exchanges
         self.terms = {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}  # and of how many ranks
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
-        self.names = Names((*integers.sizes.values(), *functions, *self.functions()))
+        self.names = Names((*integers.sizes.values(), name, COMPUTE, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.loops = self.loops_type(kernel, walked, buffers, integers, self.names, len(held))
+        self.lies = {**dict(zip(self.inputs, buffers, strict=False)), **{name: self.loops.memory[stored(name)] for name in self.results}}
         self.held = held
         self.walks = 0  # over what is reduced
         self.loaded = Counter[str]()  # how often
@@ -147,6 +147,7 @@ class KernelEmitter:
         dims, integers, lanes = (*self.loops.kept, *self.loops.reduced), self.loops.integers, self.loops.lanes.values()
         sizes = (
             *self.own_sizes,
+            *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
             *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
             *(size for dim in dims for size in (dim.size, *dim.strides)),
             *(size for lane in lanes for size in (lane.size, lane.stride)),
@@ -189,11 +190,34 @@ class KernelEmitter:
         cpp = self.types[name].dtype.cpp
         return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
+    def touches(self) -> Iterator[str]:
+        """The elements that it reads and writes, for the CPU device."""
+        integers = self.loops.integers
+        for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
+            for name, pointer in pointers.items():
+                shape, strides = self.extent(self.lies[name])
+                extent = f"{integers.shape(shape)}, {integers.shape(strides)}" if strides else integers.size(*shape)
+                yield pointer if name in self.terms else f"hw::{verb}({pointer}, {extent})"
+
+    def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
+        """How many elements a buffer has, or the dims of a view and how far apart their elements lie."""
+        if buffer.strides is None:
+            return (self.loops.own(product(buffer.shape)),), ()
+        dims = merged([Dim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)]) or [Dim(ONE, (ONE,))]
+        return tuple(self.loops.own(dim.size) for dim in dims), tuple(self.loops.own(dim.strides[0]) for dim in dims)
+
     def form(self, kernel: Kernel) -> str:
         """Its text with numbers in place of the names that it gives."""
         loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
-        head = ((loops.bounds, loops.loop, loops.leader_if), kernel.params, *kernel.variants, loops.varied, kernel.indices, loops.inner)
-        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last)
+        head = (
+            (loops.bounds, loops.loop, loops.leader_if),
+            kernel.params,
+            *kernel.variants,
+            tuple(loops.varied),
+            kernel.indices,
+            loops.inner,
+        )
+        parts = (*head, *walks, kernel.body, kernel.stores, kernel.last, kernel.touches)
         text, numbers = "\n\n".join(map("\n".join, parts)), dict[str, str]()
         own = {*self.names.given, *self.loops.integers.sizes.values()}
 

@@ -30,7 +30,7 @@ def emit_products(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Cp
     end = ir.Kernel(kernel.name, (*made, *others), tuple(op for op in kernel.ops if op not in products), kernel.returned)
     types = [BufferType(p.type.dtype, p.type.shape) for p in made] + [lies[p.name] for p in others]
     own = names.of(kernel.name, f"kernel {number}")
-    emitter = _Emitter((own, own), end, iteration(end), [*types, *buffers[len(kernel.inputs) :]], integers)
+    emitter = _Emitter(own, end, iteration(end), [*types, *buffers[len(kernel.inputs) :]], integers)
     return emitter.multiplying(kernel, lies)
 
 
@@ -79,6 +79,7 @@ class _Emitter(KernelEmitter):
         section.store(self.results)
         self.inputs = [p.name for p in kernel.inputs]
         self.types |= {p.name: p.type for p in kernel.inputs}
+        self.lies = lies | {name: self.lies[name] for name in self.results}
         self.pointers = {name: self.pointers.get(name) or self.names.of(name) for name in self.inputs}
 
         x, w = (lies[name] for name in products[0].tensors)

@@ -24,6 +24,10 @@ struct Walk {  // for (Index i : walk)
   HW_DEVICE Iterator end() const { return {end_, step_}; }
 };
 
+// How many neighbouring elements a thread takes together, as a type to deduce it from.
+template <int kWidth>
+struct Width {};
+
 // Neighbouring elements that a thread reads, writes or computes together.
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
@@ -123,6 +127,15 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator begin() const { return {begin_, *this}; }
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
+
+// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)): the elements that a kernel reads and writes, from which the CPU device sees
+// which kernels may overlap. It stands first in a kernel. To CUDA it is nothing.
+#ifdef __CUDACC__
+#define HW_TOUCHES(...) static_cast<void>(0)
+#else
+#define HW_TOUCHES(...) \
+  if (::hw::tell({__VA_ARGS__})) return
+#endif
 
 #ifdef __CUDACC__
 

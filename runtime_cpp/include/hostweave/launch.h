@@ -1,7 +1,8 @@
 // Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
 // plain C++. hw::launch_pdl is that for a kernel which begins with hw::griddep_wait(): its thread blocks launch while
-// what is before it on the stream ends, which saves about a microsecond. Pointers say which elements the kernel touches, so that
-// the CPU device can check the order of accesses.
+// what is before it on the stream ends, which saves about a microsecond. The CPU device checks the order of accesses: generated
+// kernels say themselves which elements they touch, by HW_TOUCHES, and the launch of a kernel of the user does, by hw::reads and
+// hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,6 +15,8 @@
 
 #ifdef HOSTWEAVE_CPU_DEVICE
 #include <hostweave_cpu.h>
+
+#include "hostweave/terms.h"
 #endif
 #ifdef HOSTWEAVE_JIT
 #include "hostweave/jit.h"
@@ -93,7 +96,7 @@ constexpr Grid grid_of_product(int64_t columns, int64_t depth) {
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
-// What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the launch that it is an argument
+// What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the call that it is an argument
 // of.
 using ViewDims = std::initializer_list<int64_t>;
 
@@ -127,26 +130,46 @@ Access<T> writes(T* pointer, int64_t count) {
 #ifdef HOSTWEAVE_CPU_DEVICE
 
 struct AnyAccess {
+  AnyAccess(const Access<const void>& access, size_t itemsize) : access(access), itemsize(itemsize) {}
+  template <class T>
+  AnyAccess(const Access<T>& of) : access{of.pointer, of.write, of.count, of.shape, of.strides}, itemsize(sizeof(T)) {}
+  template <class T, int kRanks>
+  AnyAccess(const Terms<T, kRanks>& terms) : AnyAccess(reads(terms.gathered, kRanks * terms.count)) {}
+
   Access<const void> access;
   size_t itemsize;
 };
 
+using Accesses = std::initializer_list<AnyAccess>;
+
+// Takes the accesses of a kernel that is launched, and returns true: then the kernel returns. False when it runs.
+bool tell(Accesses accesses);
+
+// Enqueues `run` on a copy of the closure: with these accesses, or with those that it tells if it has none.
+cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
+                          Accesses accesses);
+
+template <class T>
+constexpr bool is_access = false;
+template <class T>
+constexpr bool is_access<Access<T>> = true;
+
 template <class T>
 AnyAccess any(const Access<T>& access) {
-  return {{access.pointer, access.write, access.count, access.shape, access.strides}, sizeof(T)};
+  return access;
 }
-inline AnyAccess any(int64_t) { return {}; }  // an argument that points to nothing
-
-// Enqueues `run` on a copy of the closure.
-cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), const void* closure, size_t closure_bytes,
-                          std::initializer_list<AnyAccess> accesses);
+inline AnyAccess any(int64_t) { return {{}, 1}; }  // an argument that points to nothing
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
-  const auto call = [kernel, ... params = static_cast<Params>(args)] { kernel(params...); };
+  auto call = [kernel, ... params = static_cast<Params>(args)] { kernel(params...); };
   const auto run = [](void* copied) { (*static_cast<decltype(call)*>(copied))(); };
-  return launch_on_cpu(stream, run, &call, sizeof call, {any(args)...});
+  if constexpr ((is_access<Args> || ...)) {
+    return launch_on_cpu(stream, run, &call, sizeof call, {any(args)...});
+  } else {
+    return launch_on_cpu(stream, run, &call, sizeof call, {});
+  }
 }
 
 template <class... Params, class... Args>

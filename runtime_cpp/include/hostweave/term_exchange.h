@@ -46,19 +46,12 @@ class TermExchange {
 // The kernels of a communicator that is aborted wait no longer.
 void abort_exchanges(ncclComm_t comm);
 
-#ifdef HOSTWEAVE_CPU_DEVICE
-template <class T, int kRanks>
-AnyAccess any(const Terms<T, kRanks>& terms) {
-  return any(reads(terms.gathered, kRanks * terms.count));
-}
-#endif
-
-// As launch_pdl, of a kernel whose first argument is this rank's term.
+// As launch_pdl, of a kernel whose first argument is this rank's term, of `count` elements.
 template <class T, int kRanks, class... Params, class... Args>
 cudaError_t launch_all_reduce(void (*kernel)(Terms<T, kRanks>, Params...), Grid grid, cudaStream_t stream,
-                              const TermExchange& exchange, const Access<const T>& own, const Args&... args) {
+                              const TermExchange& exchange, const T* own, int64_t count, const Args&... args) {
   grid.blocks = smaller(grid.blocks, exchange.most_blocks());
-  return launch_pdl(kernel, grid, stream, exchange.terms<T, kRanks>(own.pointer, own.count, stream), args...);
+  return launch_pdl(kernel, grid, stream, exchange.terms<T, kRanks>(own, count, stream), args...);
 }
 
 }  // namespace hw

@@ -4,26 +4,25 @@
 namespace programs::add {
 
 // %y: bf16[M/3, N] = add(%a, %b)
-template <int kWidth>
-__device__ void add_y_by(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t M, int64_t N) {
-  for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
-    const auto a_i = hw::load<kWidth>(a + i);
-    const auto b_i = hw::load<kWidth>(b + i);
-    hw::Values<hw::bf16, kWidth> y_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      y_i[e] = hw::bf16(float(a_i[e]) + float(b_i[e]));
-    }
-    hw::store(y + i, y_i);
-  }
-}
-
 __global__ void add_y(const hw::bf16* a, const hw::bf16* b, hw::bf16* y, int64_t M, int64_t N) {
+  HW_TOUCHES(hw::reads(a, M / 3 * N), hw::reads(b, M / 3 * N), hw::writes(y, M / 3 * N));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(M / 3 * N)) {
+      const auto a_i = hw::load<kWidth>(a + i);
+      const auto b_i = hw::load<kWidth>(b + i);
+      hw::Values<hw::bf16, kWidth> y_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_i[e] = hw::bf16(float(a_i[e]) + float(b_i[e]));
+      }
+      hw::store(y + i, y_i);
+    }
+  };
   if (M / 3 * N % 8 == 0 && hw::aligned(a, b, y)) {
-    add_y_by<8>(a, b, y, M, N);
+    compute(hw::Width<8>());
   } else {
-    add_y_by<1>(a, b, y, M, N);
+    compute(hw::Width<1>());
   }
 }
 

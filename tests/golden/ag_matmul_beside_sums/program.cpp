@@ -77,8 +77,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
   // more_programs.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop run ...
-  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, hw::reads(x, M / 4 * K), hw::writes(s, K), M, K));
-  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(L, 512), caller, hw::reads(v, M / 4 * L), hw::writes(t, L), M, L));
+  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, x, s, M, K));
+  HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(L, 512), caller, v, t, M, L));
   {
     HW_CHECK(ncclGroupStart());
     const hw::CloseGroupOnError guard;

@@ -4,26 +4,25 @@
 namespace programs::ag_matmul_pull {
 
 // %h: bf16[M/4, K] = relu(%x)
-template <int kWidth>
-__device__ void relu_h_by(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K) {
-  for (int64_t i : hw::over_grid<kWidth>(M / 4 * K)) {
-    const auto x_i = hw::load<kWidth>(x + i);
-    hw::Values<hw::bf16, kWidth> h_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float x_e = float(x_i[e]);
-      h_i[e] = hw::bf16(x_e < 0.0f ? 0.0f : x_e);
-    }
-    hw::store(h + i, h_i);
-  }
-}
-
 __global__ void relu_h(const hw::bf16* x, hw::bf16* h, int64_t M, int64_t K) {
+  HW_TOUCHES(hw::reads(x, M / 4 * K), hw::writes(h, M / 4 * K));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(M / 4 * K)) {
+      const auto x_i = hw::load<kWidth>(x + i);
+      hw::Values<hw::bf16, kWidth> h_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float x_e = float(x_i[e]);
+        h_i[e] = hw::bf16(x_e < 0.0f ? 0.0f : x_e);
+      }
+      hw::store(h + i, h_i);
+    }
+  };
   if (M / 4 * K % 8 == 0 && hw::aligned(x, h)) {
-    relu_h_by<8>(x, h, M, K);
+    compute(hw::Width<8>());
   } else {
-    relu_h_by<1>(x, h, M, K);
+    compute(hw::Width<1>());
   }
 }
 

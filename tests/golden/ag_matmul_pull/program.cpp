@@ -57,8 +57,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // one_sided_programs.py:17  h = hw.relu(x).named("h")  # peers read it where it lies
-  HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, hw::reads(x, M / 4 * K), hw::writes(h_, M / 4 * K),
-                          M, K));
+  HW_CHECK(hw::launch_pdl(relu_h, hw::grid_of_elements<8>(M / 4 * K), caller, x, h_, M, K));
   // one_sided_programs.py:18  return hw.matmul(h, w).stream("M", chunks=2 * D, algorithm="put")
   HW_CHECK(puts_.fork(caller));
   {

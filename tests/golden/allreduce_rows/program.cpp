@@ -50,8 +50,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const hw::Stream stream = ring_[i];
     const auto* x_i = x + i * (N / 3);
     auto* y_i = y + i * (N / 3);
-    HW_CHECK(hw::launch_pdl(sum_y_partial, hw::grid_of_columns(N / 3, 512), stream, hw::reads(x_i, {R_x, N / 3}, {N, 1}),
-                            hw::writes(y_i, N / 3), N, R_x));
+    HW_CHECK(hw::launch_pdl(sum_y_partial, hw::grid_of_columns(N / 3, 512), stream, x_i, y_i, N, R_x));
     HW_CHECK(ncclAllReduce(y_i, y_i, N / 3, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   HW_CHECK(ring_.join(caller));

@@ -5,27 +5,26 @@ namespace programs::epilogues {
 
 // %maximum_s: bf16[M/4, N] = maximum(%s, -1.0)
 // %c: bf16[M/4, N] = minimum(%maximum_s, 1.0)
-template <int kWidth>
-__device__ void maximum_minimum_c_by(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
-  for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
-    const auto s_i = hw::load<kWidth>(s + i);
-    hw::Values<hw::bf16, kWidth> c_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float s_e = float(s_i[e]);
-      const float maximum_s = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
-      c_i[e] = hw::bf16((maximum_s < 1.0f || maximum_s != maximum_s) ? maximum_s : 1.0f);
-    }
-    hw::store(c + i, c_i);
-  }
-}
-
 __global__ void maximum_minimum_c(const hw::bf16* s, hw::bf16* c, int64_t M, int64_t N) {
+  HW_TOUCHES(hw::reads(s, M / 4 * N), hw::writes(c, M / 4 * N));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
+      const auto s_i = hw::load<kWidth>(s + i);
+      hw::Values<hw::bf16, kWidth> c_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float s_e = float(s_i[e]);
+        const float maximum_s = (s_e > (-1.0f) || s_e != s_e) ? s_e : (-1.0f);
+        c_i[e] = hw::bf16((maximum_s < 1.0f || maximum_s != maximum_s) ? maximum_s : 1.0f);
+      }
+      hw::store(c + i, c_i);
+    }
+  };
   if (M / 4 * N % 8 == 0 && hw::aligned(s, c)) {
-    maximum_minimum_c_by<8>(s, c, M, N);
+    compute(hw::Width<8>());
   } else {
-    maximum_minimum_c_by<1>(s, c, M, N);
+    compute(hw::Width<1>());
   }
 }
 

@@ -84,8 +84,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // more_programs.py:89  s = (hw.matmul(x, w) * 0.5 + r).named("s")
   HW_CHECK(plan_s_.multiply(x, w, s, {caller, workspace_}, {.scale = 0.5, .accumulate = r}));
   // more_programs.py:90  return h, s, hw.clip(s, -1, 1).named("c")  # the kernel that is left reads s, which the ma ...
-  HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(s, M / 4 * N),
-                          hw::writes(c, M / 4 * N), M, N));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_c, hw::grid_of_elements<8>(M / 4 * N), caller, s, c, M, N));
   HW_CHECK(ring_.join(caller));
   HW_CHECK(arena_.end_call(caller));
 }

@@ -6,59 +6,57 @@ namespace programs::gated_in_loops {
 // %maximum_g: bf16[M, local(F, x)] = maximum(%g, -1.0)
 // %minimum_g: bf16[M, local(F, x)] = minimum(%maximum_g, 1.0)
 // %h: bf16[M, local(F, x)] = multiply(%minimum_g, %u)
-template <int kWidth>
-__device__ void maximum_minimum_multiply_h_by(const hw::bf16* g, const hw::bf16* u, hw::bf16* h, int64_t M, int64_t F_x) {
-  for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
-    const auto g_i = hw::load<kWidth>(g + i);
-    const auto u_i = hw::load<kWidth>(u + i);
-    hw::Values<hw::bf16, kWidth> h_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float g_e = float(g_i[e]);
-      const float maximum_g = (g_e > (-1.0f) || g_e != g_e) ? g_e : (-1.0f);
-      const float minimum_g = (maximum_g < 1.0f || maximum_g != maximum_g) ? maximum_g : 1.0f;
-      h_i[e] = hw::bf16(minimum_g * float(u_i[e]));
-    }
-    hw::store(h + i, h_i);
-  }
-}
-
 __global__ void maximum_minimum_multiply_h(const hw::bf16* g, const hw::bf16* u, hw::bf16* h, int64_t M, int64_t F_x) {
+  HW_TOUCHES(hw::reads(g, M * F_x), hw::reads(u, M * F_x), hw::writes(h, M * F_x));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(M * F_x)) {
+      const auto g_i = hw::load<kWidth>(g + i);
+      const auto u_i = hw::load<kWidth>(u + i);
+      hw::Values<hw::bf16, kWidth> h_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float g_e = float(g_i[e]);
+        const float maximum_g = (g_e > (-1.0f) || g_e != g_e) ? g_e : (-1.0f);
+        const float minimum_g = (maximum_g < 1.0f || maximum_g != maximum_g) ? maximum_g : 1.0f;
+        h_i[e] = hw::bf16(minimum_g * float(u_i[e]));
+      }
+      hw::store(h + i, h_i);
+    }
+  };
   if (M * F_x % 8 == 0 && hw::aligned(g, u, h)) {
-    maximum_minimum_multiply_h_by<8>(g, u, h, M, F_x);
+    compute(hw::Width<8>());
   } else {
-    maximum_minimum_multiply_h_by<1>(g, u, h, M, F_x);
+    compute(hw::Width<1>());
   }
 }
 
 // %y: bf16[M/4, K] = sum(%y_landing, axis=(0,))
-template <int kWidth>
-__device__ void sum_y_by(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t K) {
-  for (int64_t j : hw::over_grid<kWidth>(M / 4 * K)) {
-    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * K) + j);
+__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t K) {
+  HW_TOUCHES(hw::reads(y_landing, M * K), hw::writes(y, M / 4 * K));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t j : hw::over_grid<kWidth>(M / 4 * K)) {
+      auto sum = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * K) + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          sum[e] += float(y_landing_ij[e]);
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        sum[e] += float(y_landing_ij[e]);
+        y_j[e] = hw::bf16(sum[e]);
       }
+      hw::store(y + j, y_j);
     }
-    hw::Values<hw::bf16, kWidth> y_j;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      y_j[e] = hw::bf16(sum[e]);
-    }
-    hw::store(y + j, y_j);
-  }
-}
-
-__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t K) {
-  hw::griddep_wait();
+  };
   if (M / 4 * K % 8 == 0 && hw::aligned(y_landing, y)) {
-    sum_y_by<8>(y_landing, y, M, K);
+    compute(hw::Width<8>());
   } else {
-    sum_y_by<1>(y_landing, y, M, K);
+    compute(hw::Width<1>());
   }
 }
 

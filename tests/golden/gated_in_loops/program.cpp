@@ -93,8 +93,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   // more_programs.py:97  h = (hw.clip(g, -1, 1) * u).named("h")
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(g_, M * F_x),
-                          hw::reads(u_, M * F_x), hw::writes(g_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_multiply_h, hw::grid_of_elements<8>(M * F_x), caller, g_, u_, g_, M, F_x));
   // more_programs.py:98  return hw.reshard(hw.matmul(h, down), "M@x", "K").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
@@ -115,8 +114,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * K), caller, hw::reads(y_landing_, M * K),
-                          hw::writes(y, M / 4 * K), M, K));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * K), caller, y_landing_, y, M, K));
   HW_CHECK(arena_.end_call(caller));
 }
 

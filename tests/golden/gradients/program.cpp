@@ -71,8 +71,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
   // more_programs.py:67  db = hw.sum(dy, axis=0).named("db")
-  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, hw::reads(dy, N * T_x), hw::writes(db_partial_, N),
-                          N, T_x));
+  HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, dy, db_partial_, N, T_x));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];

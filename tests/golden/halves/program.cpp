@@ -57,14 +57,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
   // more_programs.py:74  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is ...
   auto* joined_1 = joined + 4;
-  HW_CHECK(hw::launch_pdl(negative_x_kernel, hw::grid_of_elements(4 * M_x), caller, hw::reads(x, {M_x, 4}, {8, 1}),
-                          hw::writes(joined_1, {M_x, 4}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(negative_x_kernel, hw::grid_of_elements(4 * M_x), caller, x, joined_1, M_x));
   const auto* x_sliced = x + 4;
   HW_CHECK(cudaMemcpy2DAsync(joined, 11 * sizeof(hw::bf16), x_sliced, 8 * sizeof(hw::bf16), 4 * sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
   auto* joined_2 = joined + 8;
-  HW_CHECK(hw::launch_pdl(copy_joined_2, hw::grid_of_elements(2 * M_x), caller, hw::reads(h_, {M_x, 2}, {3, 2}),
-                          hw::writes(joined_2, {M_x, 2}, {11, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(copy_joined_2, hw::grid_of_elements(2 * M_x), caller, h_, joined_2, M_x));
   auto* h_sliced_2 = h_ + 1;
   auto* joined_3 = joined + 10;
   HW_CHECK(cudaMemcpy2DAsync(joined_3, 11 * sizeof(hw::bf16), h_sliced_2, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
@@ -72,10 +70,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // more_programs.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
   const auto* x_sliced_3 = x + 1;
   auto* relu_x_padded_inside = relu_x_padded + 1;
-  HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, hw::reads(x_sliced_3, {M_x, 2}, {8, 1}),
-                          hw::writes(relu_x_padded_inside, {M_x, 2}, {3, 1}), M_x));
-  HW_CHECK(hw::launch_pdl(fill_relu_x_padded_before, hw::grid_of_elements(M_x), caller,
-                          hw::writes(relu_x_padded, {M_x, 1}, {3, 1}), M_x));
+  HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, x_sliced_3, relu_x_padded_inside, M_x));
+  HW_CHECK(hw::launch_pdl(fill_relu_x_padded_before, hw::grid_of_elements(M_x), caller, relu_x_padded, M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

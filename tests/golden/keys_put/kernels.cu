@@ -4,24 +4,23 @@
 namespace programs::keys_in_a_loop {
 
 // %dst: f32[2, S/4] = fill(value=-inf)
-template <int kWidth>
-__device__ void fill_y_lse_i_own_by(float* dst, int64_t S) {
-  for (int64_t i : hw::over_grid<kWidth>(S / 2)) {
-    hw::Values<float, kWidth> dst_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      dst_i[e] = -INFINITY;
-    }
-    hw::store(dst + i, dst_i);
-  }
-}
-
 __global__ void fill_y_lse_i_own(float* dst, int64_t S) {
+  HW_TOUCHES(hw::writes(dst, S / 2));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(S / 2)) {
+      hw::Values<float, kWidth> dst_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        dst_i[e] = -INFINITY;
+      }
+      hw::store(dst + i, dst_i);
+    }
+  };
   if (S / 2 % 4 == 0 && hw::aligned(dst)) {
-    fill_y_lse_i_own_by<4>(dst, S);
+    compute(hw::Width<4>());
   } else {
-    fill_y_lse_i_own_by<1>(dst, S);
+    compute(hw::Width<1>());
   }
 }
 
@@ -30,80 +29,78 @@ __global__ void fill_y_lse_i_own(float* dst, int64_t S) {
 // %y_subtract: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
 // %y_exp: f32[4, 2, S/4] = exp(%y_subtract)
 // %y_sum: f32[1, 2, S/4] = sum(%y_exp, axis=(0,), keepdims=true)
-template <int kWidth>
-__device__ void fused_y_maximum_y_sum_by(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
-  for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
-    auto y_max = hw::filled<kWidth, float>(-INFINITY);
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+__global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::writes(y_maximum, S / 2), hw::writes(y_sum, S / 2));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t j : hw::over_grid<kWidth>(S / 2)) {
+      auto y_max = hw::filled<kWidth, float>(-INFINITY);
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float y_lse_e = y_lse_ij[e];
-        y_max[e] = hw::Maximum()(y_max[e], y_lse_e);
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_lse_e = y_lse_ij[e];
+          y_max[e] = hw::Maximum()(y_max[e], y_lse_e);
+        }
       }
-    }
-    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+      auto sum = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto y_lse_ij = hw::load<kWidth>(y_lse + i * (S / 2) + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_lse_e = y_lse_ij[e];
+          const float y_max_1 = y_max[e];
+          const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
+          const float y_subtract = y_lse_e - y_maximum_e;
+          const float y_exp = expf(y_subtract);
+          sum[e] += y_exp;
+        }
+      }
+      hw::Values<float, kWidth> y_maximum_j;
+      hw::Values<float, kWidth> y_sum_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_lse_e = y_lse_ij[e];
         const float y_max_1 = y_max[e];
         const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
-        const float y_subtract = y_lse_e - y_maximum_e;
-        const float y_exp = expf(y_subtract);
-        sum[e] += y_exp;
+        y_maximum_j[e] = y_maximum_e;
+        y_sum_j[e] = sum[e];
       }
+      hw::store(y_maximum + j, y_maximum_j);
+      hw::store(y_sum + j, y_sum_j);
     }
-    hw::Values<float, kWidth> y_maximum_j;
-    hw::Values<float, kWidth> y_sum_j;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float y_max_1 = y_max[e];
-      const float y_maximum_e = (y_max_1 > (-1e+30f) || y_max_1 != y_max_1) ? y_max_1 : (-1e+30f);
-      y_maximum_j[e] = y_maximum_e;
-      y_sum_j[e] = sum[e];
-    }
-    hw::store(y_maximum + j, y_maximum_j);
-    hw::store(y_sum + j, y_sum_j);
-  }
-}
-
-__global__ void fused_y_maximum_y_sum(const float* y_lse, float* y_maximum, float* y_sum, int64_t S) {
-  hw::griddep_wait();
+  };
   if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_sum)) {
-    fused_y_maximum_y_sum_by<4>(y_lse, y_maximum, y_sum, S);
+    compute(hw::Width<4>());
   } else {
-    fused_y_maximum_y_sum_by<1>(y_lse, y_maximum, y_sum, S);
+    compute(hw::Width<1>());
   }
 }
 
 // %y_subtract_2: f32[4, 2, S/4] = subtract(%y_lse, %y_maximum)
 // %y_exp_2: f32[4, 2, S/4] = exp(%y_subtract_2)
-template <int kWidth, class Index>
-__device__ void subtract_exp_y_exp_2_by(const float* y_lse, const float* y_maximum, float* y_exp_2, int64_t S) {
-  for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
-    const int64_t j = element % Index(S / 2);
-    const auto y_lse_element = hw::load<kWidth>(y_lse + element);
-    const auto y_maximum_j = hw::load<kWidth>(y_maximum + j);
-    hw::Values<float, kWidth> y_exp_2_element;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float y_subtract_2 = y_lse_element[e] - y_maximum_j[e];
-      y_exp_2_element[e] = expf(y_subtract_2);
-    }
-    hw::store(y_exp_2 + element, y_exp_2_element);
-  }
-}
-
 __global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum, float* y_exp_2, int64_t S) {
+  HW_TOUCHES(hw::reads(y_lse, 2 * S), hw::reads(y_maximum, S / 2), hw::writes(y_exp_2, 2 * S));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(2 * S)) {
+      const int64_t j = element % Index(S / 2);
+      const auto y_lse_element = hw::load<kWidth>(y_lse + element);
+      const auto y_maximum_j = hw::load<kWidth>(y_maximum + j);
+      hw::Values<float, kWidth> y_exp_2_element;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_subtract_2 = y_lse_element[e] - y_maximum_j[e];
+        y_exp_2_element[e] = expf(y_subtract_2);
+      }
+      hw::store(y_exp_2 + element, y_exp_2_element);
+    }
+  };
   if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2) && hw::fits_int32(2 * S)) {
-    subtract_exp_y_exp_2_by<4, uint32_t>(y_lse, y_maximum, y_exp_2, S);
+    compute(hw::Width<4>(), uint32_t());
   } else if (S / 2 % 4 == 0 && hw::aligned(y_lse, y_maximum, y_exp_2)) {
-    subtract_exp_y_exp_2_by<4, int64_t>(y_lse, y_maximum, y_exp_2, S);
+    compute(hw::Width<4>(), int64_t());
   } else {
-    subtract_exp_y_exp_2_by<1, int64_t>(y_lse, y_maximum, y_exp_2, S);
+    compute(hw::Width<1>(), int64_t());
   }
 }
 
@@ -116,41 +113,40 @@ __global__ void subtract_exp_y_exp_2(const float* y_lse, const float* y_maximum,
 // %y_where: f32[4, 2, S/4, 64] = where(%y_greater, %y_multiply, 0.0)
 // %y_sum_2: f32[2, S/4, 64] = sum(%y_where, axis=(0,))
 // %y: bf16[2, S/4, 64] = astype(%y_sum_2)
-template <int kWidth, class Index>
-__device__ void fused_y_by(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
-  for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
-    const int64_t i = element / 64;
-    auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t j = 0; j < 4; ++j) {
-      const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
+__global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
+  HW_TOUCHES(hw::reads(y_sum, S / 2), hw::reads(y_exp_2, 2 * S), hw::reads(y_blocks, 128 * S), hw::writes(y, 32 * S));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(32 * S)) {
+      const int64_t i = element / 64;
+      auto y_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t j = 0; j < 4; ++j) {
+        const auto y_blocks_elementj = hw::load<kWidth>(y_blocks + j * (32 * S) + element);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_sum_i = y_sum[i];
+          const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
+          const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
+          const bool y_greater = y_divide > 0.0f;
+          const float y_multiply = float(y_blocks_elementj[e]) * y_divide;
+          const float y_where = y_greater ? y_multiply : 0.0f;
+          y_sum_2[e] += y_where;
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_sum_i = y_sum[i];
-        const float y_maximum_2 = (y_sum_i > 1.0f || y_sum_i != y_sum_i) ? y_sum_i : 1.0f;
-        const float y_divide = y_exp_2[j * (S / 2) + i] / y_maximum_2;
-        const bool y_greater = y_divide > 0.0f;
-        const float y_multiply = float(y_blocks_elementj[e]) * y_divide;
-        const float y_where = y_greater ? y_multiply : 0.0f;
-        y_sum_2[e] += y_where;
+        y_element[e] = hw::bf16(y_sum_2[e]);
       }
+      hw::store(y + element, y_element);
     }
-    hw::Values<hw::bf16, kWidth> y_element;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      y_element[e] = hw::bf16(y_sum_2[e]);
-    }
-    hw::store(y + element, y_element);
-  }
-}
-
-__global__ void fused_y(const float* y_sum, const float* y_exp_2, const hw::bf16* y_blocks, hw::bf16* y, int64_t S) {
-  hw::griddep_wait();
+  };
   if (hw::aligned(y_blocks, y) && hw::fits_int32(32 * S)) {
-    fused_y_by<8, uint32_t>(y_sum, y_exp_2, y_blocks, y, S);
+    compute(hw::Width<8>(), uint32_t());
   } else if (hw::aligned(y_blocks, y)) {
-    fused_y_by<8, int64_t>(y_sum, y_exp_2, y_blocks, y, S);
+    compute(hw::Width<8>(), int64_t());
   } else {
-    fused_y_by<1, int64_t>(y_sum, y_exp_2, y_blocks, y, S);
+    compute(hw::Width<1>(), int64_t());
   }
 }
 

@@ -108,7 +108,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
       HW_CHECK(plan_y_blocks_1_.attend(q, y_packed_chunk, y_values_i, y_blocks_i, stream, {.lse = y_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_blocks_i, 0, 32 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, hw::writes(y_lse_i, S / 2), S));
+      HW_CHECK(hw::launch_pdl(fill_y_lse_i_own, hw::grid_of_elements<4>(S / 2), stream, y_lse_i, S));
     }
   }
   {
@@ -122,12 +122,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_sum, hw::grid_of_elements<4>(S / 2), caller, hw::reads(y_lse_, 2 * S),
-                          hw::writes(y_maximum_, S / 2), hw::writes(y_sum_, S / 2), S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_exp_2, hw::grid_of_elements<4>(2 * S), caller, hw::reads(y_lse_, 2 * S),
-                          hw::reads(y_maximum_, S / 2), hw::writes(y_lse_, 2 * S), S));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, hw::reads(y_sum_, S / 2), hw::reads(y_lse_, 2 * S),
-                          hw::reads(y_blocks_, 128 * S), hw::writes(y, 32 * S), S));
+  HW_CHECK(hw::launch_pdl(fused_y_maximum_y_sum, hw::grid_of_elements<4>(S / 2), caller, y_lse_, y_maximum_, y_sum_, S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_exp_2, hw::grid_of_elements<4>(2 * S), caller, y_lse_, y_maximum_, y_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(32 * S), caller, y_sum_, y_lse_, y_blocks_, y, S));
   HW_CHECK(arena_.end_call(caller));
 }
 

@@ -4,32 +4,31 @@
 namespace programs::matmul_rs_flat {
 
 // %y: bf16[M/4, N] = sum(%y_landing, axis=(0,))
-template <int kWidth>
-__device__ void sum_y_by(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
-  for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
-    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 4; ++i) {
-      const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
+__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
+  HW_TOUCHES(hw::reads(y_landing, M * N), hw::writes(y, M / 4 * N));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t j : hw::over_grid<kWidth>(M / 4 * N)) {
+      auto sum = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t i = 0; i < 4; ++i) {
+        const auto y_landing_ij = hw::load<kWidth>(y_landing + i * (M / 4 * N) + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          sum[e] += float(y_landing_ij[e]);
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        sum[e] += float(y_landing_ij[e]);
+        y_j[e] = hw::bf16(sum[e]);
       }
+      hw::store(y + j, y_j);
     }
-    hw::Values<hw::bf16, kWidth> y_j;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      y_j[e] = hw::bf16(sum[e]);
-    }
-    hw::store(y + j, y_j);
-  }
-}
-
-__global__ void sum_y(const hw::bf16* y_landing, hw::bf16* y, int64_t M, int64_t N) {
-  hw::griddep_wait();
+  };
   if (M / 4 * N % 8 == 0 && hw::aligned(y_landing, y)) {
-    sum_y_by<8>(y_landing, y, M, N);
+    compute(hw::Width<8>());
   } else {
-    sum_y_by<1>(y_landing, y, M, N);
+    compute(hw::Width<1>());
   }
 }
 

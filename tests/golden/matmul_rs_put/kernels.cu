@@ -11,33 +11,32 @@ namespace programs::matmul_rs_put {
 // %term_5: f32[M/4, N] = astype(%y_landing_2)
 // %term_6: f32[M/4, N] = add(%term_4, %term_5)
 // %y: bf16[M/4, N] = astype(%term_6)
-template <int kWidth>
-__device__ void fused_y_by(const hw::bf16* matmul_w_own, const hw::bf16* y_landing_0, const hw::bf16* y_landing_1,
-                           const hw::bf16* y_landing_2, hw::bf16* y, int64_t M, int64_t N) {
-  for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
-    const auto matmul_w_own_i = hw::load<kWidth>(matmul_w_own + i);
-    const auto y_landing_0_i = hw::load<kWidth>(y_landing_0 + i);
-    const auto y_landing_1_i = hw::load<kWidth>(y_landing_1 + i);
-    const auto y_landing_2_i = hw::load<kWidth>(y_landing_2 + i);
-    hw::Values<hw::bf16, kWidth> y_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float term_2 = float(matmul_w_own_i[e]) + float(y_landing_0_i[e]);
-      const float term_4 = term_2 + float(y_landing_1_i[e]);
-      const float term_6 = term_4 + float(y_landing_2_i[e]);
-      y_i[e] = hw::bf16(term_6);
-    }
-    hw::store(y + i, y_i);
-  }
-}
-
 __global__ void fused_y(const hw::bf16* matmul_w_own, const hw::bf16* y_landing_0, const hw::bf16* y_landing_1,
                         const hw::bf16* y_landing_2, hw::bf16* y, int64_t M, int64_t N) {
+  HW_TOUCHES(hw::reads(matmul_w_own, M / 4 * N), hw::reads(y_landing_0, M / 4 * N), hw::reads(y_landing_1, M / 4 * N),
+             hw::reads(y_landing_2, M / 4 * N), hw::writes(y, M / 4 * N));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(M / 4 * N)) {
+      const auto matmul_w_own_i = hw::load<kWidth>(matmul_w_own + i);
+      const auto y_landing_0_i = hw::load<kWidth>(y_landing_0 + i);
+      const auto y_landing_1_i = hw::load<kWidth>(y_landing_1 + i);
+      const auto y_landing_2_i = hw::load<kWidth>(y_landing_2 + i);
+      hw::Values<hw::bf16, kWidth> y_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float term_2 = float(matmul_w_own_i[e]) + float(y_landing_0_i[e]);
+        const float term_4 = term_2 + float(y_landing_1_i[e]);
+        const float term_6 = term_4 + float(y_landing_2_i[e]);
+        y_i[e] = hw::bf16(term_6);
+      }
+      hw::store(y + i, y_i);
+    }
+  };
   if (M / 4 * N % 8 == 0 && hw::aligned(matmul_w_own, y_landing_0, y_landing_1, y_landing_2, y)) {
-    fused_y_by<8>(matmul_w_own, y_landing_0, y_landing_1, y_landing_2, y, M, N);
+    compute(hw::Width<8>());
   } else {
-    fused_y_by<1>(matmul_w_own, y_landing_0, y_landing_1, y_landing_2, y, M, N);
+    compute(hw::Width<1>());
   }
 }
 

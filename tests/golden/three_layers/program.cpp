@@ -98,8 +98,8 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
     HW_CHECK(plan_matmul_w_in_.multiply(x_chunk, w_in, matmul_w_in_i, stream));
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(layer_matmul_w_in_, M * F_x),
-                          hw::writes(layer_matmul_w_in_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, layer_matmul_w_in_, layer_matmul_w_in_, M,
+                          F_x));
   // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
@@ -122,8 +122,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
   // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
   // more_programs.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, hw::reads(layer_scattered_landing_, M * E),
-                          hw::reads(x, M / 4 * E), hw::writes(y, M / 4 * E), M, E));
+  HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, layer_scattered_landing_, x, y, M, E));
 }
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {

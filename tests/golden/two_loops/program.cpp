@@ -95,8 +95,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   // more_programs.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
-  HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, hw::reads(matmul_v_, M * F_x),
-                          hw::writes(matmul_v_, M * F_x), M, F_x));
+  HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, matmul_v_, matmul_v_, M, F_x));
   // more_programs.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
@@ -117,8 +116,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     }
   }
   HW_CHECK(ring_.join(caller));
-  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, hw::reads(y_landing_, M * N),
-                          hw::writes(y, M / 4 * N), M, N));
+  HW_CHECK(hw::launch_pdl(sum_y, hw::grid_of_elements<8>(M / 4 * N), caller, y_landing_, y, M, N));
   HW_CHECK(arena_.end_call(caller));
 }
 

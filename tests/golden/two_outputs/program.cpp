@@ -46,8 +46,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   HW_CHECK(arena_.begin_call(caller));
   // more_programs.py:27  y = (x + b).named("y")
   // more_programs.py:28  return y, hw.sum(y, axis="N").named("z")
-  HW_CHECK(hw::launch_pdl(add_sum_y_z, hw::grid_of_rows<8>(M_x, N), caller, hw::reads(x, N * M_x), hw::reads(b, N),
-                          hw::writes(y, N * M_x), hw::writes(z, M_x), N, M_x));
+  HW_CHECK(hw::launch_pdl(add_sum_y_z, hw::grid_of_rows<8>(M_x, N), caller, x, b, y, z, N, M_x));
   HW_CHECK(arena_.end_call(caller));
 }
 

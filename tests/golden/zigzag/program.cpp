@@ -111,12 +111,10 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     HW_CHECK(ncclAllGather(v, v_in_order_gathered_, 32 * S, ncclBfloat16, channel_cp_.comm(), caller));
     HW_CHECK(ncclGroupEnd());
   }
-  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
-                          hw::reads(k_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
-                          hw::writes(k_in_order_pieces_, 128 * S), S));
-  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller,
-                          hw::reads(v_in_order_gathered_, {2, 2, 4, S / 8, 64}, {16 * S, 8 * S, 32 * S, 64, 1}),
-                          hw::writes(v_in_order_pieces_, 128 * S), S));
+  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, k_in_order_gathered_,
+                          k_in_order_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_k_in_order_pieces, hw::grid_of_elements<8>(128 * S), caller, v_in_order_gathered_,
+                          v_in_order_pieces_, S));
   HW_CHECK(plan_y_.attend(q, k_in_order_pieces_, v_in_order_pieces_, y, caller, {.lse = lse_first_}));
   const auto* q_piece_2 = q + 8 * S;
   auto* y_pieces_1 = y + 8 * S;
@@ -128,27 +126,23 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* dq_pieces_1 = dq + 8 * S;
   HW_CHECK(plan_dq_1_.differentiate(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_, dy_piece_2,
                                     dq_pieces_1, dk_second_partial_, dv_second_partial_, caller));
-  HW_CHECK(hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller,
-                          hw::reads(dk_second_partial_, {2, S / 2, 64}, {64 * S, 64, 1}), hw::reads(dk_first_partial_, 64 * S),
-                          hw::writes(dk_concat_, {2, S / 2, 64}, {64 * S, 64, 1}), S));
+  HW_CHECK(
+      hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller, dk_second_partial_, dk_first_partial_, dk_concat_, S));
   auto* dk_half_2 = dk_second_partial_ + 32 * S;
   auto* dk_concat_1 = dk_concat_ + 32 * S;
   HW_CHECK(cudaMemcpy2DAsync(dk_concat_1, 64 * S * sizeof(hw::bf16), dk_half_2, 64 * S * sizeof(hw::bf16),
                              32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
-  HW_CHECK(hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller,
-                          hw::reads(dv_second_partial_, {2, S / 2, 64}, {64 * S, 64, 1}), hw::reads(dv_first_partial_, 64 * S),
-                          hw::writes(dv_concat_, {2, S / 2, 64}, {64 * S, 64, 1}), S));
+  HW_CHECK(
+      hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller, dv_second_partial_, dv_first_partial_, dv_concat_, S));
   auto* dv_half_2 = dv_second_partial_ + 32 * S;
   auto* dv_concat_1 = dv_concat_ + 32 * S;
   HW_CHECK(cudaMemcpy2DAsync(dv_concat_1, 64 * S * sizeof(hw::bf16), dv_half_2, 64 * S * sizeof(hw::bf16),
                              32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
   // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller,
-                          hw::reads(dk_concat_, {4, 2, 2, S / 8, 64}, {8 * S, 64 * S, 32 * S, 64, 1}),
-                          hw::writes(dk_resharded_pieces_, 128 * S), S));
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller,
-                          hw::reads(dv_concat_, {4, 2, 2, S / 8, 64}, {8 * S, 64 * S, 32 * S, 64, 1}),
-                          hw::writes(dv_resharded_pieces_, 128 * S), S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_concat_,
+                          dk_resharded_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_concat_,
+                          dv_resharded_pieces_, S));
   HW_CHECK(ncclGroupStart());
   const hw::CloseGroupOnError guard;
   HW_CHECK(ncclReduceScatter(dk_resharded_pieces_, dk_resharded, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));

@@ -4,24 +4,23 @@
 namespace programs::in_zigzag {
 
 // %dst: f32[4, S/2] = fill(value=-inf)
-template <int kWidth>
-__device__ void fill_y_attention_lse_i_own_by(float* dst, int64_t S) {
-  for (int64_t i : hw::over_grid<kWidth>(2 * S)) {
-    hw::Values<float, kWidth> dst_i;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      dst_i[e] = -INFINITY;
-    }
-    hw::store(dst + i, dst_i);
-  }
-}
-
 __global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
+  HW_TOUCHES(hw::writes(dst, 2 * S));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t i : hw::over_grid<kWidth>(2 * S)) {
+      hw::Values<float, kWidth> dst_i;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        dst_i[e] = -INFINITY;
+      }
+      hw::store(dst + i, dst_i);
+    }
+  };
   if (2 * S % 4 == 0 && hw::aligned(dst)) {
-    fill_y_attention_lse_i_own_by<4>(dst, S);
+    compute(hw::Width<4>());
   } else {
-    fill_y_attention_lse_i_own_by<1>(dst, S);
+    compute(hw::Width<1>());
   }
 }
 
@@ -30,86 +29,82 @@ __global__ void fill_y_attention_lse_i_own(float* dst, int64_t S) {
 // %y_attention_subtract: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
 // %y_attention_exp: f32[2, 4, S/2] = exp(%y_attention_subtract)
 // %y_attention_sum: f32[1, 4, S/2] = sum(%y_attention_exp, axis=(0,), keepdims=true)
-template <int kWidth>
-__device__ void fused_y_attention_maximum_y_attention_sum_by(const float* y_attention_lse, float* y_attention_maximum,
-                                                             float* y_attention_sum, int64_t S) {
-  for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
-    auto y_attention_max = hw::filled<kWidth, float>(-INFINITY);
-    for (int64_t i = 0; i < 2; ++i) {
-      const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+__global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attention_lse, float* y_attention_maximum,
+                                                          float* y_attention_sum, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::writes(y_attention_maximum, 2 * S), hw::writes(y_attention_sum, 2 * S));
+  hw::griddep_wait();
+  const auto compute = [&]<int kWidth>(hw::Width<kWidth>) {
+    for (int64_t j : hw::over_grid<kWidth>(2 * S)) {
+      auto y_attention_max = hw::filled<kWidth, float>(-INFINITY);
+      for (int64_t i = 0; i < 2; ++i) {
+        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_lse_e = y_attention_lse_ij[e];
-        y_attention_max[e] = hw::Maximum()(y_attention_max[e], y_attention_lse_e);
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_attention_lse_e = y_attention_lse_ij[e];
+          y_attention_max[e] = hw::Maximum()(y_attention_max[e], y_attention_lse_e);
+        }
       }
-    }
-    auto sum = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t i = 0; i < 2; ++i) {
-      const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+      auto sum = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t i = 0; i < 2; ++i) {
+        const auto y_attention_lse_ij = hw::load<kWidth>(y_attention_lse + i * (2 * S) + j);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_attention_lse_e = y_attention_lse_ij[e];
+          const float y_attention_max_1 = y_attention_max[e];
+          const float y_attention_maximum_e =
+              (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
+          const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
+          const float y_attention_exp = expf(y_attention_subtract);
+          sum[e] += y_attention_exp;
+        }
+      }
+      hw::Values<float, kWidth> y_attention_maximum_j;
+      hw::Values<float, kWidth> y_attention_sum_j;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_lse_e = y_attention_lse_ij[e];
         const float y_attention_max_1 = y_attention_max[e];
         const float y_attention_maximum_e =
             (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
-        const float y_attention_subtract = y_attention_lse_e - y_attention_maximum_e;
-        const float y_attention_exp = expf(y_attention_subtract);
-        sum[e] += y_attention_exp;
+        y_attention_maximum_j[e] = y_attention_maximum_e;
+        y_attention_sum_j[e] = sum[e];
       }
+      hw::store(y_attention_maximum + j, y_attention_maximum_j);
+      hw::store(y_attention_sum + j, y_attention_sum_j);
     }
-    hw::Values<float, kWidth> y_attention_maximum_j;
-    hw::Values<float, kWidth> y_attention_sum_j;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float y_attention_max_1 = y_attention_max[e];
-      const float y_attention_maximum_e =
-          (y_attention_max_1 > (-1e+30f) || y_attention_max_1 != y_attention_max_1) ? y_attention_max_1 : (-1e+30f);
-      y_attention_maximum_j[e] = y_attention_maximum_e;
-      y_attention_sum_j[e] = sum[e];
-    }
-    hw::store(y_attention_maximum + j, y_attention_maximum_j);
-    hw::store(y_attention_sum + j, y_attention_sum_j);
-  }
-}
-
-__global__ void fused_y_attention_maximum_y_attention_sum(const float* y_attention_lse, float* y_attention_maximum,
-                                                          float* y_attention_sum, int64_t S) {
-  hw::griddep_wait();
+  };
   if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_sum)) {
-    fused_y_attention_maximum_y_attention_sum_by<4>(y_attention_lse, y_attention_maximum, y_attention_sum, S);
+    compute(hw::Width<4>());
   } else {
-    fused_y_attention_maximum_y_attention_sum_by<1>(y_attention_lse, y_attention_maximum, y_attention_sum, S);
+    compute(hw::Width<1>());
   }
 }
 
 // %y_attention_subtract_2: f32[2, 4, S/2] = subtract(%y_attention_lse, %y_attention_maximum)
 // %y_attention_exp_2: f32[2, 4, S/2] = exp(%y_attention_subtract_2)
-template <int kWidth, class Index>
-__device__ void subtract_exp_y_attention_exp_2_by(const float* y_attention_lse, const float* y_attention_maximum,
-                                                  float* y_attention_exp_2, int64_t S) {
-  for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
-    const int64_t j = element % Index(2 * S);
-    const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
-    const auto y_attention_maximum_j = hw::load<kWidth>(y_attention_maximum + j);
-    hw::Values<float, kWidth> y_attention_exp_2_element;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_maximum_j[e];
-      y_attention_exp_2_element[e] = expf(y_attention_subtract_2);
-    }
-    hw::store(y_attention_exp_2 + element, y_attention_exp_2_element);
-  }
-}
-
 __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, const float* y_attention_maximum,
                                                float* y_attention_exp_2, int64_t S) {
+  HW_TOUCHES(hw::reads(y_attention_lse, 4 * S), hw::reads(y_attention_maximum, 2 * S), hw::writes(y_attention_exp_2, 4 * S));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(4 * S)) {
+      const int64_t j = element % Index(2 * S);
+      const auto y_attention_lse_element = hw::load<kWidth>(y_attention_lse + element);
+      const auto y_attention_maximum_j = hw::load<kWidth>(y_attention_maximum + j);
+      hw::Values<float, kWidth> y_attention_exp_2_element;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float y_attention_subtract_2 = y_attention_lse_element[e] - y_attention_maximum_j[e];
+        y_attention_exp_2_element[e] = expf(y_attention_subtract_2);
+      }
+      hw::store(y_attention_exp_2 + element, y_attention_exp_2_element);
+    }
+  };
   if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2) && hw::fits_int32(4 * S)) {
-    subtract_exp_y_attention_exp_2_by<4, uint32_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
+    compute(hw::Width<4>(), uint32_t());
   } else if (2 * S % 4 == 0 && hw::aligned(y_attention_lse, y_attention_maximum, y_attention_exp_2)) {
-    subtract_exp_y_attention_exp_2_by<4, int64_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
+    compute(hw::Width<4>(), int64_t());
   } else {
-    subtract_exp_y_attention_exp_2_by<1, int64_t>(y_attention_lse, y_attention_maximum, y_attention_exp_2, S);
+    compute(hw::Width<1>(), int64_t());
   }
 }
 
@@ -122,44 +117,43 @@ __global__ void subtract_exp_y_attention_exp_2(const float* y_attention_lse, con
 // %y_attention_where: f32[2, 4, S/2, 64] = where(%y_attention_greater, %y_attention_multiply, 0.0)
 // %y_attention_sum_2: f32[4, S/2, 64] = sum(%y_attention_where, axis=(0,))
 // %y_attention: bf16[4, S/2, 64] = astype(%y_attention_sum_2)
-template <int kWidth, class Index>
-__device__ void fused_y_attention_by(const float* y_attention_sum, const float* y_attention_exp_2,
-                                     const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost) {
-  for (Index element : hw::over_grid<kWidth, Index>(64 * outermost)) {
-    const int64_t i = element / 64;
-    auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
-    for (int64_t j = 0; j < 2; ++j) {
-      const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) {
-        const float y_attention_sum_i = y_attention_sum[i];
-        const float y_attention_maximum_2 =
-            (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
-        const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
-        const bool y_attention_greater = y_attention_divide > 0.0f;
-        const float y_attention_multiply = float(y_attention_blocks_elementj[e]) * y_attention_divide;
-        const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
-        y_attention_sum_2[e] += y_attention_where;
-      }
-    }
-    hw::Values<hw::bf16, kWidth> y_attention_element;
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      y_attention_element[e] = hw::bf16(y_attention_sum_2[e]);
-    }
-    hw::store(y_attention + element, y_attention_element);
-  }
-}
-
 __global__ void fused_y_attention(const float* y_attention_sum, const float* y_attention_exp_2,
                                   const hw::bf16* y_attention_blocks, hw::bf16* y_attention, int64_t outermost) {
+  HW_TOUCHES(hw::reads(y_attention_sum, outermost), hw::reads(y_attention_exp_2, 2 * outermost),
+             hw::reads(y_attention_blocks, 128 * outermost), hw::writes(y_attention, 64 * outermost));
   hw::griddep_wait();
+  const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
+    for (Index element : hw::over_grid<kWidth, Index>(64 * outermost)) {
+      const int64_t i = element / 64;
+      auto y_attention_sum_2 = hw::filled<kWidth, hw::Sum<float>>({});
+      for (int64_t j = 0; j < 2; ++j) {
+        const auto y_attention_blocks_elementj = hw::load<kWidth>(y_attention_blocks + j * (64 * outermost) + element);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float y_attention_sum_i = y_attention_sum[i];
+          const float y_attention_maximum_2 =
+              (y_attention_sum_i > 1.0f || y_attention_sum_i != y_attention_sum_i) ? y_attention_sum_i : 1.0f;
+          const float y_attention_divide = y_attention_exp_2[j * outermost + i] / y_attention_maximum_2;
+          const bool y_attention_greater = y_attention_divide > 0.0f;
+          const float y_attention_multiply = float(y_attention_blocks_elementj[e]) * y_attention_divide;
+          const float y_attention_where = y_attention_greater ? y_attention_multiply : 0.0f;
+          y_attention_sum_2[e] += y_attention_where;
+        }
+      }
+      hw::Values<hw::bf16, kWidth> y_attention_element;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        y_attention_element[e] = hw::bf16(y_attention_sum_2[e]);
+      }
+      hw::store(y_attention + element, y_attention_element);
+    }
+  };
   if (hw::aligned(y_attention_blocks, y_attention) && hw::fits_int32(64 * outermost)) {
-    fused_y_attention_by<8, uint32_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
+    compute(hw::Width<8>(), uint32_t());
   } else if (hw::aligned(y_attention_blocks, y_attention)) {
-    fused_y_attention_by<8, int64_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
+    compute(hw::Width<8>(), int64_t());
   } else {
-    fused_y_attention_by<1, int64_t>(y_attention_sum, y_attention_exp_2, y_attention_blocks, y_attention, outermost);
+    compute(hw::Width<1>(), int64_t());
   }
 }
 

@@ -115,8 +115,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
                                                  {.lse = y_attention_lse_i}));
     } else {
       HW_CHECK(cudaMemsetAsync(y_attention_blocks_i, 0, 128 * S * sizeof(hw::bf16), stream));
-      HW_CHECK(hw::launch_pdl(fill_y_attention_lse_i_own, hw::grid_of_elements<4>(2 * S), stream,
-                              hw::writes(y_attention_lse_i, 2 * S), S));
+      HW_CHECK(hw::launch_pdl(fill_y_attention_lse_i_own, hw::grid_of_elements<4>(2 * S), stream, y_attention_lse_i, S));
       const auto* q_half = q + 16 * S;
       auto* y_attention_blocks_i_own_half = y_attention_blocks_i + 16 * S;
       auto* y_attention_lse_i_own_half_packed = y_attention_lse_i_own_half_packed_[i];
@@ -135,15 +134,12 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   }
   HW_CHECK(ring_.join(caller));
   HW_CHECK(puts_.join(caller));
-  HW_CHECK(hw::launch_pdl(fused_y_attention_maximum_y_attention_sum, hw::grid_of_elements<4>(2 * S), caller,
-                          hw::reads(y_attention_lse_, 4 * S), hw::writes(y_attention_maximum_, 2 * S),
-                          hw::writes(y_attention_sum_, 2 * S), S));
-  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_exp_2, hw::grid_of_elements<4>(4 * S), caller,
-                          hw::reads(y_attention_lse_, 4 * S), hw::reads(y_attention_maximum_, 2 * S),
-                          hw::writes(y_attention_lse_, 4 * S), S));
-  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, hw::reads(y_attention_sum_, 2 * S),
-                          hw::reads(y_attention_lse_, 4 * S), hw::reads(y_attention_blocks_, 256 * S), hw::writes(y, 128 * S),
-                          2 * S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention_maximum_y_attention_sum, hw::grid_of_elements<4>(2 * S), caller, y_attention_lse_,
+                          y_attention_maximum_, y_attention_sum_, S));
+  HW_CHECK(hw::launch_pdl(subtract_exp_y_attention_exp_2, hw::grid_of_elements<4>(4 * S), caller, y_attention_lse_,
+                          y_attention_maximum_, y_attention_lse_, S));
+  HW_CHECK(hw::launch_pdl(fused_y_attention, hw::grid_of_elements<8>(128 * S), caller, y_attention_sum_, y_attention_lse_,
+                          y_attention_blocks_, y, 2 * S));
   HW_CHECK(arena_.end_call(caller));
 }
 
