@@ -186,6 +186,8 @@ struct PeerGroup::State {
   std::string try_memory() const {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
+      if (in_process && segment->seats[peer].card.device == device)  // cudaMalloc of one would wait for what waits for the other
+        return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank as a process of its own";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to that of rank " + std::to_string(peer) + " of the channel";
       close_memory(seat().card, segment->seats[peer].card, opened);
