@@ -67,7 +67,7 @@ def test_memory_and_plans_are_for_the_ranks_of_a_mesh() -> None:
         )
     )["program.cpp"]
     assert "if (on_ranks_1_) plan_b_.prepare({M, M}, {M, M}, {M, M});" in cpp
-    assert "  if (on_ranks_1_) {\n    memory.allocate(b_, M * M);\n  }\n" in cpp
+    assert "    if (on_ranks_1_) {\n      memory.allocate(b_, M * M);\n    }\n" in cpp
 
 
 def test_a_spread_is_a_broadcast_in_place_on_the_root() -> None:

@@ -24,7 +24,7 @@ Program::Program(hw::Rank&) {
   CHECK(cublasLtMatmulDescCreate(&desc_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
 }
 
-void Program::prepare(const Inputs& in) {
+OutputShapes Program::prepare(const Inputs& in) {
   const int64_t m = in.x.dim(0) / kChunks, k = in.x.dim(1), n = in.w.dim(1);
   CHECK(cublasLtMatrixLayoutCreate(&x_, CUDA_R_16BF, k, m, k));
   CHECK(cublasLtMatrixLayoutCreate(&w_, CUDA_R_16BF, n, k, n));
@@ -38,6 +38,7 @@ void Program::prepare(const Inputs& in) {
   CHECK(cublasLtMatmulAlgoGetHeuristic(blas_, desc_, w_, x_, y_, y_, preference, 1, &best, &found));
   CHECK(cublasLtMatmulPreferenceDestroy(preference));
   algo_ = best.algo;
+  return {{in.x.dim(0), in.w.dim(1)}};
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {

@@ -27,8 +27,7 @@ struct OutputShapes {
 class Program {
  public:
   explicit Program(hw::Rank&);
-  OutputShapes output_shapes(const Inputs& in) const { return {{in.x.dim(0), in.w.dim(1)}}; }
-  void prepare(const Inputs& in);
+  OutputShapes prepare(const Inputs& in);
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
   const hw::Arena& arena() const { return arena_; }
 

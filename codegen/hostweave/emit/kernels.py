@@ -21,7 +21,6 @@ from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, bool_
 
-COMPUTE = "compute"  # the lambda that is all variants of a kernel
 LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
 
 # Of the op table: what kernels call by a name without a qualifier.
@@ -122,7 +121,7 @@ class KernelEmitter:
         exchange = kernel.exchanges
         self.terms = {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}  # and of how many ranks
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
-        self.names = Names((*integers.sizes.values(), name, COMPUTE, *self.functions()))
+        self.names = Names((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
         self.results = {p.name: self.names.of(p.name, "result") for p in kernel.results}
         self.loops = self.loops_type(kernel, walked, buffers, integers, self.names, len(held))

@@ -200,9 +200,8 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
     inputs_[i].shape = inputs[i].shape;
     inputs_[i].global_shape = inputs[i].global_shape;
   }
-  program_.calls.output_shapes(instance_, inputs_.data(), outputs.data());
   member_.rank().set_measures(measures_);
-  program_.calls.prepare(instance_, inputs_.data());
+  program_.calls.prepare(instance_, inputs_.data(), outputs.data());
   // Windows grow on all ranks at once, and a rank that captures uses the new ones: no other may launch for the old ones then.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);

@@ -19,27 +19,23 @@ Sizes Program::check(const Inputs& in) const {
   return {m, K, N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [m, K, N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [m, K, N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
+    hw::MemoryPlan memory;
+    memory.allocate(x_resharded_, 4 * m * K, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {3, 4, m, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [m, K, N] = sizes;
-  prepared_.reset();
-  plan_y_.prepare({4, m, K}, {K, N}, {4, m, N});
-  hw::MemoryPlan memory;
-  memory.allocate(x_resharded_, 4 * m * K, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [m, K, N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [m, K, N] = *prepared_;
   out.y.expect("y", "bf16[3, 4, m, N]", CUDA_R_16BF, {3, 4, m, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

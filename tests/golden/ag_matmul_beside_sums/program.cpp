@@ -25,27 +25,23 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, L};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, L] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, L] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+    hw::MemoryPlan memory;
+    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M, N}, .s = {K}, .t = {L}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, L] = sizes;
-  prepared_.reset();
-  plan_y_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  hw::MemoryPlan memory;
-  memory.allocate(x_gathered_, M / 4 * K, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, L] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, L] = *prepared_;
   out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
   out.s.expect("s", "bf16[K]", CUDA_R_16BF, {K}, rank_.device());
   out.t.expect("t", "bf16[L]", CUDA_R_16BF, {L}, rank_.device());

@@ -13,7 +13,6 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(R, x), N]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t R = in.x.global_dim(0, 4);
   const int64_t R_x = hw::local_size(R, 4, rank_.index());
   const int64_t N = in.x.dim(1);
@@ -22,22 +21,19 @@ Sizes Program::check(const Inputs& in) const {
   return {R, N, R_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [R, N, R_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [R, N, R_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    prepared_ = sizes;
+  }
   return {.y = {N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  prepared_.reset();
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [R, N, R_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [R, N, R_x] = *prepared_;
   out.y.expect("y", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

@@ -21,7 +21,6 @@ Sizes Program::check(const Inputs& in) const {
   in.x.expect("x", "bf16[M/4, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0) * 4;
   const int64_t K = in.x.dim(1);
-  in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t F = in.gate.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.gate.expect("gate", "bf16[K, local(F, x)]", CUDA_R_16BF, {K, F_x}, rank_.device());
@@ -30,37 +29,33 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, F, F_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, F, F_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, F, F_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_g_and_u_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
+    plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
+    hw::MemoryPlan memory;
+    // Never in use at once, so that they may share bytes:
+    // - u_, y_landing_
+    // - x_gathered_, matmul_down_
+    memory.allocate(g_, M * F_x);
+    memory.allocate(u_, M * F_x);
+    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    memory.join(ring_);
+    memory.free(u_);
+    memory.allocate(y_landing_, M * K);
+    memory.allocate(matmul_down_, M / 4 * K, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M / 4, K}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, F, F_x] = sizes;
-  prepared_.reset();
-  plan_g_and_u_.prepare({M / 4, K}, {K, F_x}, {M / 4, F_x});
-  plan_matmul_down_.prepare({M / 4, F_x}, {F_x, K}, {M / 4, K});
-  hw::MemoryPlan memory;
-  // Never in use at once, so that they may share bytes:
-  // - u_, y_landing_
-  // - x_gathered_, matmul_down_
-  memory.allocate(g_, M * F_x);
-  memory.allocate(u_, M * F_x);
-  memory.allocate(x_gathered_, M / 4 * K, ring_);
-  memory.join(ring_);
-  memory.free(u_);
-  memory.allocate(y_landing_, M * K);
-  memory.allocate(matmul_down_, M / 4 * K, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, F, F_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, F, F_x] = *prepared_;
   out.y.expect("y", "bf16[M/4, K]", CUDA_R_16BF, {M / 4, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

@@ -16,7 +16,6 @@ Program::Program(hw::Rank& rank)
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(T, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t T = in.x.global_dim(0, 4);
   const int64_t T_x = hw::local_size(T, 4, rank_.index());
   const int64_t K = in.x.dim(1);
@@ -27,30 +26,26 @@ Sizes Program::check(const Inputs& in) const {
   return {T, K, N, T_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [T, K, N, T_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [T, K, N, T_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
+    plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    memory.allocate(dw_partial_, K * N);
+    memory.allocate(db_partial_, N);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.dx = {T_x, K}, .dw = {K, N}, .db = {N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [T, K, N, T_x] = sizes;
-  prepared_.reset();
-  plan_dw_partial_.prepare(hw::Strided({K, T_x}, {1, K}), {T_x, N}, {K, N});
-  plan_dx_.prepare({T_x, N}, hw::Strided({N, K}, {1, N}), {T_x, K});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  memory.allocate(dw_partial_, K * N);
-  memory.allocate(db_partial_, N);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [T, K, N, T_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [T, K, N, T_x] = *prepared_;
   out.dx.expect("dx", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
   out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   out.db.expect("db", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());

@@ -14,7 +14,6 @@ Program::Program(hw::Rank& rank) : rank_(rank.expect_world(kWorld)), plan_h_(ran
 }
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {hw::kAny, 8}, rank_.device());
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   in.x.expect("x", "bf16[local(M, x), 8]", CUDA_R_16BF, {M_x, 8}, rank_.device());
@@ -22,28 +21,24 @@ Sizes Program::check(const Inputs& in) const {
   return {M, M_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, M_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, M_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_h_.prepare({M_x, 8}, {8, 3}, {M_x, 3});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    memory.allocate(h_, 3 * M_x);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.joined = {M_x, 11}, .relu_x_padded = {M_x, 3}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, M_x] = sizes;
-  prepared_.reset();
-  plan_h_.prepare({M_x, 8}, {8, 3}, {M_x, 3});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  memory.allocate(h_, 3 * M_x);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, M_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, M_x] = *prepared_;
   out.joined.expect("joined", "bf16[local(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
   out.relu_x_padded.expect("relu_x_padded", "bf16[local(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());
 

@@ -28,39 +28,35 @@ Sizes Program::check(const Inputs& in) const {
   return {S};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [S] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [S] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_blocks_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
+                           hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
+    plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
+                             hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
+    hw::MemoryPlan memory;
+    // Never in use at once, so that they may share bytes:
+    // - keys_, y_maximum_
+    memory.allocate_window(y_packed_, 64 * S);
+    memory.allocate(keys_, 256 * S);
+    memory.allocate(y_blocks_, 128 * S);
+    memory.allocate(y_lse_, 2 * S);
+    memory.free(y_packed_);
+    memory.free(keys_);
+    memory.allocate(y_maximum_, S / 2);
+    memory.allocate(y_sum_, S / 2);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {2, S / 4, 64}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [S] = sizes;
-  prepared_.reset();
-  plan_y_blocks_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
-                         hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
-  plan_y_blocks_1_.prepare({2, S / 4, 64}, hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}),
-                           hw::Strided({2, S / 4, 64}, {32 * S, 128, 1}), {2, S / 4, 64});
-  hw::MemoryPlan memory;
-  // Never in use at once, so that they may share bytes:
-  // - keys_, y_maximum_
-  memory.allocate_window(y_packed_, 64 * S);
-  memory.allocate(keys_, 256 * S);
-  memory.allocate(y_blocks_, 128 * S);
-  memory.allocate(y_lse_, 2 * S);
-  memory.free(y_packed_);
-  memory.free(keys_);
-  memory.allocate(y_maximum_, S / 2);
-  memory.allocate(y_sum_, S / 2);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [S] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [S] = *prepared_;
   out.y.expect("y", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
 
   const auto* q = in.q.as<hw::bf16>();

@@ -20,24 +20,20 @@ Sizes Program::check(const Inputs& in) const {
   return {m, K, N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [m, K, N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [m, K, N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare({1, m, K}, {1, K, N}, {1, m, N});
+    prepared_ = sizes;
+  }
   return {.y = {3, m, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [m, K, N] = sizes;
-  prepared_.reset();
-  plan_y_.prepare({1, m, K}, {1, K, N}, {1, m, N});
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [m, K, N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [m, K, N] = *prepared_;
   out.y.expect("y", "bf16[3, m, N]", CUDA_R_16BF, {3, m, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

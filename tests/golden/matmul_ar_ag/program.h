@@ -46,11 +46,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Throws hw::ArgumentError for an input of the wrong dtype, shape or device; so does all that follows.
-  OutputShapes output_shapes(const Inputs& in) const;
-  // Allocates and plans for these shapes, once. Every rank prepares before any rank runs.
-  void prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
+  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  OutputShapes prepare(const Inputs& in);
+  // Only enqueues, for inputs as `prepare` was last given them. Ordered after what `caller` holds, and `caller` is ordered
+  // after it. Throws hw::ArgumentError for an output that does not fit.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }

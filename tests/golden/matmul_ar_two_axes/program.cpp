@@ -12,7 +12,6 @@ Program::Program(hw::Rank& rank)
       plan_matmul_w_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(M, dp), local(K, tp)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.global_dim(0, 2);
   const int64_t M_dp = hw::local_size(M, 2, rank_.index() / 4);
   const int64_t K = in.x.global_dim(1, 4);
@@ -24,27 +23,23 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, M_dp, K_tp};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, M_dp, K_tp] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, M_dp, K_tp] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_matmul_w_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
+    hw::MemoryPlan memory;
+    memory.allocate(matmul_w_, N / 2 * M_dp, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M_dp, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, M_dp, K_tp] = sizes;
-  prepared_.reset();
-  plan_matmul_w_.prepare({M_dp, K_tp}, hw::Strided({K_tp, N / 2}, {N, 1}), {M_dp, N / 2});
-  hw::MemoryPlan memory;
-  memory.allocate(matmul_w_, N / 2 * M_dp, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, M_dp, K_tp] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, M_dp, K_tp] = *prepared_;
   out.y.expect("y", "bf16[local(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

@@ -10,7 +10,6 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[M, local(K, x)]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.dim(0);
   const int64_t K = in.x.global_dim(1, 4);
   const int64_t K_x = hw::local_size(K, 4, rank_.index());
@@ -20,27 +19,23 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, K_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, K_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, K_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare({M, K_x}, {K_x, N}, {M, N});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, K_x] = sizes;
-  prepared_.reset();
-  plan_y_.prepare({M, K_x}, {K_x, N}, {M, N});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, K_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, K_x] = *prepared_;
   out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

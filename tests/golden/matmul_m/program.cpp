@@ -18,24 +18,20 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare({M / 3, K}, {K, N}, {M / 3, N});
+    prepared_ = sizes;
+  }
   return {.y = {M, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N] = sizes;
-  prepared_.reset();
-  plan_y_.prepare({M / 3, K}, {K, N}, {M / 3, N});
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N] = *prepared_;
   out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

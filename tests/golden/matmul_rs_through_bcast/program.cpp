@@ -19,27 +19,23 @@ Sizes Program::check(const Inputs& in) const {
   return {m, K, N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [m, K, N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [m, K, N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_matmul_w_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
+    hw::MemoryPlan memory;
+    memory.allocate(matmul_w_, 4 * m * N, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {3, 1, m, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [m, K, N] = sizes;
-  prepared_.reset();
-  plan_matmul_w_.prepare({1, 4, m, K}, {1, 1, K, N}, {1, 4, m, N});
-  hw::MemoryPlan memory;
-  memory.allocate(matmul_w_, 4 * m * N, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [m, K, N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [m, K, N] = *prepared_;
   out.y.expect("y", "bf16[3, 1, m, N]", CUDA_R_16BF, {3, 1, m, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

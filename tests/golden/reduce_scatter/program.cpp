@@ -14,22 +14,19 @@ Sizes Program::check(const Inputs& in) const {
   return {N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    prepared_ = sizes;
+  }
   return {.y = {3, 1, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  prepared_.reset();
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [N] = *prepared_;
   out.y.expect("y", "bf16[3, 1, N]", CUDA_R_16BF, {3, 1, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

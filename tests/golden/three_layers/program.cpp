@@ -32,33 +32,29 @@ Sizes Program::check(const Inputs& in) const {
   return {M, E, F, F_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, E, F, F_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, E, F, F_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_matmul_w_in_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
+    plan_matmul_w_out_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
+    hw::MemoryPlan memory;
+    memory.allocate(x_2_, M / 4 * E);
+    layer_memory(sizes, memory);
+    memory.allocate(x_3_, M / 4 * E);
+    layer_memory(sizes, memory);
+    memory.free(x_2_);
+    layer_memory(sizes, memory);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M / 4, E}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, E, F, F_x] = sizes;
-  prepared_.reset();
-  plan_matmul_w_in_.prepare({M / 4, E}, {E, F_x}, {M / 4, F_x});
-  plan_matmul_w_out_.prepare({M / 4, F_x}, {F_x, E}, {M / 4, E});
-  hw::MemoryPlan memory;
-  memory.allocate(x_2_, M / 4 * E);
-  layer_memory(sizes, memory);
-  memory.allocate(x_3_, M / 4 * E);
-  layer_memory(sizes, memory);
-  memory.free(x_2_);
-  layer_memory(sizes, memory);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, E, F, F_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, E, F, F_x] = *prepared_;
   out.y.expect("y", "bf16[M/4, E]", CUDA_R_16BF, {M / 4, E}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

@@ -19,26 +19,22 @@ Sizes Program::check(const Inputs& in) const {
   return {M, N};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, N] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, N] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    hw::MemoryPlan memory;
+    memory.allocate(a_, M * N);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, N] = sizes;
-  prepared_.reset();
-  hw::MemoryPlan memory;
-  memory.allocate(a_, M * N);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, N] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, N] = *prepared_;
   out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

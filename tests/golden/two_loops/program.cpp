@@ -24,7 +24,6 @@ Sizes Program::check(const Inputs& in) const {
   const int64_t K = in.x.dim(1);
   in.w.expect("w", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w.dim(1);
-  in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, hw::kAny}, rank_.device());
   const int64_t F = in.v.global_dim(1, 4);
   const int64_t F_x = hw::local_size(F, 4, rank_.index());
   in.v.expect("v", "bf16[N, local(F, x)]", CUDA_R_16BF, {N, F_x}, rank_.device());
@@ -32,39 +31,35 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, F, F_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, F, F_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, F, F_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
+    plan_matmul_v_.prepare({M, N}, {N, F_x}, {M, F_x});
+    plan_matmul_u_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    // Never in use at once, so that they may share bytes:
+    // - h_, y_landing_
+    // - x_gathered_, matmul_v_
+    memory.allocate(h_, M * N);
+    memory.allocate(x_gathered_, M / 4 * K, ring_);
+    memory.join(ring_);
+    memory.allocate(matmul_v_, M * F_x);
+    memory.free(h_);
+    memory.allocate(y_landing_, M * N);
+    memory.allocate(matmul_u_, M / 4 * N, ring_);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M / 4, N}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, F, F_x] = sizes;
-  prepared_.reset();
-  plan_h_.prepare({M / 4, K}, {K, N}, {M / 4, N});
-  plan_matmul_v_.prepare({M, N}, {N, F_x}, {M, F_x});
-  plan_matmul_u_.prepare({M / 4, F_x}, {F_x, N}, {M / 4, N});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  // Never in use at once, so that they may share bytes:
-  // - h_, y_landing_
-  // - x_gathered_, matmul_v_
-  memory.allocate(h_, M * N);
-  memory.allocate(x_gathered_, M / 4 * K, ring_);
-  memory.join(ring_);
-  memory.allocate(matmul_v_, M * F_x);
-  memory.free(h_);
-  memory.allocate(y_landing_, M * N);
-  memory.allocate(matmul_u_, M / 4 * N, ring_);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, F, F_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, F, F_x] = *prepared_;
   out.y.expect("y", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

@@ -14,47 +14,41 @@ Program::Program(hw::Rank& rank)
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.global_dim(0, 2);
   const int64_t M_x_of_ranks_0_1 = hw::local_size(M, 2, rank_.index());
   const int64_t M_x_of_ranks_2_3 = hw::local_size(M, 2, rank_.index() - 2);
   const int64_t K = in.x.global_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[local(M, x on ranks 0, 1), K]", CUDA_R_16BF, {M_x_of_ranks_0_1, K}, rank_.device());
-  if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.w1.global_dim(1, 1);
   if (on_ranks_0_1_) in.w1.expect("w1", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());
   if (on_ranks_2_3_) in.w2.expect("w2", "bf16[N, K]", CUDA_R_16BF, {N, K}, rank_.device());
   return {M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    if (on_ranks_0_1_) plan_h_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
+    if (on_ranks_2_3_) plan_y_.prepare({M_x_of_ranks_2_3, N}, {N, K}, {M_x_of_ranks_2_3, K});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    if (on_ranks_0_1_) {
+      memory.allocate(h_, N * M_x_of_ranks_0_1);
+    }
+    if (on_ranks_2_3_) {
+      memory.allocate(arrived_, N * M_x_of_ranks_2_3);
+    }
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M_x_of_ranks_2_3, K}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
-  prepared_.reset();
-  if (on_ranks_0_1_) plan_h_.prepare({M_x_of_ranks_0_1, K}, {K, N}, {M_x_of_ranks_0_1, N});
-  if (on_ranks_2_3_) plan_y_.prepare({M_x_of_ranks_2_3, N}, {N, K}, {M_x_of_ranks_2_3, K});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  if (on_ranks_0_1_) {
-    memory.allocate(h_, N * M_x_of_ranks_0_1);
-  }
-  if (on_ranks_2_3_) {
-    memory.allocate(arrived_, N * M_x_of_ranks_2_3);
-  }
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", "bf16[local(M, x on ranks 2, 3), K]", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

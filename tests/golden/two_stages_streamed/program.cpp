@@ -20,12 +20,10 @@ Program::Program(hw::Rank& rank)
       plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.global_dim(0, 1);
   hw::expect_divisible("M", M, 4);
   const int64_t K = in.x.global_dim(1, 1);
   if (on_ranks_0_1_) in.x.expect("x", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
-  if (on_ranks_0_1_) in.up1.expect("up1", "bf16[K, local(N, x on ranks 0, 1)]", CUDA_R_16BF, {K, hw::kAny}, rank_.device());
   const int64_t N = in.up1.global_dim(1, 2);
   const int64_t N_x_of_ranks_0_1 = hw::local_size(N, 2, rank_.index());
   const int64_t N_x_of_ranks_2_3 = hw::local_size(N, 2, rank_.index() - 2);
@@ -40,39 +38,35 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
+    if (on_ranks_0_1_) plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
+    if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
+    if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
+    hw::MemoryPlan memory;
+    if (on_ranks_2_3_) {
+      memory.allocate(arrived_, M * K);
+    }
+    if (on_ranks_0_1_) {
+      memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, ring_);
+      memory.allocate(matmul_down1_, M / 4 * K, ring_);
+    }
+    if (on_ranks_2_3_) {
+      memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, ring_);
+    }
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M, K}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
-  prepared_.reset();
-  if (on_ranks_0_1_) plan_h_.prepare({M / 4, K}, {K, N_x_of_ranks_0_1}, {M / 4, N_x_of_ranks_0_1});
-  if (on_ranks_0_1_) plan_matmul_down1_.prepare({M / 4, N_x_of_ranks_0_1}, {N_x_of_ranks_0_1, K}, {M / 4, K});
-  if (on_ranks_2_3_) plan_g_.prepare({M / 4, K}, {K, N_x_of_ranks_2_3}, {M / 4, N_x_of_ranks_2_3});
-  if (on_ranks_2_3_) plan_y_.prepare({M / 4, N_x_of_ranks_2_3}, {N_x_of_ranks_2_3, K}, {M / 4, K});
-  hw::MemoryPlan memory;
-  if (on_ranks_2_3_) {
-    memory.allocate(arrived_, M * K);
-  }
-  if (on_ranks_0_1_) {
-    memory.allocate(h_, M / 4 * N_x_of_ranks_0_1, ring_);
-    memory.allocate(matmul_down1_, M / 4 * K, ring_);
-  }
-  if (on_ranks_2_3_) {
-    memory.allocate(g_, M / 4 * N_x_of_ranks_2_3, ring_);
-  }
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

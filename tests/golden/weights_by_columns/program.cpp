@@ -16,7 +16,6 @@ Program::Program(hw::Rank& rank)
       arena_({&channel_dp_}) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(M, dp), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_dp = hw::local_size(M, 4, rank_.index());
   const int64_t K = in.x.dim(1);
@@ -28,31 +27,27 @@ Sizes Program::check(const Inputs& in) const {
   return {M, K, N, M_dp};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, M_dp] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, M_dp] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_h_.prepare({M_dp, K}, hw::Strided({K, N / 4}, {1, K}), hw::Strided({M_dp, N / 4}, {N, 1}));
+    plan_y_.prepare({M_dp, N}, {N, K / 4}, hw::Strided({M_dp, K / 4}, {K, 1}));
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    memory.allocate_window(all_up_, K * N);
+    memory.allocate_window(all_down_, K * N);
+    memory.allocate(h_, N * M_dp);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {M_dp, K}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, M_dp] = sizes;
-  prepared_.reset();
-  plan_h_.prepare({M_dp, K}, hw::Strided({K, N / 4}, {1, K}), hw::Strided({M_dp, N / 4}, {N, 1}));
-  plan_y_.prepare({M_dp, N}, {N, K / 4}, hw::Strided({M_dp, K / 4}, {K, 1}));
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  memory.allocate_window(all_up_, K * N);
-  memory.allocate_window(all_down_, K * N);
-  memory.allocate(h_, N * M_dp);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, M_dp] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, M_dp] = *prepared_;
   out.y.expect("y", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

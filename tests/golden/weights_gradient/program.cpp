@@ -10,40 +10,34 @@ Program::Program(hw::Rank& rank)
     : rank_(rank.expect_world(kWorld)), channel_x_(rank.channel(kMesh, "x", 4)), plan_y_(rank, CUDA_R_16BF, CUDA_R_16BF) {}
 
 Sizes Program::check(const Inputs& in) const {
-  in.x.expect("x", "bf16[local(M, x), K]", CUDA_R_16BF, {hw::kAny, hw::kAny}, rank_.device());
   const int64_t M = in.x.global_dim(0, 4);
   const int64_t M_x = hw::local_size(M, 4, rank_.index());
   const int64_t K = in.x.dim(1);
   in.x.expect("x", "bf16[local(M, x), K]", CUDA_R_16BF, {M_x, K}, rank_.device());
-  in.dh.expect("dh", "bf16[M, local(N, x)]", CUDA_R_16BF, {M, hw::kAny}, rank_.device());
   const int64_t N = in.dh.global_dim(1, 4);
   const int64_t N_x = hw::local_size(N, 4, rank_.index());
   in.dh.expect("dh", "bf16[M, local(N, x)]", CUDA_R_16BF, {M, N_x}, rank_.device());
   return {M, K, N, M_x, N_x};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [M, K, N, M_x, N_x] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [M, K, N, M_x, N_x] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_.prepare(hw::Strided({K, M}, {1, K}), {M, N_x}, {K, N_x});
+    hw::MemoryPlan memory;
+    memory.allocate(workspace_, hw::kWorkspaceBytes);
+    memory.allocate(x_gathered_, M * K);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {K, N_x}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [M, K, N, M_x, N_x] = sizes;
-  prepared_.reset();
-  plan_y_.prepare(hw::Strided({K, M}, {1, K}), {M, N_x}, {K, N_x});
-  hw::MemoryPlan memory;
-  memory.allocate(workspace_, hw::kWorkspaceBytes);
-  memory.allocate(x_gathered_, M * K);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [M, K, N, M_x, N_x] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [M, K, N, M_x, N_x] = *prepared_;
   out.y.expect("y", "bf16[K, local(N, x)]", CUDA_R_16BF, {K, N_x}, rank_.device());
 
   const auto* x = in.x.as<hw::bf16>();

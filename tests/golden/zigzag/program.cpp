@@ -28,66 +28,63 @@ Sizes Program::check(const Inputs& in) const {
   return {S};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [S] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [S] = sizes;
+  if (prepared_ != sizes) {
+    const int64_t rank_cp = rank_.index();
+    prepared_.reset();
+    plan_y_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                    hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                    rank_cp * (S / 8));
+    plan_y_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                      hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), (3 - rank_cp) * (S / 8) + S / 2);
+    plan_dq_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
+                     hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S / 2, 64},
+                     {2, S / 2, 64}, rank_cp * (S / 8));
+    plan_dq_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
+                       hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
+                       hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
+    hw::MemoryPlan memory;
+    // Never in use at once, so that they may share bytes:
+    // - k_in_order_gathered_, v_in_order_pieces_, dk_concat_, dv_resharded_pieces_
+    // - v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
+    // - k_in_order_pieces_, dk_resharded_pieces_
+    memory.allocate(k_in_order_gathered_, 128 * S);
+    memory.allocate(v_in_order_gathered_, 128 * S);
+    memory.allocate(k_in_order_pieces_, 128 * S);
+    memory.free(k_in_order_gathered_);
+    memory.allocate(v_in_order_pieces_, 128 * S);
+    memory.free(v_in_order_gathered_);
+    memory.allocate(lse_first_, S / 2);
+    memory.allocate(lse_second_, S / 2);
+    memory.allocate(dk_first_partial_, 64 * S);
+    memory.allocate(dv_first_partial_, 64 * S);
+    memory.free(lse_first_);
+    memory.allocate(dk_second_partial_, 128 * S);
+    memory.allocate(dv_second_partial_, 128 * S);
+    memory.free(k_in_order_pieces_);
+    memory.free(v_in_order_pieces_);
+    memory.free(lse_second_);
+    memory.allocate(dk_concat_, 128 * S);
+    memory.free(dk_first_partial_);
+    memory.free(dk_second_partial_);
+    memory.allocate(dv_concat_, 128 * S);
+    memory.free(dv_first_partial_);
+    memory.free(dv_second_partial_);
+    memory.allocate(dk_resharded_pieces_, 128 * S);
+    memory.free(dk_concat_);
+    memory.allocate(dv_resharded_pieces_, 128 * S);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {4, S / 4, 64}, .dq = {4, S / 4, 64}, .dk_resharded = {2, S / 4, 64}, .dv_resharded = {2, S / 4, 64}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [S] = sizes;
-  const int64_t rank_cp = rank_.index();
-  prepared_.reset();
-  plan_y_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
-                  hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), rank_cp * (S / 8));
-  plan_y_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
-                    hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), (3 - rank_cp) * (S / 8) + S / 2);
-  plan_dq_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}),
-                   hw::Strided({2, S / 2, 64}, {64 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
-                   hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S / 2, 64},
-                   {2, S / 2, 64}, rank_cp * (S / 8));
-  plan_dq_1_.prepare(hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64},
-                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}),
-                     hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
-  hw::MemoryPlan memory;
-  // Never in use at once, so that they may share bytes:
-  // - k_in_order_gathered_, v_in_order_pieces_, dk_concat_, dv_resharded_pieces_
-  // - v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
-  // - k_in_order_pieces_, dk_resharded_pieces_
-  memory.allocate(k_in_order_gathered_, 128 * S);
-  memory.allocate(v_in_order_gathered_, 128 * S);
-  memory.allocate(k_in_order_pieces_, 128 * S);
-  memory.free(k_in_order_gathered_);
-  memory.allocate(v_in_order_pieces_, 128 * S);
-  memory.free(v_in_order_gathered_);
-  memory.allocate(lse_first_, S / 2);
-  memory.allocate(lse_second_, S / 2);
-  memory.allocate(dk_first_partial_, 64 * S);
-  memory.allocate(dv_first_partial_, 64 * S);
-  memory.free(lse_first_);
-  memory.allocate(dk_second_partial_, 128 * S);
-  memory.allocate(dv_second_partial_, 128 * S);
-  memory.free(k_in_order_pieces_);
-  memory.free(v_in_order_pieces_);
-  memory.free(lse_second_);
-  memory.allocate(dk_concat_, 128 * S);
-  memory.free(dk_first_partial_);
-  memory.free(dk_second_partial_);
-  memory.allocate(dv_concat_, 128 * S);
-  memory.free(dv_first_partial_);
-  memory.free(dv_second_partial_);
-  memory.allocate(dk_resharded_pieces_, 128 * S);
-  memory.free(dk_concat_);
-  memory.allocate(dv_resharded_pieces_, 128 * S);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [S] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [S] = *prepared_;
   out.y.expect("y", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
   out.dq.expect("dq", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
   out.dk_resharded.expect("dk_resharded", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());

@@ -30,44 +30,42 @@ Sizes Program::check(const Inputs& in) const {
   return {S};
 }
 
-OutputShapes Program::output_shapes(const Inputs& in) const {
-  const auto [S] = check(in);
+OutputShapes Program::prepare(const Inputs& in) {
+  const Sizes sizes = check(in);
+  const auto [S] = sizes;
+  if (prepared_ != sizes) {
+    prepared_.reset();
+    plan_y_attention_blocks_.prepare({4, S / 2, 64}, hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
+                                     hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
+    plan_y_attention_blocks_1_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),
+                                       hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
+    plan_y_attention_blocks_2_.prepare(hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}),
+                                       hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
+                                       hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
+                                       hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
+    hw::MemoryPlan memory;
+    // Never in use at once, so that they may share bytes:
+    // - k_gathered_, y_attention_maximum_
+    // - y_attention_lse_i_own_half_packed_, y_attention_sum_
+    memory.allocate_window(y_attention_packed_, 128 * S);
+    memory.allocate(k_gathered_, 256 * S);
+    memory.allocate(y_attention_blocks_, 256 * S);
+    memory.allocate(y_attention_lse_, 4 * S);
+    memory.allocate(y_attention_lse_i_own_half_packed_, S, ring_);
+    memory.join(ring_);
+    memory.free(y_attention_packed_);
+    memory.free(k_gathered_);
+    memory.allocate(y_attention_maximum_, 2 * S);
+    memory.allocate(y_attention_sum_, 2 * S);
+    arena_.reserve(memory);
+    prepared_ = sizes;
+  }
   return {.y = {4, S / 2, 64}};
 }
 
-void Program::prepare(const Inputs& in) {
-  const Sizes sizes = check(in);
-  if (prepared_ == sizes) return;
-  const auto [S] = sizes;
-  prepared_.reset();
-  plan_y_attention_blocks_.prepare({4, S / 2, 64}, hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
-                                   hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
-  plan_y_attention_blocks_1_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),
-                                     hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
-  plan_y_attention_blocks_2_.prepare(hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
-                                     hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
-  hw::MemoryPlan memory;
-  // Never in use at once, so that they may share bytes:
-  // - k_gathered_, y_attention_maximum_
-  // - y_attention_lse_i_own_half_packed_, y_attention_sum_
-  memory.allocate_window(y_attention_packed_, 128 * S);
-  memory.allocate(k_gathered_, 256 * S);
-  memory.allocate(y_attention_blocks_, 256 * S);
-  memory.allocate(y_attention_lse_, 4 * S);
-  memory.allocate(y_attention_lse_i_own_half_packed_, S, ring_);
-  memory.join(ring_);
-  memory.free(y_attention_packed_);
-  memory.free(k_gathered_);
-  memory.allocate(y_attention_maximum_, 2 * S);
-  memory.allocate(y_attention_sum_, 2 * S);
-  arena_.reserve(memory);
-  prepared_ = sizes;
-}
-
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  const Sizes sizes = check(in);
-  hw::expect_prepared(prepared_ == sizes);
-  const auto [S] = sizes;
+  hw::expect_prepared(prepared_.has_value());
+  const auto [S] = *prepared_;
   out.y.expect("y", "bf16[4, S/2, 64]", CUDA_R_16BF, {4, S / 2, 64}, rank_.device());
 
   const auto* q = in.q.as<hw::bf16>();

@@ -67,11 +67,10 @@ struct Calls {
   Arguments inputs, outputs;
   void* (*create)(Rank& rank);  // streams, events and channels of this rank
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs and gives the local shapes of the outputs. Enqueues nothing.
-  void (*output_shapes)(void* program, const Tensor* inputs, Shape* outputs);
-  // Allocates and plans for these shapes; every rank prepares before any rank runs.
-  void (*prepare)(void* program, const Tensor* inputs);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  // Checks dtypes and sizes of the inputs, allocates and plans for them, and gives the local shapes of the outputs. Enqueues
+  // nothing. Every rank prepares before any rank runs.
+  void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
+  // Only enqueues, for inputs as they were prepared. Ordered after what `caller` holds, and `caller` is ordered after it.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
   // The work of a call of the program stands between these two on `caller`, as of CallOrder; `run` enqueues them, too.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
@@ -92,7 +91,7 @@ struct ProgramTable {
   Calls calls;
 };
 
-constexpr int kAbi = 11;
+constexpr int kAbi = 12;
 
 // An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
 // hundreds of them.
@@ -123,12 +122,11 @@ constexpr Calls calls_of() {
       .outputs = arguments_of<Outputs>(),
       .create = [](Rank& rank) -> void* { return new Program(rank); },
       .destroy = [](void* program) { delete static_cast<Program*>(program); },
-      .output_shapes =
+      .prepare =
           [](void* program, const Tensor* inputs, Shape* outputs) {
-            const OutputShapes shapes = static_cast<Program*>(program)->output_shapes(named<Inputs>(inputs));
+            const OutputShapes shapes = static_cast<Program*>(program)->prepare(named<Inputs>(inputs));
             if constexpr (!std::is_empty_v<OutputShapes>) std::memcpy(static_cast<void*>(outputs), &shapes, sizeof shapes);
           },
-      .prepare = [](void* program, const Tensor* inputs) { static_cast<Program*>(program)->prepare(named<Inputs>(inputs)); },
       .run =
           [](void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller) {
             static_cast<Program*>(program)->run(named<Inputs>(inputs), named<Outputs>(outputs), caller);
