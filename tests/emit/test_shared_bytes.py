@@ -15,7 +15,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.types.tensor import DType
 
-PLANS = re.compile(r"^void Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
+PLANS = re.compile(r"^\w+ Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
 
 
 def groups(plan: str) -> list[list[str]]:

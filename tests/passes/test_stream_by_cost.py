@@ -169,7 +169,8 @@ def test_choice_in_the_text() -> None:
     assert f"  {line}\n  return %y" in str(after)
     assert f"{line}\nhost @f(" in str(host)
     assert [way.micros for way in choice.ways] == sorted(way.micros for way in choice.ways)
-    assert f"// {line[:60]}" in hw.compile(program, options=Options(sizes=LARGE)).source
+    header = hw.compile(program, options=Options(sizes=LARGE)).sources["program.h"]
+    assert f"// {choice.value} of {choice.function}, {choice.times}" in header
     assert "choice" not in host.code
     assert "choice" not in str(lower(program, Options()))
     for wrong, message in {"predicted": "guessed", "put(2)": "put(two)", " us": " ms"}.items():

@@ -213,7 +213,10 @@ def test_a_size_that_is_fixed() -> None:
 
 
 def test_a_size_that_ranks_cannot_share() -> None:
-    assert message_of(x=np.ones((7, 4), BF16)) == ("ag_matmul: x: dim 0 (M = 7) cannot be shared evenly by 2 ranks along x; pad it to 8")
+    x = np.ones((7, 4), BF16)
+    with pytest.warns(hw.OverlapWarning, match="2 ranks do not share the 7 of dim 0 of %x_gathered evenly"):
+        y = MATMUL.run(x=x, w=W.astype(BF16))
+    np.testing.assert_array_equal(y.astype(np.float32), np.ones((7, 4)) @ W)
 
 
 def test_names() -> None:
@@ -223,11 +226,9 @@ def test_names() -> None:
     assert message_of(z=X) == "ag_matmul: unknown argument z" + takes
 
 
-def test_a_size_that_the_program_cannot_cut() -> None:
+def test_chunks_that_do_not_divide_a_size() -> None:
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def thirds(x, w):
         return hw.matmul(x, w).stream("M", chunks=3)
 
-    with pytest.raises(ArgumentError) as error:
-        hw.compile(thirds).run(x=X, w=W)
-    assert str(error.value) == "thirds: M = 8: must be a multiple of 6; pad it, or choose another number of chunks or ranks"
+    np.testing.assert_array_equal(hw.compile(thirds).run(x=X, w=W), X @ W)

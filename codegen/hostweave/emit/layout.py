@@ -93,7 +93,9 @@ def _broken(line: str, indent: str) -> list[str]:
     first, *rest = _pieces(line, bare, depths, start)
     if not rest and 0 < (equals := bare.find(" = ")) < start:
         return [indent + line[: equals + 2], *_broken(line[equals + 3 :], indent + INDENT * 2)]
-    return _filled(indent + line[:start] + first, rest, " " * (len(indent) + start - 1))
+    beside = _filled(indent + line[:start] + first, rest, " " * (len(indent) + start - 1))
+    below = [indent + line[:start], *_filled(indent + INDENT * 2 + first, rest, (indent + INDENT * 2)[:-1])]
+    return below if len(below) < len(beside) else beside
 
 
 def _filled(line: str, words: list[str], margin: str) -> list[str]:

@@ -39,10 +39,9 @@ OutputShapes Program::prepare(const Inputs& in) {
                                      hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
     plan_y_attention_blocks_1_.prepare({4, S / 2, 64}, hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}),
                                        hw::Strided({2, S / 4, 64}, {64 * S, 128, 1}), {4, S / 2, 64});
-    plan_y_attention_blocks_2_.prepare(hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}),
-                                       hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
-                                       hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
-                                       hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
+    plan_y_attention_blocks_2_.prepare(
+        hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}), hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}),
+        hw::Strided({2, S / 2, 64}, {64 * S, 128, 1}), hw::Strided({4, S / 4, 64}, {32 * S, 64, 1}));
     hw::MemoryPlan memory;
     // Never in use at once, so that they may share bytes:
     // - k_gathered_, y_attention_maximum_
