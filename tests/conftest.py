@@ -97,8 +97,9 @@ def why_missing(extra: str) -> str | None:
     """The reason to skip a test that needs this; None if it is here."""
     if extra == "cuda":
         return None if compiles() else "needs CUDA's headers and libraries: pip install '.[cuda13]'"
-    if extra == "mpirun":
-        return None if shutil.which(extra) else "needs mpirun: pip install mpich"
+    for program, remedy in {"mpirun": "pip install mpich", "chromium": "apt-get install chromium"}.items():
+        if extra == program:
+            return None if shutil.which(extra) else f"needs {extra}: {remedy}"
     return None if find_spec(extra) else f"needs {extra}: pip install {extra}"
 
 

@@ -266,6 +266,23 @@ def test_no_such_pass(capsys: Captured) -> None:
     assert mistake_of(capsys, "inspect", P2P, "--after", "magic") == f"--after magic: no such stage; one of {stages}, all"
 
 
+# --- timeline ---------------------------------------------------------------------------------------------------------
+
+
+def test_timeline(capsys: Captured, tmp_path: Path) -> None:
+    for suffix, start in {"html": "<!doctype html>", "json": '{"traceEvents"', "svg": "<svg"}.items():
+        out = output_of(capsys, "timeline", P2P, *AT_FOUR, "--sizes", "m=128", "--output", str(tmp_path / f"t.{suffix}"))
+        assert out.startswith("ag_matmul_p2p on mesh(x=4) at m=128, K=4096, N=4096: ")
+        assert out.count("  rank ") == 4
+        assert out.endswith(f"{tmp_path / f't.{suffix}'}\n")
+        assert (tmp_path / f"t.{suffix}").read_text().startswith(start)
+    to = ("--output", str(tmp_path / "t.svg"))
+    assert output_of(capsys, "timeline", "transformer:mlp_tp", "--ranks", "dp=2,tp=2", *to).count("  rank ") == 4
+    assert mistake_of(capsys, "timeline", P2P, "--sizes", "Q=8", *to).startswith("ag_matmul_p2p: Options: sizes: no size named Q")
+    assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: x: write NAME=NUMBER")
+    assert "has no axis tp; its axes: x" in mistake_of(capsys, "timeline", P2P, "--ranks", "tp=4", *to)
+
+
 # --- compile, export, doctor, cache -----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ FLOORS = (
     ("targets",),
     ("build",),
     ("emit",),
+    ("timeline",),
     ("passes",),
     ("tune",),
     ("communication",),

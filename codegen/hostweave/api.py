@@ -24,6 +24,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower, reference_of
 from hostweave.targets.target import NAMES, Target, find_target
 from hostweave.tune.explain import explained
+from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 
 if TYPE_CHECKING:  # see Program._running
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # see Program._running
     from hostweave.runtime.group import Group
     from hostweave.runtime.local import Captured
     from hostweave.runtime.session import Timing
+    from hostweave.timeline.report import Report
 
 
 @checked
@@ -154,6 +156,32 @@ class Program:
         stages: list[Fusion] = []
         lower(self._compiled.given, self._compiled.options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
         return explained(stages[-1], self._host, self._compiled.options)
+
+    @checked
+    def predict(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        machine: Machine | None = None,
+        ranks: int | Mapping[str, int] | None = None,
+    ) -> Report:
+        """Predicts when each rank does what in a call, on a machine that need not be there: nothing is built or run.
+
+        `sizes` are global, by name; those that are left out are as in `Options(sizes=...)`, or 4096. `machine` has the figures, by
+        default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by
+        name. The time of the hosts is not in it. Returns a report: `print` shows totals, `save("f.html")` writes the page.
+
+        Raises ArgumentError for sizes that the program does not have, ProgramError where they do not divide, or where the program
+        cannot be on so many ranks.
+
+        Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
+        """
+        from hostweave.timeline.predict import predicted
+        from hostweave.timeline.report import Report
+
+        made = self._compiled if ranks is None else self._compiled.on_ranks(ranks)
+        made, known = made.for_call("predict", sizes or {})
+        return Report(predicted(made.host, known, machine or made.options.figures))
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.

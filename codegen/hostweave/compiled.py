@@ -15,12 +15,13 @@ from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import MOST_ELEMENTS, check
+from hostweave.check.sizes import usual_sizes
 from hostweave.communication.schedules import reach_memory
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.fusion_ir.rewriting import at_sizes
+from hostweave.fusion_ir.rewriting import at_sizes, on_mesh
 from hostweave.host_ir.ir import HostProgram
-from hostweave.host_ir.size_requirements import MOST
+from hostweave.host_ir.size_requirements import MOST, are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
@@ -73,6 +74,22 @@ class Compiled:
             return compiled(made, self.target.name, replace(self.options, sizes=rest))
         except ProgramError:
             return None
+
+    def on_ranks(self, ranks: int | Mapping[str, int]) -> Compiled:
+        """The same program on a mesh with other sizes of its axes, by name, or of its one axis. It is not checked.
+
+        Raises ProgramError for axes that it does not have, and where it cannot be on so many ranks.
+        """
+        if not isinstance(self.given, Fusion):
+            raise ProgramError(f"{self.host.name}: was compiled from host IR, which is for {self.host.mesh} alone; leave ranks out")
+        mesh = self.given.mesh.with_sizes(ranks)
+        return compiled(on_mesh(self.given, mesh), self.target.name, replace(self.options, check=False, ways={}, windows=()))
+
+    def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
+        """What runs in a call at these sizes, and all of them: those that are left out are typical ones."""
+        self.expect_sizes(what, sizes)
+        known = usual_sizes(self.host, {**self.options.sizes, **sizes})
+        return (self if are_divided(self.host, known) else self.in_sequence), known
 
     @property
     def reaches_memory(self) -> bool:

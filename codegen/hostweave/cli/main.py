@@ -1,4 +1,4 @@
-"""The command line: `hostweave demo | compile | inspect | export | bench | calibrate | doctor | cache`."""
+"""The command line: `hostweave demo | compile | inspect | timeline | export | bench | calibrate | doctor | cache`."""
 
 import argparse
 import ast
@@ -87,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
     inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for chosen loops, --memory and notes on costs")
 
+    timeline_help = "Predict when each rank does what, and write it as a page, as JSON for Perfetto or as SVG."
+    timeline = add("timeline", _timeline, timeline_help, program)
+    timeline.add_argument("--sizes", metavar="M=1024,K=512", default="", help="global sizes; 4096 for others")
+    timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
+    timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
+
     export = add("export", _export, "Write a CMake project that builds and runs the program without Python.", program)
     export.add_argument("folder", type=Path)
 
@@ -159,6 +165,17 @@ def _inspect(options: argparse.Namespace) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
+def _timeline(options: argparse.Namespace) -> None:
+    program, settings = _load(options)
+    sizes = _sizes(options.sizes)
+    made = hw.compile(program, options=replace(settings, sizes=sizes, check=False))
+    ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
+    report = made.predict(sizes, ranks=ranks or None)
+    print(report)
+    report.save(output := options.output or Path(f"{made.name}.html"))
+    print(output)
+
+
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
     """Of each stage the function, kernel or program of that name; the stages themselves where it is None."""
     if name is None:
@@ -187,14 +204,14 @@ def _changes(stages: Sequence[tuple[str, str]]) -> Iterator[str]:
         yield f"# ---- {after}\n{lines}" if lines else f"# ---- {after}: nothing changed\n"
 
 
-def _sizes(text: str) -> dict[str, int]:
+def _sizes(text: str, option: str = "--sizes") -> dict[str, int]:
     sizes = {}
     for setting in filter(None, text.split(",")):
         name, equals, value = setting.partition("=")
         if not equals or not value.strip().isdigit():
-            raise HostweaveError(f"--sizes {text}: {setting}: write NAME=NUMBER, with commas between several")
+            raise HostweaveError(f"{option} {text}: {setting}: write NAME=NUMBER, with commas between several")
         if len(value) > 2 * len(str(MOST)) or int(value) > MOST:
-            raise HostweaveError(f"--sizes {name.strip()}={value[:20]}: no memory has so many elements; give the size of a call")
+            raise HostweaveError(f"{option} {name.strip()}={value[:20]}: no memory has so many elements; give the size of a call")
         sizes[name.strip()] = int(value)
     return sizes
 

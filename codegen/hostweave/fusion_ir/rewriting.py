@@ -102,6 +102,14 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
     return replace(made, ops=(*made.ops, *ops), outputs=tuple(result.name for result in results))
 
 
+def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
+    """The program, as traced, on a mesh with the same axes of other sizes. Raises ProgramError for a program with tensors on some ranks."""
+    if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
+        why = f"%{parts[0].name} is on {parts[0].type.mesh}, whose ranks are numbered"
+        raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
+    return map_functions(fusion, lambda body: replace(body, mesh=mesh))
+
+
 def inlined(fusion: Fusion) -> Fusion:
     """The program with the ops of a function in place of each call, as it is before the first pass.
 

@@ -63,6 +63,12 @@ class Product:
         elements = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / (machine.memory * READS))
 
+    def share(self, machine: Machine) -> float:
+        """How much of the multiprocessors it keeps busy, from 0 to 1: the last wave of tiles may be few."""
+        if not (work := self.count * self.rows * self.inner * self.columns):
+            return 0.0
+        return min(1.0, 2 * work / (machine.flops * self.rate * self.seconds(machine)))
+
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """One of so many parts of its rows, or of its columns."""
         return replace(self, rows=self.rows / chunks) if rows else replace(self, columns=self.columns / chunks)

@@ -75,6 +75,18 @@ class Mesh:
             raise ProgramError.here(f"ranks: {why}, so its axes cannot be told; give them: .ranks([...], x={len(chosen)})")
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
+    def with_sizes(self, sizes: int | Mapping[str, int]) -> Mesh:
+        """The mesh with other sizes of these axes; an int is for its one axis. Raises ProgramError for axes that it does not have."""
+        names = [name for name, _ in self.axes]
+        if not isinstance(sizes, Mapping):
+            if len(names) != 1:
+                why = f"{self} has {len(names)} axes; give the size of each by name, as in ranks={dict(self.axes)}"
+                raise ProgramError(f"ranks={sizes!r}: {why}")
+            sizes = {names[0]: sizes}
+        if unknown := [name for name in sizes if name not in names]:
+            raise ProgramError(f"ranks: {self} has no axis {unknown[0]}; its axes: {', '.join(names) or 'none'}")
+        return Mesh(tuple((name, sizes.get(name, size)) for name, size in self.axes))
+
     @cached_property
     def size(self) -> int:
         """The number of ranks."""

@@ -1,0 +1,185 @@
+"""How long each operation of a host program takes alone on a machine, and what it takes it of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hostweave.check.operations import Access, Operation
+from hostweave.communication.cost import CHUNK, LOOP, communication
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.expr import Const
+from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
+from hostweave.tune.cost import ATTENTION, Attended, Product, in_kernel
+from hostweave.types.machine import Machine
+
+ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
+FORK = LOOP / 4  # and of a fork or a join: a loop has two of each, of its matmuls and of its communications
+BY_KERNELS = 32  # times as long an attention takes that tensor cores do not compute
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that an operation takes alone, and the engine that does it."""
+
+    seconds: float
+    engine: str = ""  # "multiprocessors", of which it fills a `share`; "kernels" that communicate; "copies"; or none
+    share: float = 1.0
+    sent: int = 0  # bytes to other ranks
+
+    @property
+    def kind(self) -> str:
+        return {"multiprocessors": COMPUTE, "": WAITING}.get(self.engine, COMMUNICATION)
+
+
+def work_of(operation: Operation, machine: Machine) -> Work:
+    """The work of one execution of an instruction."""
+    return tree.of_kind(_WORK, type(operation.instruction))(operation, machine)
+
+
+def _bytes(access: Access) -> int:
+    return access.region.layout.count * access.region.layout.dtype.itemsize
+
+
+def _moved(operation: Operation) -> int:
+    """All bytes that it reads and writes; what it updates is both."""
+    return sum(_bytes(access) * (access.reads + access.writes) for access in operation.accesses)
+
+
+# --- on one rank ------------------------------------------------------------------------------------------------------
+
+
+def _nothing(operation: Operation, machine: Machine) -> Work:
+    return Work(0.0)
+
+
+def _kernel(operation: Operation, machine: Machine) -> Work:
+    """Reads and writes all that it names, at the speed of the memory."""
+    return Work(machine.launch + _moved(operation) / machine.memory, "multiprocessors")
+
+
+def _matmul(operation: Operation, machine: Machine) -> Work:
+    i = operation.instruction
+    a, b, dst = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.a, i.b, i.dst))  # type: ignore[attr-defined]
+    is_one = prod(b.shape[:-2]) == 1  # matrix for all: rows of the batch follow one another
+    count, rows = (1, prod(dst.shape[:-1])) if is_one else (prod(dst.shape[:-2]), dst.shape[-2])
+    product = Product(float(count), float(rows), float(a.shape[-1]), float(dst.shape[-1]), a.dtype, bool(i.precision))  # type: ignore[attr-defined]
+    return Work(product.seconds(machine), "multiprocessors", product.share(machine))
+
+
+def _attention(operation: Operation, machine: Machine, products: float = 2.0) -> Work:
+    i: Any = operation.instruction
+    q, k, v = (next(x.region.layout for x in operation.accesses if x.name == name) for name in (i.q, i.k, i.v))
+    rows, columns = q.shape[-2], min(k.shape[-2], i.window or k.shape[-2])
+    is_causal = i.diagonal is not None and not i.window
+    if is_causal and isinstance(i.diagonal, Const):  # of an operation it is known
+        columns = max(0, min(columns, rows + i.diagonal.value))
+    speed = ATTENTION / (BY_KERNELS if q.dtype.itemsize > 2 else 1)
+    width = float(q.shape[-1] + v.shape[-1])
+    attended = Attended(float(prod(q.shape[:-2])), float(rows), float(columns), width, is_causal, speed=speed, products=products)
+    return Work(max(attended.seconds(machine), machine.launch + _moved(operation) / machine.memory), "multiprocessors")
+
+
+def _backward(operation: Operation, machine: Machine) -> Work:
+    return _attention(operation, machine, 5.0)
+
+
+# --- between ranks ----------------------------------------------------------------------------------------------------
+
+
+def _collective(operation: Operation, machine: Machine) -> Work:
+    ranks = len(operation.process_group)
+    size = max((_bytes(access) for access in operation.accesses), default=0)
+    if ranks < 2:
+        return _kernel(operation, machine)
+    kind = "all_reduce" if isinstance(operation.instruction, ir.Reduction) and not operation.instruction.blocks else ""
+    return Work(communication(machine, kind, ranks, size), "kernels", sent=_sent(operation, size, 2 if kind else 1))
+
+
+def _sent(operation: Operation, size: int, times: int) -> int:
+    """Of a tensor of so many bytes on one rank a ring sends all but a rank's own block, an all-reduce twice; a permute the whole."""
+    ranks = len(operation.process_group)
+    return times * size * (ranks - 1) // ranks
+
+
+def _rooted(operation: Operation, machine: Machine) -> Work:
+    """From one rank to all, or from all to one, of which each rank has all."""
+    i: Any = operation.instruction
+    size, ranks = max((_bytes(access) for access in operation.accesses), default=0), len(operation.process_group)
+    is_root = operation.peer == operation.rank
+    sends = is_root if i.sends_blocks or i.at_root == "src" else not is_root
+    sent = size * (ranks - 1) // ranks if i.blocks and is_root else size
+    return Work(machine.link("collective", ranks).seconds(size * (ranks - 1) / ranks), "kernels", sent=sent * sends)
+
+
+def _permute(operation: Operation, machine: Machine) -> Work:
+    size = max((_bytes(access) for access in operation.accesses), default=0)
+    return Work(machine.link("collective", 2).seconds(size), "kernels", sent=size)
+
+
+def _in_kernel(operation: Operation, machine: Machine) -> Work:
+    """A kernel whose ranks send each other their terms."""
+    term, ranks = _bytes(operation.accesses[0]), len(operation.process_group)
+    seconds = machine.launch + in_kernel(ranks, term) + _moved(operation) / machine.memory
+    return Work(seconds, "kernels", sent=term * (ranks - 1))
+
+
+def _group(operation: Operation, machine: Machine) -> Work:
+    """Sends and recvs that are posted together: both ways at once, as fast as what takes longer. Collectives follow one another."""
+    sent, received, rest = 0, 0, 0.0
+    for part in operation.members:
+        if part.instruction.posts == "send":
+            sent += _moved(part)
+        elif part.instruction.posts == "recv":
+            received += _moved(part)
+        else:
+            work = work_of(part, machine)
+            rest, sent = rest + work.seconds, sent + work.sent
+    pairs = machine.link("collective", 2).seconds(max(sent, received)) if len({part.peer for part in operation.members}) else 0.0
+    return Work(rest or pairs, "kernels", sent=sent)
+
+
+def _pair(operation: Operation, machine: Machine) -> Work:
+    size = _moved(operation)
+    sent = size if operation.instruction.posts == "send" else 0
+    return Work(machine.link("collective", 2).seconds(size), "kernels", sent=sent)
+
+
+def _put(operation: Operation, machine: Machine) -> Work:
+    size = max(_bytes(access) for access in operation.accesses)
+    return Work(machine.link("put", len(operation.process_group)).seconds(size), "copies", sent=size)
+
+
+def _get(operation: Operation, machine: Machine) -> Work:
+    size = max(_bytes(access) for access in operation.accesses)
+    return Work(machine.link("get", len(operation.process_group)).seconds(size), "copies")
+
+
+def _ordering(operation: Operation, machine: Machine) -> Work:
+    return Work(ORDER)
+
+
+def _forking(operation: Operation, machine: Machine) -> Work:
+    return Work(FORK if operation.waits else 0.0)  # on the stream that waits
+
+
+_WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
+    tree.Instruction: _nothing,
+    ir.Compute: _kernel,
+    ir.Matmul: _matmul,
+    ir.Attention: _attention,
+    ir.AttentionBackward: _backward,
+    ir.Collective: _collective,
+    **dict.fromkeys((ir.Broadcast, ir.BroadcastToOthers, ir.Reduce, ir.Gather, ir.Scatter), _rooted),
+    ir.CollectivePermute: _permute,
+    ir.LaunchAllReduce: _in_kernel,
+    **dict.fromkeys((ir.Group, ir.Routed), _group),
+    ir.PointToPoint: _pair,
+    ir.Put: _put,
+    ir.Get: _get,
+    ir.OneSided: _nothing,  # signals
+    **dict.fromkeys((ir.Record, ir.Wait), _ordering),
+    **dict.fromkeys((ir.Fork, ir.Join), _forking),
+}

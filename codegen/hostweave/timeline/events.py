@@ -1,0 +1,158 @@
+"""Timelines: what every rank does when, and how much of it is computation, communication that shows, and nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
+CALLER = "caller"  # the stream of the caller
+
+
+@dataclass(frozen=True)
+class Event:
+    """One execution of an instruction on one rank. Times are in microseconds from the start of the call.
+
+    `after` has the numbers, in the timeline's events, of those that must have ended before it starts; `meets` of those on other ranks
+    that communicate with it.
+    """
+
+    rank: int
+    stream: str  # "caller", or "ring[1]"
+    name: str  # the user's: "matmul y_i"
+    kind: str  # one of KINDS
+    start: float
+    end: float
+    sent: int = 0  # bytes to other ranks
+    instruction: str = ""  # of the host IR, with the indices of the loops around it
+    source: str = ""  # the user's line, "mlp.py:12"
+    after: tuple[int, ...] = ()
+    meets: tuple[int, ...] = ()
+
+    @property
+    def micros(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What one rank does in a call: microseconds, and bytes that it sends to other ranks."""
+
+    rank: int
+    busy: float  # something computes
+    communication: float  # something communicates
+    exposed: float  # something communicates, and nothing computes
+    idle: float  # neither
+    sent: int
+
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all ranks of a call, `basis` says how their times were found.
+
+    Example: `print(hw.compile(f).predict(sizes={"M": 8192, "K": 8192, "N": 7168}))`.
+    """
+
+    program: str
+    mesh: str
+    sizes: Mapping[str, int]
+    basis: str  # "predicted by the figures of NVIDIA H200", "measured on ..."
+    events: tuple[Event, ...]
+    ranks: tuple[int, ...]  # those that are shown
+    streams: tuple[str, ...]
+
+    @cached_property
+    def micros(self) -> float:
+        """Time of the call on the slowest rank, in microseconds."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def totals(self) -> tuple[Totals, ...]:
+        """Of each rank."""
+        return tuple(self._totals(rank) for rank in self.ranks)
+
+    def _totals(self, rank: int) -> Totals:
+        own = self.of_rank(rank)
+        computes, communicates = (union(e for e in own if e.kind == kind) for kind in (COMPUTE, COMMUNICATION))
+        exposed = without(communicates, computes)
+        busy = length(computes)
+        return Totals(rank, busy, length(communicates), length(exposed), self.micros - busy - length(exposed), sum(e.sent for e in own))
+
+    def of_rank(self, rank: int) -> tuple[Event, ...]:
+        """Its events, in the order in which its host issues them."""
+        return self._by_rank.get(rank, ())
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Event, ...]]:
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.rank, []).append(event)
+        return {rank: tuple(events) for rank, events in found.items()}
+
+    def exposed(self, rank: int) -> list[Span]:
+        """When the rank communicates and computes nothing."""
+        own = self.of_rank(rank)
+        return without(union(e for e in own if e.kind == COMMUNICATION), union(e for e in own if e.kind == COMPUTE))
+
+    @cached_property
+    def critical_path(self) -> tuple[int, ...]:
+        """The numbers of the events of which each ends last of all that the next one needs, up to the last event of the call."""
+        if not self.events:
+            return ()
+        path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
+        while needed := self._needed(path[-1], set(path)):
+            path.append(max(needed, key=lambda number: self.events[number].end))
+        return tuple(reversed(path))
+
+    def _needed(self, number: int, seen: set[int]) -> list[int]:
+        """Of an event those that it comes after, and those that they and it meet come after, which held it up on other ranks."""
+        event = self.events[number]
+        needed = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
+        return [earlier for earlier in needed - seen if self.events[earlier].end <= event.end]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        head = f"{self.program} on {self.mesh}{f' at {sizes}' if sizes else ''}: {self.micros:.1f} us, {self.basis}"
+        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals]
+        lines = [
+            f"  rank {rank}: busy {busy:.1f} us, exposed {exposed:.1f} us, idle {idle:.1f} us, {sent:,} bytes sent"
+            for rank, busy, exposed, idle, sent in rows
+        ]
+        path = [self.events[number] for number in self.critical_path]
+        on = ", ".join(f"{event.name} {event.micros:.1f} us" for event in path if event.kind != WAITING)
+        return "\n".join([head, *lines, f"  critical path: {on or 'nothing'}"])
+
+
+# --- spans of time ----------------------------------------------------------------------------------------------------
+
+
+def union(events: Iterable[Event]) -> list[Span]:
+    """When one event at least goes on, in order."""
+    spans: list[Span] = []
+    for start, end in sorted((event.start, event.end) for event in events):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = spans[-1][0], max(spans[-1][1], end)
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def without(spans: list[Span], others: list[Span]) -> list[Span]:
+    """The parts of spans that lie in no other one. Both are in order, and none overlaps its neighbour."""
+    left: list[Span] = []
+    for start, end in spans:
+        for other_start, other_end in others:
+            if other_end <= start or other_start >= end:
+                continue
+            left += [(start, other_start)] if other_start > start else []
+            start = max(start, other_end)
+        left += [(start, end)] if end > start else []
+    return left
+
+
+def length(spans: list[Span]) -> float:
+    return sum(end - start for start, end in spans)

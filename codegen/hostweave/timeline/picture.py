@@ -1,0 +1,142 @@
+"""Where a picture of timelines has each event: lanes of ranks and streams, predicted ones above measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor, log10
+
+from hostweave.timeline.events import WAITING, Event, Timeline
+
+WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: of the whole, of the names of lanes, of the axis
+LANE, GAP = 18, 10
+LETTER = 6.2  # pixels of one
+MOST_RANKS = 16  # that a picture shows
+APART = 4.0  # times as long as another one a timeline gets a scale of its own
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One stream of one rank in one timeline."""
+
+    number: int  # of the timeline
+    rank: int
+    stream: str
+    y: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Box:
+    """An event, or time in which a rank communicates and computes nothing."""
+
+    number: int  # of the timeline
+    event: int  # its number, -1 of exposed communication
+    start: float  # microseconds
+    end: float
+    x: float
+    y: int
+    width: float
+    height: int
+    kind: str
+    text: str = ""
+    title: str = ""
+    is_critical: bool = False
+
+    @property
+    def fits(self) -> bool:
+        """Whether its text fits into it."""
+        return bool(self.text) and LETTER * len(self.text) + 4 <= self.width
+
+
+class Picture:
+    """The shapes of one or two timelines of a program, in pixels."""
+
+    width, left, top, lane = WIDTH, LEFT, TOP, LANE
+
+    def __init__(self, timelines: Sequence[Timeline]):
+        self.timelines = timelines
+        longest = max(timeline.micros for timeline in timelines)
+        self.shares_scale = longest <= APART * min(timeline.micros for timeline in timelines)
+        self.spans = [longest if self.shares_scale else timeline.micros for timeline in timelines]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return self.timelines[0].ranks[:MOST_RANKS]
+
+    @property
+    def left_out(self) -> int:
+        """How many ranks it does not show."""
+        return len(self.timelines[0].ranks) - len(self.ranks)
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        found, y = list[Lane](), TOP
+        for rank in self.ranks:
+            for number, timeline in enumerate(self.timelines):
+                basis = f", {timeline.basis.split()[0]}" if len(self.timelines) > 1 else ""
+                for stream in timeline.streams:
+                    found.append(Lane(number, rank, stream, y, f"rank {rank}{basis}, {stream}"))
+                    y += LANE
+                y += GAP // 2
+            y += GAP
+        return found
+
+    @property
+    def height(self) -> int:
+        return (self.lanes[-1].y if self.lanes else TOP) + LANE + GAP
+
+    def x(self, number: int, micros: float) -> float:
+        return round(LEFT + (WIDTH - LEFT - 10) * micros / (self.spans[number] or 1.0), 2)
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """Of all events of the ranks that it shows."""
+        y_of = {(lane.number, lane.rank, lane.stream): lane.y for lane in self.lanes}
+        critical = [set(timeline.critical_path) for timeline in self.timelines]
+        return [
+            self._box(number, at, event, y_of[number, event.rank, event.stream], at in critical[number])
+            for number, timeline in enumerate(self.timelines)
+            for at, event in enumerate(timeline.events)
+            if event.rank in self.ranks
+        ]
+
+    def _box(self, number: int, at: int, event: Event, y: int, is_critical: bool) -> Box:
+        x = self.x(number, event.start)
+        width = round(max(self.x(number, event.end) - x, 0.5), 2)
+        inset = 6 if event.kind == WAITING else 2
+        title = f"{event.name}: {event.micros:.1f} us from {event.start:.1f}\n{event.instruction}\n{event.source}".strip()
+        return Box(
+            *(number, at, round(event.start, 3), round(event.end, 3), x, y + inset // 2, width, LANE - inset),
+            *(event.kind, event.name, title, is_critical),
+        )
+
+    @cached_property
+    def shades(self) -> list[Box]:
+        """Of exposed communication, as high as all lanes of a rank in a timeline."""
+        return [
+            Box(number, -1, round(start, 3), round(end, 3), x := self.x(number, start), y, self.x(number, end) - x, height, "exposed")
+            for number, timeline in enumerate(self.timelines)
+            for rank in self.ranks
+            for y, height in [self._rows(number, rank)]
+            for start, end in timeline.exposed(rank)
+        ]
+
+    def _rows(self, number: int, rank: int) -> tuple[int, int]:
+        rows = [lane.y for lane in self.lanes if (lane.number, lane.rank) == (number, rank)]
+        return (rows[0], rows[-1] - rows[0] + LANE) if rows else (TOP, 0)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Of the axis of the first timeline: where each is, and its text."""
+        return [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
+
+
+def ticks(span: float) -> Iterator[float]:
+    """About eight round numbers from 0 to a span."""
+    if span <= 0:
+        return
+    power = 10 ** floor(log10(span / 8))
+    step = next(power * times for times in (1, 2, 5, 10) if span / (power * times) <= 8)
+    yield from (round(i * step, 6) for i in range(floor(span / step) + 1))

@@ -1,0 +1,80 @@
+"""Predicts the timeline of a host program: its operations at some sizes, played on a machine of which only the figures are there."""
+
+from __future__ import annotations
+
+from hostweave.check.match_collectives import meetings
+from hostweave.check.operations import Operation, instruction_text
+from hostweave.check.simulate import instantiate
+from hostweave.host_ir import ir, tree
+from hostweave.timeline.events import CALLER, Event, Timeline
+from hostweave.timeline.simulate import Task, play, tasks_of
+from hostweave.types.machine import Machine
+from hostweave.types.mesh import Sizes
+
+
+def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
+    """The timeline of one call of `program` on all ranks, which start it together. The time of the hosts is not in it.
+
+    Raises ProgramError where a size does not divide.
+    """
+    instances = instantiate(program, sizes)
+    ranks = tasks_of(instances, meetings(instances), machine)
+    play(ranks)
+    return timeline_of(program, sizes, f"predicted by the figures of {machine.name}", ranks)
+
+
+def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[Task]]) -> Timeline:
+    """The events of tasks whose times are known. Tasks that neither work nor wait for a signal are not shown."""
+    shown = [task for tasks in ranks for task in tasks if is_shown(task)]
+    numbers = {task: number for number, task in enumerate(shown)}
+    behind = _Behind(numbers)
+    events = tuple(_event(task, behind.of(task), tuple(numbers[other] for other in task.meets if other in numbers)) for task in shown)
+    streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
+    used = {event.stream for event in events}
+    shown_streams = tuple(stream for stream in streams if stream in used)
+    return Timeline(program.name, str(program.mesh), dict(sizes), basis, events, tuple(range(len(ranks))), shown_streams)
+
+
+def is_shown(task: Task) -> bool:
+    """Whether a task is an event of the timeline."""
+    return bool(task.work.engine) or task.operation.instruction.posts == "wait_signal"
+
+
+class _Behind:
+    """Of a task the numbers of the events that it waits for, through tasks that are not shown."""
+
+    def __init__(self, numbers: dict[Task, int]):
+        self.numbers, self.known = numbers, dict[Task, tuple[int, ...]]()
+
+    def of(self, task: Task) -> tuple[int, ...]:
+        if task not in self.known:
+            found = ((self.numbers[each],) if each in self.numbers else self.of(each) for each in task.after)
+            self.known[task] = tuple(dict.fromkeys(number for numbers in found for number in numbers))
+        return self.known[task]
+
+
+def _event(task: Task, after: tuple[int, ...], meets: tuple[int, ...]) -> Event:
+    operation = task.operation
+    stream = f"{operation.stream[0]}[{operation.stream[1]}]" if operation.stream else CALLER
+    start, end = 1e6 * task.start, 1e6 * task.end
+    location = str(operation.instruction.location or "")
+    return Event(
+        operation.rank, stream, name_of(operation), task.work.kind, start, end, task.work.sent, _text(operation), location, after, meets
+    )
+
+
+def name_of(operation: Operation) -> str:
+    """The user's names: the op and its result, as `matmul y_i`; of a group all that it posts."""
+    if operation.members:
+        return ", ".join(dict.fromkeys(map(name_of, operation.members)))
+    i = operation.instruction
+    if kernel := tree.names(i, "launch"):
+        return kernel[0]
+    names = tree.names(i, "write") or tree.names(i, "read", "alias")
+    return " ".join([instruction_text(i).split()[0], *names[:1]])
+
+
+def _text(operation: Operation) -> str:
+    steps = "".join(f"%{name} = {value}: " for name, value in operation.steps)
+    parts = [instruction_text(part.instruction) for part in operation.members or (operation,)]
+    return f"{steps}{'; '.join(parts)}"

@@ -1,0 +1,148 @@
+"""What users get of timelines: one that is predicted, and one that is measured, as a page, for Perfetto, and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hostweave.base.errors import ArgumentError
+from hostweave.base.paths import TEMPLATES
+from hostweave.base.signatures import checked
+from hostweave.timeline.events import WAITING, Event, Timeline
+from hostweave.timeline.picture import Picture
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All executions of one instruction: their mean times in microseconds, predicted and measured."""
+
+    name: str
+    kind: str
+    instruction: str
+    count: int
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """By how much of the measured time the prediction is too long; negative where it is too short."""
+        return self.predicted / self.measured - 1 if self.measured else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """The timeline of a program as it was predicted and, after a measurement, as it was.
+
+    `str` gives the totals. In a notebook it is a picture.
+
+    Example: `hw.compile(f).timeline(x, w).save("f.html")`.
+    """
+
+    predicted: Timeline
+    measured: Timeline | None = None
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        return (self.predicted, self.measured) if self.measured else (self.predicted,)
+
+    @property
+    def error(self) -> float:
+        """By how much of the measured time of the call the prediction is too long. Raises ArgumentError if nothing was measured."""
+        if self.measured is None:
+            raise ArgumentError(f"{self.predicted.program}: nothing was measured; pass arrays to timeline(...)")
+        return self.predicted.micros / self.measured.micros - 1
+
+    @cached_property
+    def differences(self) -> tuple[Difference, ...]:
+        """Of each instruction that works, in order, over all ranks and steps of loops; nothing if nothing was measured."""
+        found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
+        measured = self.measured.events if self.measured else ()
+        for one, other in zip(self.predicted.events, measured, strict=False):
+            if one.kind != WAITING:
+                found.setdefault((one.name, one.source), []).append((one, other))
+        return tuple(
+            Difference(name, pairs[0][0].kind, pairs[0][0].instruction, len(pairs), *(_mean(events) for events in zip(*pairs, strict=True)))
+            for (name, _), pairs in found.items()
+        )
+
+    def __str__(self) -> str:
+        lines = [str(timeline) for timeline in self.timelines]
+        if self.measured:
+            lines.append(f"predicted / measured: {1 + self.error:.2f}")
+            lines += [
+                f"  {d.name}: predicted {d.predicted:.1f} us, measured {d.measured:.1f} us, {d.error:+.0%}"
+                + (f", {d.count} times" if d.count > 1 else "")
+                for d in self.differences
+            ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+    @checked
+    def save(self, path: str | Path) -> None:
+        """Writes a file of the kind that its name says: `.html`, a page that needs no network; `.json`, for Perfetto; `.svg`.
+
+        Raises ArgumentError for another name, and for a file that cannot be written.
+        """
+        path, kinds = Path(path), {".html": self.html, ".json": self.perfetto, ".svg": self.svg}
+        if path.suffix not in kinds:
+            raise ArgumentError(f"{path}: a timeline is saved as {', '.join(kinds)}; give the file one of these endings")
+        try:
+            path.write_text(kinds[path.suffix](), "utf-8")
+        except OSError as error:
+            raise ArgumentError(f"{path}: {error.strerror}; give a file that is yours to write") from None
+
+    def html(self) -> str:
+        """The page, which is one file."""
+        return _laid_out("timeline.html.j2", report=self, picture=Picture(self.timelines), data=self._data())
+
+    def svg(self) -> str:
+        """The picture alone."""
+        return _laid_out("timeline.svg.j2", picture=Picture(self.timelines))
+
+    def perfetto(self) -> str:
+        """Chrome's trace events as JSON, which ui.perfetto.dev opens: a process a rank, a thread a stream."""
+        events = [event for number, timeline in enumerate(self.timelines) for event in _traced(number, timeline)]
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
+
+    def _data(self) -> Mapping[str, Any]:
+        """What the page shows of an event that the mouse is on."""
+        return {"timelines": [{"basis": t.basis, "micros": t.micros, "events": [asdict(e) for e in t.events]} for t in self.timelines]}
+
+
+def _mean(events: tuple[Event, ...]) -> float:
+    return sum(event.micros for event in events) / len(events)
+
+
+def _laid_out(template: str, **values: Any) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _traced(number: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """A process for each rank of each timeline, an event for each of its own, and an arrow for each dependency between streams."""
+    threads = {stream: at for at, stream in enumerate(timeline.streams)}
+    offset = number * (max(timeline.ranks) + 1)
+    for rank in timeline.ranks:
+        name = f"rank {rank}, {timeline.basis.split()[0]}"
+        yield {"ph": "M", "name": "process_name", "pid": offset + rank, "args": {"name": name}}
+        for stream, at in threads.items():
+            yield {"ph": "M", "name": "thread_name", "pid": offset + rank, "tid": at, "args": {"name": stream}}
+    for at, event in enumerate(timeline.events):
+        of = {"pid": offset + event.rank, "tid": threads[event.stream]}
+        details = {"instruction": event.instruction, "source": event.source, "sent_bytes": event.sent}
+        yield {**of, "ph": "X", "name": event.name, "cat": event.kind, "ts": event.start, "dur": event.micros, "args": details}
+        for earlier in (timeline.events[before] for before in event.after):
+            if (earlier.rank, earlier.stream) != (event.rank, event.stream):
+                arrow = {"cat": "dependency", "name": "after", "id": f"{number}.{at}.{earlier.rank}.{earlier.stream}"}
+                yield {**arrow, "ph": "s", "pid": offset + earlier.rank, "tid": threads[earlier.stream], "ts": earlier.end}
+                yield {**arrow, **of, "ph": "f", "bp": "e", "ts": event.start}

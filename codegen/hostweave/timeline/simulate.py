@@ -1,0 +1,178 @@
+"""Plays the operations of all ranks on a machine: what starts when, and how long it takes beside what else runs.
+
+A stream takes one operation after another. What waits for an event or a signal starts after that, and what communicates goes on once
+all are there that it waits for. Operations of one rank share what they run on: multiprocessors by what each of them fills, links evenly;
+beside communication by kernels, or by copy engines, computation takes longer, as `communication/cost.py` says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hostweave.check.match_collectives import Meeting
+from hostweave.check.operations import Instances, Operation
+from hostweave.communication.cost import BESIDE_COPIES, BESIDE_KERNELS, kernels_beside
+from hostweave.timeline.cost import Work, work_of
+from hostweave.types.machine import Machine
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One operation, and when it goes on: it starts when it is the turn of its stream, and is done when its work is."""
+
+    operation: Operation
+    work: Work
+    after: list[Task] = field(default_factory=list)  # those that must be done before it starts
+    meets: list[Task] = field(default_factory=list)  # those that must have started before its work begins
+    followers: list[Task] = field(default_factory=list)
+    met_by: list[Task] = field(default_factory=list)
+    blocked: int = 0
+    expected: int = 0
+    start: float = -1.0
+    end: float = -1.0
+    left: float = 0.0  # seconds of work alone
+    rate: float = 0.0  # of it in a second
+    since: float = 0.0  # when `left` was so much
+
+    @property
+    def is_done(self) -> bool:
+        return self.end >= 0
+
+
+def tasks_of(instances: Instances, met: Iterable[Meeting], machine: Machine) -> list[list[Task]]:
+    """The tasks of every rank, in the order in which its host issues them, and what they wait for."""
+    ranks = [_tasks(operations, machine) for operations in instances.ranks]
+    task_of = {part: task for tasks in ranks for task in tasks for part in (task.operation, *task.operation.members)}
+    for meeting in met:
+        _meet(meeting, task_of)
+    return ranks
+
+
+def play(ranks: list[list[Task]]) -> None:
+    """Gives all tasks their times, in seconds."""
+    _Machine(ranks).run()
+    for task in (task for tasks in ranks for task in tasks):
+        if task.operation.instruction.posts == "wait_signal":  # begins to wait when its stream comes to it
+            task.start = max((earlier.end for earlier in task.after if earlier.operation.rank == task.operation.rank), default=0.0)
+
+
+def _tasks(operations: Sequence[Operation], machine: Machine) -> list[Task]:
+    """Of one rank: each follows the one before on its stream, what it waits for, and, where communications take turns, the last of them."""
+    found: dict[Operation, Task] = {}
+    latest: dict[object, Task] = {}
+    posted: Task | None = None
+    for operation in operations:
+        task = found[operation] = Task(operation, work_of(operation, machine))
+        before = [*([latest[operation.stream]] if operation.stream in latest else []), *(found[other] for other in operation.waits)]
+        if operation.takes_turns:
+            before += [posted] if posted else []
+            posted = task
+        for earlier in dict.fromkeys(before):
+            _after(task, earlier)
+        latest[operation.stream] = task
+    return list(found.values())
+
+
+def _after(task: Task, earlier: Task) -> None:
+    task.after.append(earlier)
+    earlier.followers.append(task)
+    task.blocked += 1
+
+
+def _meet(meeting: Meeting, task_of: dict[Operation, Task]) -> None:
+    tasks = [task_of[part] for part in meeting.parts]
+    if meeting.is_signal:
+        _after(tasks[1], tasks[0])
+        return
+    for part, task in zip(meeting.parts, tasks, strict=True):
+        others = dict.fromkeys(task_of[other] for other in meeting.awaited(part) if task_of[other] is not task)
+        for other in others:
+            if other not in task.meets:
+                task.meets.append(other)
+                other.met_by.append(task)
+                task.expected += 1
+
+
+class _Machine:
+    """The clock, and what runs on every rank."""
+
+    def __init__(self, ranks: list[list[Task]]):
+        self.ranks = ranks
+        self.now = 0.0
+        self.running: dict[int, list[Task]] = defaultdict(list)
+        self.ends: list[tuple[float, int, Task, float]] = []  # a heap of when tasks would end, at the rate that they had then
+        self.pushed = 0
+
+    def run(self) -> None:
+        self.start([task for tasks in self.ranks for task in tasks if not task.blocked])
+        while self.ends:
+            end, _, task, rate = heapq.heappop(self.ends)
+            if task.is_done or task.rate != rate or end < task.since:
+                continue
+            if (expected := task.since + task.left / task.rate) > end + 1e-15:  # it was slower meanwhile
+                self.push(expected, task)
+                continue
+            self.now = end
+            self.finish(task)
+
+    def start(self, ready: list[Task]) -> None:
+        """Starts tasks, and all that may start with them since they take no time."""
+        while ready:
+            task = ready.pop()
+            task.start = self.now
+            begins = [task] if not task.expected else []
+            for other in task.met_by:
+                other.expected -= 1
+                begins += [other] if other.start >= 0 and not other.expected else []
+            for each in begins:
+                each.left, each.since = each.work.seconds, self.now
+                if each.left <= 0:
+                    ready += self.done(each)
+                else:
+                    self.running[each.operation.rank].append(each)
+                    self.share(each.operation.rank)
+
+    def finish(self, task: Task) -> None:
+        rank = task.operation.rank
+        self.running[rank].remove(task)
+        ready = self.done(task)
+        self.share(rank)
+        self.start(ready)
+
+    def done(self, task: Task) -> list[Task]:
+        """The tasks that may start now."""
+        task.end = self.now
+        for follower in task.followers:
+            follower.blocked -= 1
+        return [follower for follower in task.followers if not follower.blocked and follower.start < 0]
+
+    def share(self, rank: int) -> None:
+        """Gives what runs on a rank its rates."""
+        running = self.running[rank]
+        on = {engine: [t for t in running if t.work.engine == engine] for engine in ("multiprocessors", "kernels", "copies")}
+        filled = max(1.0, sum(t.work.share for t in on["multiprocessors"]))
+        beside = max(BESIDE_KERNELS if on["kernels"] else 1.0, BESIDE_COPIES if on["copies"] else 1.0)
+        for task in running:
+            rate = 1.0
+            if task.work.engine == "multiprocessors":
+                rate = 1 / (filled * beside)
+            elif task.work.engine == "kernels":
+                slower = kernels_beside(max(map(_ranks, (task.operation, *task.operation.members)))) if on["multiprocessors"] else 1.0
+                rate = 1 / (len(on["kernels"]) * slower)
+            elif task.work.engine == "copies":
+                rate = 1 / len(on["copies"])
+            if rate != task.rate:
+                task.left -= (self.now - task.since) * task.rate
+                task.since, task.rate = self.now, rate
+                self.push(self.now + max(task.left, 0.0) / rate, task)
+
+    def push(self, end: float, task: Task) -> None:
+        self.pushed += 1
+        heapq.heappush(self.ends, (end, self.pushed, task, task.rate))
+
+
+def _ranks(operation: Operation) -> int:
+    return max(len(operation.process_group), 1)

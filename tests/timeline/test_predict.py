@@ -1,0 +1,185 @@
+"""What a timeline predicts: close to measurements, and never against the order that the program states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
+from measured_on_h200 import GATHER, PIPELINE, REDUCE, SCATTER
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.timeline.events import COMMUNICATION, COMPUTE, Timeline, length, union, without
+from hostweave.types.machine import H200
+
+Shape = tuple[int, int, int]
+EXAMPLES: dict[str, Fusion] = {
+    **all_fusions(4),
+    **more_fusions(4),
+    **one_sided_fusions(4),
+    **exchange_fusions(4),
+    **pipelines(4),
+}
+
+
+def product(ranks: int, result: tuple[str, str], is_gathered: bool = False, **stream: Any) -> Fusion:
+    """A product whose rows are gathered, or whose inner dim is sharded."""
+    x, w = (hw.bf16["M@x", "K"], hw.bf16["K", "N"]) if is_gathered else (hw.bf16["M", "K@x"], hw.bf16["K@x", "N"])
+
+    @hw.fusion(mesh=hw.Mesh(x=ranks), x=x, w=w)
+    def product(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        y = hw.matmul(x if stream or not is_gathered else hw.reshard(x, "M", "K"), w)
+        return y.stream("M", **stream) if stream else hw.reshard(y, *result)
+
+    return product
+
+
+def predicted(fusion: Fusion, sizes: dict[str, int], **options: Any) -> Timeline:
+    return hw.compile(fusion, options=hw.Options(machine=H200, check=False, sizes=sizes, **options)).predict(sizes).predicted
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "measured"), GATHER.items())
+def test_a_gather_and_a_product_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+    sizes = dict(zip("MKN", shape, strict=True))
+    found = predicted(product(8, ("M", "N"), is_gathered=True), sizes, overlap="off")
+    assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("shape", "measured"), SCATTER.items())
+def test_a_product_and_a_reduce_scatter_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+    rows, inner, columns = shape
+    found = predicted(product(8, ("M@x", "N")), {"M": rows, "K": 8 * inner, "N": columns}, overlap="off")
+    assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("shape", "measured"), REDUCE.items())
+def test_a_product_and_an_all_reduce_are_as_long_as_measured(shape: Shape, measured: float) -> None:
+    rows, inner, columns = shape
+    found = predicted(product(8, ("M", "N")), {"M": rows, "K": 8 * inner, "N": columns}, overlap="off")
+    assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("ranks", "measured"), PIPELINE.items())
+def test_a_pipeline_of_sends_is_as_long_as_measured(ranks: int, measured: float) -> None:
+    fusion = product(ranks, ("M", "N"), is_gathered=True, chunks=ranks, algorithm="p2p")
+    found = predicted(fusion, {"M": 8192, "K": 8192, "N": 7168})
+    assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("result", [("M@x", "N"), ("M", "N")])
+def test_what_was_chosen_takes_as_long_as_the_choice_says(ranks: int, result: tuple[str, str]) -> None:
+    """The cost model of choices knows one loop at a time, by a formula; the timeline plays all operations."""
+    sizes = {"M": 8192, "K": 3584 * ranks, "N": 8192}
+    made = hw.compile(product(ranks, result), options=hw.Options(machine=H200, check=False, sizes=sizes))
+    assert made.predict(sizes).predicted.micros == pytest.approx(made.choices[0].taken.micros, rel=0.05)
+
+
+# --- the order of the program -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nothing_starts_before_what_it_waits_for_has_ended(name: str) -> None:
+    found = hw.compile(EXAMPLES[name], options=hw.Options(check=False)).predict().predicted
+    events = found.events
+    for event in events:
+        assert 0 <= event.start <= event.end <= found.micros
+        assert all(events[earlier].end <= event.start + 1e-6 or event.kind == "waiting" for earlier in event.after)
+        assert all(events[other].start <= event.end for other in event.meets)
+    by_stream: dict[tuple[int, str], list[Any]] = {}
+    for event in events:
+        by_stream.setdefault((event.rank, event.stream), []).append(event)
+    for one_stream in by_stream.values():
+        assert all(one.end <= then.start + 1e-6 for one, then in pairwise(one_stream))
+    for total in found.totals:
+        assert total.busy + total.exposed + total.idle == pytest.approx(found.micros)
+        assert min(total.busy, total.exposed, total.idle + 1e-6, total.communication - total.exposed + 1e-6) >= 0
+    path = [events[number] for number in found.critical_path]
+    assert path[-1].end == found.micros
+    assert all(one.end <= then.end for one, then in pairwise(path))
+
+
+def test_all_bytes_that_are_sent_are_counted() -> None:
+    sizes = {"M": 1024, "K": 2048, "N": 512}
+    whole = 2 * 1024 * 2048
+    gathered = predicted(product(8, ("M", "N"), is_gathered=True), sizes, overlap="off")
+    assert {total.sent for total in gathered.totals} == {whole * 7 // 8}
+    swapped = predicted(product(8, ("M", "N"), is_gathered=True, chunks=8, algorithm="p2p"), sizes)
+    assert {total.sent for total in swapped.totals} == {whole * 7 // 8}
+    put = predicted(product(8, ("M", "N"), is_gathered=True, chunks=8, algorithm="put"), sizes)
+    assert {total.sent for total in put.totals} == {whole * 7 // 8}
+
+
+def test_communication_is_exposed_where_nothing_computes() -> None:
+    sizes = {"M": 8192, "K": 8192, "N": 7168}
+    alone = predicted(product(2, ("M", "N"), is_gathered=True), sizes, overlap="off").totals[0]
+    assert alone.exposed == alone.communication > 100
+    hidden = predicted(product(2, ("M", "N"), is_gathered=True, chunks=2, algorithm="put"), sizes).totals[0]
+    assert hidden.exposed < 0.1 * hidden.communication
+
+
+def test_products_beside_kernels_that_communicate_take_longer() -> None:
+    sizes = {"M": 8192, "K": 8192, "N": 7168}
+    found = predicted(product(8, ("M", "N"), is_gathered=True, chunks=8, algorithm="p2p"), sizes)
+    times = [event.micros for event in found.of_rank(0) if event.kind == COMPUTE]
+    assert times[0] > 1.5 * times[-1]  # nothing is sent beside the last one
+
+
+def test_names_are_the_users() -> None:
+    found = predicted(product(2, ("M", "N"), is_gathered=True), {"M": 64, "K": 64, "N": 64}, overlap="off")
+    assert [(event.name, event.kind) for event in found.of_rank(0)] == [("all_gather x_resharded", COMMUNICATION), ("matmul y", COMPUTE)]
+    assert all(event.source.startswith("test_predict.py:") for event in found.events)
+
+
+def test_spans() -> None:
+    assert without([(0, 10), (20, 30)], [(2, 3), (8, 22), (29, 40)]) == [(0, 2), (3, 8), (22, 29)]
+    assert length([(0, 2), (3, 8)]) == 7
+    assert union(()) == []
+
+
+# --- other machines and meshes ----------------------------------------------------------------------------------------
+
+
+def test_a_slower_machine_takes_longer() -> None:
+    made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False, machine=H200))
+    sizes = {"M": 4096, "K": 4096, "N": 4096}
+    slow = replace(H200, name="slow", flops=H200.flops / 2)
+    report = made.predict(sizes, machine=slow)
+    assert report.predicted.micros > 1.2 * made.predict(sizes).predicted.micros
+    assert "by the figures of slow" in str(report)
+
+
+def test_another_number_of_ranks() -> None:
+    made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False, machine=H200))
+    sizes = {"M": 4096, "K": 4096, "N": 4096}
+    assert made.predict(sizes, ranks=8).predicted.ranks == tuple(range(8))
+    assert made.predict(sizes, ranks={"x": 4}).predicted.mesh == "mesh(x=4)"
+    with pytest.raises(ProgramError, match="has no axis dp; its axes: x"):
+        made.predict(sizes, ranks={"dp": 4})
+
+
+def test_a_mesh_of_two_axes_is_told_by_name() -> None:
+    fusion = hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "N@tp"])(lambda x: -x)
+    made = hw.compile(fusion, options=hw.Options(check=False))
+    with pytest.raises(ProgramError, match=r"has 2 axes; give the size of each by name, as in ranks=\{'dp': 2, 'tp': 2\}"):
+        made.predict(ranks=8)
+    assert len(made.predict(ranks={"dp": 4}).predicted.ranks) == 8
+
+
+def test_sizes_that_the_program_does_not_have() -> None:
+    made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False))
+    with pytest.raises(ArgumentError, match="predict: no size named Q; the sizes of the program: M, K, N"):
+        made.predict({"Q": 8})
+
+
+def test_a_program_on_some_ranks_stays_on_its_mesh() -> None:
+    name, fusion = next(iter(pipelines(4).items()))
+    with pytest.raises(ProgramError, match=f"{name}: cannot be on mesh"):
+        hw.compile(fusion, options=hw.Options(check=False)).predict(ranks={fusion.mesh.axes[0][0]: 8})
