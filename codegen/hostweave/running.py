@@ -45,6 +45,10 @@ def _tell_once(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+class Family:
+    """The program and its variants: they share this object, and no variant keeps another one alive."""
+
+
 class Running:
     """What a program holds on devices, once for it and all programs that have inputs of it bound, and its variants.
 
@@ -52,7 +56,8 @@ class Running:
     by what they decide for one, so that all make it.
     """
 
-    def __init__(self, compiled: Compiled):
+    def __init__(self, compiled: Compiled, family: Family | None = None):
+        self._family = family or Family()
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
         self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
@@ -102,7 +107,7 @@ class Running:
         with self._lock:
             if self._without_loops is None:
                 made = self.compiled.in_sequence
-                self._without_loops = self if made is self.compiled else Running(made)
+                self._without_loops = self if made is self.compiled else Running(made, self._family)
             return self._without_loops
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
@@ -127,7 +132,7 @@ class Running:
             kept = self._at_sizes.setdefault(group if isinstance(group, Group) else self, {})
             if (found := kept.pop(key, None)) is None:
                 made = self._compiled_at(key)
-                found = Running(made) if made else self
+                found = Running(made, self._family) if made else self
             kept[key] = found
             if len(kept) > _KEPT:
                 freed = kept.pop(next(iter(kept)))
@@ -147,7 +152,7 @@ class Running:
         """The same by figures that say what ranks cannot reach."""
         with self._lock:
             if figures not in self.by_figures:
-                self.by_figures[figures] = Running(self.compiled.otherwise(ways={}, machine=figures))
+                self.by_figures[figures] = Running(self.compiled.otherwise(ways={}, machine=figures), self._family)
             return self.by_figures[figures]
 
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
@@ -163,7 +168,7 @@ class Running:
                 made = self.compiled.otherwise(windows=names)
                 known = (self, *self.in_windows.values())  # of which one may be for the same
                 same = (one for one in known if one.compiled.host.windows == made.host.windows)
-                self.in_windows[names] = next(same, None) or Running(made)
+                self.in_windows[names] = next(same, None) or Running(made, self._family)
             return self.in_windows[names] if names else self
 
     @property
@@ -264,7 +269,9 @@ class Running:
         with group.calling:
             if (local := group.programs.get(self)) is None:
                 on = stream_of_call(compiled.target, stream, arrays)
-                local = LocalProgram(compiled.host, compiled.target, partial(self._module, 1), compiled.options, group, on, self._lacks)
+                local = LocalProgram(
+                    compiled.host, compiled.target, partial(self._module, 1), compiled.options, group, on, self._lacks, self._family
+                )
                 with self._lock:
                     if self._closed:
                         local.close()

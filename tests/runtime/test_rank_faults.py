@@ -369,7 +369,8 @@ def test_processes_exchange_sizes_at_every_call_where_that_is_asked_for() -> Non
         assert dtype == (reason if number == 1 else f"ag_matmul: rank 1 cannot go on: {reason}")
 
 
-def test_processes_exchange_nothing_at_a_call_of_sizes_that_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by", "meetings"), [("memory", 3), ("store", 6)])
+def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meetings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered: list[int] = []
     gather = StoreMeeting.gather
 
@@ -378,13 +379,16 @@ def test_processes_exchange_nothing_at_a_call_of_sizes_that_they_know(monkeypatc
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreMeeting, "gather", counted)
+    if by == "store":  # as on two hosts
+        monkeypatch.setattr(hw.Group, "_made_board", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
         for w in (W, W, np.tile(W, (1, 2)), W, np.tile(W, (1, 2))):
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    assert len(gathered) == 4 * RANKS  # the program, the arrays of the first call, and two combinations of sizes
+    # The program, the arrays of the first call, and the memory of the board, or sizes each time that they change.
+    assert len(gathered) == meetings * RANKS
 
 
 def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,11 +22,13 @@ from hostweave.base.forks import renewed
 from hostweave.base.interrupts import interruptibly, within
 from hostweave.base.shortages import tells_shortages
 from hostweave.base.signatures import checked
+from hostweave.runtime.board import Board
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_own_devices, on_end
 from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, StoreMeeting, ThreadMeeting, disagreement
 from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
+from hostweave.runtime.sizes import LastSizes, other_call
 from hostweave.runtime.stores import Store, StoreClosed, TcpStore
 from hostweave.runtime.watchdog import Watch
 from hostweave.runtime.windows import Windows
@@ -34,7 +37,6 @@ from hostweave.types.tensor import DType
 
 if TYPE_CHECKING:
     from hostweave.runtime.local import LocalProgram
-    from hostweave.runtime.sizes import ComparedSizes
 
 T = TypeVar("T")
 
@@ -146,8 +148,12 @@ class Group:
         self._failure: str | None = None
         self._aborted = threading.Event()  # after it has failed
         self._calls = 0  # that this rank has made, as all of them do
+        self._board: tuple[Board | None] | None = None  # once it is made, if it can be
+        self._waits_on_board = False  # for ranks that have not come at once
+        self.compared_calls = 0  # those of programs whose sizes ranks compare
         self._numbers = count_from(0)
-        self._sizes: weakref.WeakValueDictionary[int, ComparedSizes] = weakref.WeakValueDictionary()  # by number
+        self.last_sizes: weakref.WeakKeyDictionary[object, LastSizes] = weakref.WeakKeyDictionary()  # by what variants of a program share
+        self._sizes: weakref.WeakValueDictionary[int, LastSizes] = weakref.WeakValueDictionary()  # by number
         self.closed = False
         self._lock = threading.RLock()
         self.calling = threading.RLock()  # held by the thread that makes a call as this rank; the others take turns
@@ -310,6 +316,55 @@ class Group:
             raise ExecutionError(f"{signature.program}: {difference}")
         return signatures
 
+    def same_on_board(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
+        """Returns whether all ranks give the same value, by memory of their host; None if they have none in common.
+
+        All ranks call it, and get the same answer. `announce` is called if a rank does not come at once. Raises ExecutionError if the group
+        fails, or a rank does not come within `call_timeout`: `waits_for` says what for.
+        """
+        deadline = time.monotonic() + self.call_timeout
+        try:
+            if self._board is None:
+                self._board = self._made_board()
+            if not (board := self._board[0]):
+                return None
+
+            def waits() -> None:
+                if not self._waits_on_board:
+                    self._waits_on_board = True
+                    announce()
+                late = time.monotonic() > deadline and timed_out(self.call_timeout, board.missing)
+                if reason := self.failure or late:
+                    raise ExecutionError(f"{reason.removesuffix(waits_for)}{waits_for}")
+
+            same = board.agree(value, waits)
+            self.meeting.number += 1
+            return same
+        except BaseException as error:
+            reason = str(error) if isinstance(error, ExecutionError) else f"rank {self.rank}: {reason_of(error)}"
+            self.fail(reason)
+            if isinstance(error, ExecutionError):
+                raise ExecutionError(f"{program}: {reason}") from None
+            raise
+        finally:
+            self._waits_on_board = False
+
+    def _made_board(self) -> tuple[Board | None]:
+        """The board of all ranks, or none if some rank cannot map it, as on another host. All ranks make it together."""
+        if self.hosts > 1 or not self._store:
+            return (None,)
+        board = None
+        with contextlib.suppress(OSError):
+            board = Board(self.rank, self.count) if self.rank == 0 else None
+        path = self._share_id("board", (board.path if board else "").encode() if self.rank == 0 else None).decode()
+        if self.rank and path:
+            with contextlib.suppress(OSError):
+                board = Board(self.rank, self.count, path)
+        all_have = all(record == "True" for record in self._gathered(str(board is not None), self.call_timeout))
+        if board:
+            board.forget_path()
+        return (board if all_have else None,)
+
     def _gathered(self, record: str, timeout: float) -> list[str]:
         """The records of all ranks. Raises TimeoutError where the store does not answer, which may itself take longer to notice."""
         gather = partial(self.meeting.gather, record, timeout)
@@ -427,28 +482,37 @@ class Group:
 
     def deserted(self) -> str | None:
         """The call that is never done, since a rank has left that has not made it, as a message, or None."""
-        if all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
+        call = self._calls + self._waits_on_board
+        if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
         for rank, calls in self.meeting.left().items():
-            if calls < self._calls:
-                return f"rank {rank} has left before call {self._calls}, in which rank {self.rank} waits for it"
+            if calls < call:
+                return f"rank {rank} has left before call {call}, in which rank {self.rank} waits for it"
         return None
 
-    def number(self, sizes: ComparedSizes) -> int:
+    def number(self, sizes: LastSizes) -> int:
         """Gives the sizes of a program a number, by which other ranks name them."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
+    def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
+        """Tells the watchdogs of the other ranks of the next meeting: for these sizes of a call, or for the first call of a program."""
+        self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
+
     def diverged(self) -> str | None:
-        """The sizes of a call that this rank has begun, and another rank compares, as a message, or None."""
+        """A message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
         if (announced := self.meeting.announced()) is None:
             return None
         meeting, text = announced
-        rank, number, call, given = json.loads(text)
+        rank, calls, number, call, given = json.loads(text)
+        if rank == self.rank:
+            return None
         sizes = self._sizes.get(number)
-        difference = sizes.differ_from(rank, call, given) if sizes and rank != self.rank else None
-        return difference if self.meeting.number < meeting else None  # read last: a rank compares before it begins the call
+        difference = sizes.differ_from(rank, call, given) if sizes else None
+        if difference is None and self.compared_calls > calls:
+            difference = other_call(rank, self.rank, calls + 1)
+        return difference if self.meeting.number < meeting else None  # read last: a rank meets the others before it begins the call
 
     def progress(self) -> str:
         """The number of calls that this rank has made and completed, for each program."""

@@ -16,7 +16,7 @@ from hostweave.base.forks import renewed
 from hostweave.build.cache import key_of
 from hostweave.host_ir.calls import dedupe_functions
 from hostweave.host_ir.ir import Communication, HostProgram
-from hostweave.host_ir.size_requirements import LoopsDoNotDivide, expect_divided
+from hostweave.host_ir.size_requirements import expect_divided
 from hostweave.host_ir.tree import walk
 from hostweave.options import Options
 from hostweave.runtime.algorithms import Measured
@@ -26,7 +26,7 @@ from hostweave.runtime.cpu import Schedule, schedule
 from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
-from hostweave.runtime.sizes import ComparedSizes, Sizes
+from hostweave.runtime.sizes import ComparedSizes, LastSizes, Sizes
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
@@ -51,9 +51,10 @@ class LocalProgram:
         group: Group,
         stream: int,
         lacks: str = "",
+        family: object = None,
     ):
-        """`module` builds and loads it where that is not done. Where a rank `lacks` calls of a library, for the reason given, no channel is
-        made, and all ranks have that reason as `out_of_reach`.
+        """`module` builds and loads it where that is not done. `family` is an object that the variants of a program share. Where a rank
+        `lacks` calls of a library, for the reason given, no channel is made, and all ranks have that reason as `out_of_reach`.
 
         Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
         CaptureError where the stream of the first call is being captured."""
@@ -83,6 +84,7 @@ class LocalProgram:
             return loaded, group.member(loaded, self._target)
 
         self._intent = replace(self._intent, bound=lacks)
+        group.announce()
         (self.module, self._member), signatures = self._agreed(on_this_rank, group.timeout)
         self._intent, lacking = replace(self._intent, bound=""), [one.bound for one in signatures if one.bound]
         graphs = self.module.Graphs
@@ -95,9 +97,12 @@ class LocalProgram:
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
         self._asks = True  # the other ranks for what they have measured, when plans are made next: at a time when all ranks make some
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
-        self._compared = (
-            ComparedSizes(host, group, self._intent, self._waits_for, partial(_sizes_of, host, self._arguments)) if compares else None
-        )
+        self._compared = None
+        if compares:
+            if (last := group.last_sizes.get(family)) is None:
+                last = group.last_sizes[family] = LastSizes(group)
+            sizes_of = partial(_sizes_of, host, self._arguments)
+            self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, last)
         # On the CPU target a call ends when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
@@ -172,14 +177,17 @@ class LocalProgram:
             taken, outputs, addresses = self._call(bound, arrays, out, stream, sizes)
             graph = self._agreed(make, self._group.call_timeout)[0] if self._meets else make()
 
+        shapes = _shapes_of(taken)
+
         def launch(stream: Any) -> None:
             with self._group.calling:
                 self._group.expect_working()
                 self._open()
                 handle = self._arguments.handle(stream, taken.library)
+                self._compare(taken, shapes)
                 if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
-                self._run(name, member, native.launch, graph, handle, self._schedule())
+                self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
 
         kept = bound, taken, arrays
         if out is None and taken.library and taken.library.gives_copies:
@@ -216,17 +224,21 @@ class LocalProgram:
         if common and common.is_due and not self.module.is_captured(taken.stream):
             self._decide_graphs(common, native, taken, addresses)
         where = taken.table.native, taken.addresses, addresses, taken.stream
+        self._begin(taken, self._host.name, member, native.run, *where, self._schedule(), self._graphs)
+        if common:
+            common.count()
+        return taken, outputs, addresses
+
+    def _begin(self, taken: Taken, *call: Any) -> None:
+        """Makes a call that all ranks make, whose sizes they have compared."""
         if self._compared:
             self._compared.begin(taken)
         try:
-            self._run(self._host.name, member, native.run, *where, self._schedule(), self._graphs)
+            self._run(*call)
         except CaptureError:
             if self._compared:
                 self._compared.take_back()
             raise
-        if common:
-            common.count()
-        return taken, outputs, addresses
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
         """Decides with the other ranks whether this call and those that follow are graphs; not where one of them cannot capture it."""
@@ -271,20 +283,27 @@ class LocalProgram:
             self._compared.is_first = False
         else:
             taken = take()
-        ready_for = taken.table.digest, taken.shapes, taken.sizes
-        if self._ready_for != ready_for:
-            if self._compared and self._compared.compare(taken):
-                self._asks = True
+        ready_for = _shapes_of(taken)
+        changed = self._ready_for != ready_for
+        if changed:  # before ranks compare: a variant without loops, which takes the call then, does so
+            self._expect_divided(taken)
+        self._compare(taken, ready_for)
+        if changed:
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(native, taken, self._arguments.global_shapes(taken))
-            except (CaptureError, LoopsDoNotDivide):  # nothing was done
+            except CaptureError:  # nothing was done
                 self._ready_for = before
                 raise
             self._ready_for = ready_for
         return taken
 
     # --- with the other ranks
+
+    def _compare(self, taken: Taken, shapes: object) -> None:
+        """Compares the sizes of a call with those of the other ranks, unless these shapes are the last call's."""
+        if self._compared and self._compared.compare(taken, shapes):
+            self._asks = True
 
     def _ready_together(self, take: Callable[[], Taken], native: Any) -> Taken:
         """Ranks tell each other what they have bound only when that has changed."""
@@ -304,7 +323,13 @@ class LocalProgram:
         if self._group.in_process:
             self._arguments.expect_apart(self._bound_spans, tuple(span for signature in signatures for span in signature.spans))
         if changed:
-            self._agreed(lambda: self._prepare(native, taken, self._arguments.global_shapes_of(shapes_of_all)), timeout)
+
+            def prepare() -> bool:
+                global_shapes = self._arguments.global_shapes_of(shapes_of_all)
+                self._expect_divided(taken, global_shapes)
+                return self._prepare(native, taken, global_shapes)
+
+            self._agreed(prepare, timeout)
             self._ready_for = ready_for
         return taken
 
@@ -341,9 +366,12 @@ class LocalProgram:
                 f"is on {group.hosts} hosts: compile for cuda, or start all ranks on one"
             )
 
+    def _expect_divided(self, taken: Taken, global_shapes: Sequence[Shape] | None = None) -> None:
+        global_shapes = global_shapes or self._arguments.global_shapes(taken)
+        expect_divided(self._host, global_shapes or _even_shapes(self._host, taken.all_shapes))
+
     def _prepare(self, native: Any, taken: Taken, global_shapes: Sequence[Shape] | None) -> bool:
         shapes = taken.all_shapes
-        expect_divided(self._host, global_shapes or _even_shapes(self._host, shapes))
         with native_calls, self._measuring():
             prepare = partial(native.prepare, shapes, global_shapes or [()] * len(shapes), taken.stream)
             self._outputs = self._group.waiting(prepare)
@@ -495,6 +523,10 @@ class Captured:
             self._last = by, by_turns
             self.launch(stream)
             return self._outputs()
+
+
+def _shapes_of(taken: Taken) -> object:
+    return taken.table.digest, taken.shapes, taken.sizes
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> Sizes:

@@ -1,4 +1,4 @@
-"""Sizes of calls, which ranks that are processes compare at the first call of each combination."""
+"""Sizes of calls, which ranks that are processes compare whenever they change."""
 
 from __future__ import annotations
 
@@ -26,52 +26,101 @@ class Sizes(NamedTuple):
     of_all: Sequence[Shape]  # of the global arrays, by what the rank knows
 
 
-class ComparedSizes:
-    """Combinations of sizes that all ranks have passed to a program.
+class LastSizes:
+    """The sizes of the last call of a program or of one of its variants, on one rank of a group.
 
-    Ranks whose sizes fit together know the same combinations, so that all of them compare, or none. A rank that compares announces it.
-    The watchdog of a rank that has begun that call without comparing finds the announcement, and fails the group.
+    Ranks compare sizes when a call has others than the call before it. Ranks whose sizes fit together change them at the same calls: all of
+    them compare, or none. A rank that compares announces it. The watchdog of a rank that has begun that call without comparing finds the
+    announcement, and fails the group.
     """
 
-    def __init__(self, host: HostProgram, group: Group, signature: CallSignature, waits_for: str, sizes_of: Callable[[Taken], Sizes]):
+    def __init__(self, group: Group):
+        self.number = group.number(self)  # the same on all ranks, which make the first call of a program together
+        self.calls = 0  # that this rank has begun
+        self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_KEPT)
+        self.passed: tuple[int, ...] | None = None  # by all ranks
+        self.variant: ComparedSizes | None = None  # the last that ran here
+        self.shapes: object = None  # of its last call
+
+    def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
+        """The difference between another rank's sizes of a call and this rank's, if this rank has begun it."""
+        back = self.calls - call
+        if back < 0 or back >= len(self.begun):
+            return None
+        variant, taken = self.begun[-1 - back]
+        return variant.difference(rank, sizes, taken)
+
+
+class ComparedSizes:
+    """The sizes that all ranks have passed to one variant of a program."""
+
+    def __init__(
+        self,
+        host: HostProgram,
+        group: Group,
+        signature: CallSignature,
+        waits_for: str,
+        sizes_of: Callable[[Taken], Sizes],
+        last: LastSizes,
+    ):
         self._host, self._group, self._signature, self._waits_for, self._sizes_of = host, group, signature, waits_for, sizes_of
         dims = {str(dim.size): (i, j) for i, p in enumerate(host.inputs) for j, dim in enumerate(p.type.dims) if not dim.size.is_int}
         self._named_dims = tuple(dims.items())  # a dim of each size that has a name
         self._known: set[tuple[int, ...]] = set()
-        self._calls = 0  # that this rank has begun
-        self._last: deque[Taken] = deque(maxlen=_KEPT)
-        self.number = group.number(self)  # the same on all ranks, which make the first call of a program together
+        self._last = last
+        self._variant = hash(tuple(signature.digest.encode()))  # the same on all ranks
         self.is_first = True  # no call was made or prepared yet
 
     def begin(self, taken: Taken) -> None:
         """Counts a call that this rank begins."""
-        self._last.append(taken)
-        self._calls += 1
+        self._last.begun.append((self, taken))
+        self._last.calls += 1
+        self._group.compared_calls += 1
 
     def take_back(self) -> None:
         """Discounts the last call, which was not made."""
-        self._last.pop()
-        self._calls -= 1
+        self._last.begun.pop()
+        self._last.calls -= 1
+        self._group.compared_calls -= 1
 
-    def compare(self, taken: Taken) -> bool:
-        """Compares the sizes of the next call with those of the other ranks, unless all have passed this combination before: then False.
+    def compare(self, taken: Taken, shapes: object) -> bool:
+        """Compares the sizes of the next call with those of the other ranks if they differ from the last call's.
 
-        Raises ArgumentError if another rank compares other sizes, ExecutionError if another rank has made the call without comparing.
+        Returns True if they are new. `shapes` decide the sizes. Raises ArgumentError if another rank compares other sizes, ExecutionError
+        if another rank has made the call without comparing.
         """
+        last = self._last
+        if last.variant is self and last.shapes == shapes:
+            return False
         own = self._sizes_of(taken)
         combination = self._combination(own.of_all)
-        if combination in self._known:
-            return False
-        group, call = self._group, self._calls + 1
+        passed = self._variant, *combination
+        if is_other := passed != last.passed:
+            self._compare(passed, own)
+        last.passed, last.variant, last.shapes = passed, self, shapes
+        is_new = is_other and combination not in self._known
+        self._known.add(combination)
+        return is_new
+
+    def _compare(self, passed: tuple[int, ...], own: Sizes) -> None:
+        group, number, call = self._group, self._last.number, self._last.calls + 1
         if reason := group.diverged():
             group.fail(reason)
             raise ExecutionError(f"{self._host.name}: {reason}")
-        group.meeting.announce(json.dumps((group.rank, self.number, call, own)))
-        given = {rank: _parsed(json.loads(record)) for rank, record in enumerate(self._gathered(call, json.dumps(own)))}
-        if difference := self._difference(given):
+
+        def announce() -> None:
+            group.announce(number, call, own)
+
+        if group.same_on_board(self._host.name, hash((number, call, *passed)), announce, self._waits_for):
+            return
+        announce()
+        records = [json.loads(record) for record in self._gathered(call, json.dumps((self._variant, own)))]
+        given = {rank: _parsed(sizes) for rank, (_, sizes) in enumerate(records)}
+        difference = self._difference(given)
+        if other := next((rank for rank, (variant, _) in enumerate(records) if variant != records[0][0]), None):
+            difference = difference or f"{other_call(other, 0, call)}, or arrays of group.empty for the same arguments"
+        if difference:
             raise ArgumentError(f"{self._host.name}: {difference}")
-        self._known.add(combination)
-        return True
 
     def compare_prepared(self, of_all: Sequence[Sequence[Shape]]) -> None:
         """Compares the sizes that calls are prepared for. All ranks then know them."""
@@ -85,20 +134,12 @@ class ComparedSizes:
         self._known.update(combinations)
         self.is_first = False
 
-    def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """The difference between another rank's sizes of a call and this rank's, if this rank has begun it."""
-        back = self._calls - call
-        if back < 0:
-            return None
-        own = self._group.rank
-        unknown = f"ranks {rank} and {own} pass other sizes to call {call} of {self._host.name}{self._waits_for}"
-        try:
-            return self._difference({rank: _parsed(sizes), own: self._sizes_of(self._last[-1 - back])}) or unknown
-        except IndexError:
-            return unknown
+    def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], taken: Taken) -> str | None:
+        """The difference between another rank's sizes of a call and those that this rank has taken for it, or None."""
+        return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(taken)})
 
     def _gathered(self, call: int, record: str) -> list[str]:
-        signature = CallSignature(self._host.name, self._signature.mesh, self._signature.digest, bound=record, call=call)
+        signature = CallSignature(self._host.name, self._signature.mesh, str(self._last.number), bound=record, call=call)
         return [one.bound for one in self._group.agree(signature, self._waits_for, self._group.call_timeout)]
 
     def _combination(self, of_all: Sequence[Shape]) -> tuple[int, ...]:
@@ -122,6 +163,11 @@ class ComparedSizes:
             uneven = ", and sizes= where ranks hold blocks of different sizes" if self._host.uneven else ""
             return f"{parameter.name}: {said}; pass blocks of one {parameter.type}{uneven}{self._waits_for}"
         return None
+
+
+def other_call(rank: int, than: int, call: int) -> str:
+    """Says that a rank makes another call than a second one."""
+    return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"
 
 
 def _parsed(sizes: Sequence[Sequence[Sequence[int]]]) -> Sizes:

@@ -1,0 +1,70 @@
+"""A board in the shared memory of one host, on which ranks that are processes compare a number in a few microseconds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+
+_BITS = 48  # of a number; those above them count the exchanges
+_WORD = 8  # bytes, which are written and read at once
+_SPINS = 200  # looks without a pause
+_LOOK = 0.05  # seconds between calls of `waits`, and at most between looks
+
+
+class Board:
+    """Two words for each rank, which it uses in turn: a rank writes its next but one when all have read its last."""
+
+    def __init__(self, rank: int, count: int, path: str = ""):
+        """Makes the memory, or maps that of another process by its path. Raises OSError if that is out of reach."""
+        self._rank, self._count, self._number = rank, count, 0
+        size = 2 * count * _WORD
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hostweave", os.MFD_CLOEXEC)
+        try:
+            if not path:
+                os.ftruncate(file, size)
+            self._words = memoryview(mmap.mmap(file, size)).cast("Q")
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        self.path = f"/proc/{os.getpid()}/fd/{file}"
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the present exchange."""
+        place = self._number % 2 * self._count
+        return [rank for rank in range(self._count) if self._words[place + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
+
+    def forget_path(self) -> None:
+        """Closes the file, when all ranks have mapped it."""
+        os.close(self._file)
+
+    def agree(self, value: int, waits: Callable[[], None]) -> bool:
+        """Returns whether all ranks give this value, the same on all. Calls `waits`, which may raise, every 50 ms until they have come."""
+        self._number += 1
+        count, place = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
+        own = count << _BITS | value & (1 << _BITS) - 1
+        self._words[place + self._rank] = own
+        same = True
+        for index in range(place, place + self._count):
+            same &= self._await(index, count, waits) == own
+        return same
+
+    def _await(self, index: int, count: int, waits: Callable[[], None]) -> int:
+        looks, pause, last = 0, 1e-5, 0.0
+        while (word := self._words[index]) >> _BITS != count:
+            looks += 1
+            if looks < _SPINS:
+                time.sleep(0)
+                continue
+            now = time.monotonic()
+            if not last:
+                last = now
+            elif now - last > _LOOK:
+                last = now
+                waits()
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+        return word
