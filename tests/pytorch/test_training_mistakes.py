@@ -115,11 +115,6 @@ def optimized(make: Callable[[list[nn.Parameter]], Any]) -> Any:
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], str]] = {
-    "another": (
-        lambda of: torch.optim.SGD(of, lr=0.1),
-        "optimizer: a step is compiled with torch.optim.AdamW, not SGD; pass one, or leave",
-    ),
-    "amsgrad": (lambda of: torch.optim.AdamW(of, amsgrad=True), "optimizer: parameter group 0 has amsgrad=True, which .*; leave it False"),
     "too few": (
         lambda of: torch.optim.AdamW(of[:1]),
         "optimizer: up.bias requires grad, and the optimizer does not have it; add it, or freeze",

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 tests/pytorch/train_process.py
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,24 +44,33 @@ def main() -> None:
     want = Loss().to(device)
     x = torch.randn(8, 16, device=device)
     mesh = init_device_mesh(device.type, (group.count,), mesh_dim_names=("tp",))
-    for whole in (False, True):
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    of_step: list[tuple[Any, dict[str, Any]]] = [
+        (adamw, {}),
+        (partial(torch.optim.Adafactor, lr=0.1), {"clip_grad_norm": 0.1, "accumulate": 2}),
+    ]
+    for make, options in ((adamw, None), *of_step):
         alone, module = copy.deepcopy(want), copy.deepcopy(want)
         parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         # One operator for all parameters, as torch takes on GPUs, is refused where some are DTensors and others are not.
-        optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, foreach=False) for one in (module, alone)]
-        options: dict[str, Any] = {"optimizer": optimizers[0]} if whole else {"training": True}
-        compiled = hostweave.torch.compile(module, mesh, {}, (x,), **options)
+        optimizers = [make(one.parameters(), foreach=False) for one in (module, alone)]
+        given: dict[str, Any] = {"training": True} if options is None else {"optimizer": optimizers[0], **options}
+        compiled = hostweave.torch.compile(module, mesh, {}, (x,), **given)
         for _ in range(5):
-            loss = alone(x)
-            optimizers[1].zero_grad()
-            loss.backward()
+            for _ in range(given.get("accumulate", 1)):
+                loss = alone(x)
+                loss.backward()
+                got = compiled(x)
+                torch.testing.assert_close(got.detach(), loss.detach(), rtol=1e-4, atol=1e-5)
+            if "clip_grad_norm" in given:
+                norm = nn.utils.clip_grad_norm_(alone.parameters(), given["clip_grad_norm"])
+                torch.testing.assert_close(compiled.grad_norm, norm, rtol=1e-4, atol=1e-6)
             optimizers[1].step()
-            got = compiled(x)
-            torch.testing.assert_close(got.detach(), loss.detach(), rtol=1e-4, atol=1e-5)
-            if not whole:
-                optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+            if options is None:
                 got.backward()
                 optimizers[0].step()
+                optimizers[0].zero_grad()
         for parameter, other in zip(module.parameters(), alone.parameters(), strict=True):
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             torch.testing.assert_close(full.detach(), other.detach(), rtol=1e-3, atol=1e-4)

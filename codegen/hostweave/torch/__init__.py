@@ -48,6 +48,8 @@ def compile(
     dynamic_shapes: Any = None,
     training: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
+    clip_grad_norm: float | None = None,
+    accumulate: int = 1,
 ) -> CompiledModule:
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
@@ -65,9 +67,11 @@ def compile(
     as layers do, become one function of the generated program. A parameter that is sharded by an axis that shards the first dim of an
     input is gathered for use, unless that axis is named tp. `target` is "cuda" where the parameters are there, else "cpu".
 
-    With `training` what is returned is a TrainingModule, whose results have gradients. With `optimizer`, a torch.optim.AdamW, it is a
-    TrainingStep: one program of forward and backward pass and the update of parameters in place, by the gradients of the one scalar
-    that the module returns.
+    With `training` what is returned is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program
+    of forward and backward pass and the step of the optimizer in place, by the gradients of the one scalar that the module returns. Any
+    torch.optim.Optimizer whose step is ATen ops on a parameter, its gradient and its state is recorded from its own code.
+    `clip_grad_norm` scales all gradients so that their norm is at most that, as torch.nn.utils.clip_grad_norm_ does. With `accumulate=N`
+    the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean.
 
     Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
     them), and a plan that does not fit the module.
@@ -87,6 +91,12 @@ def compile(
     placed = mesh_of(mesh)
     dims = {key: value.ndim for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
     training = training or optimizer is not None
+    if optimizer is None and (clip_grad_norm is not None or accumulate != 1):
+        raise ProgramError("hostweave.torch.compile: clip_grad_norm= and accumulate= are of a step; pass optimizer=, too")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is no number of calls; pass an int from 1 on")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is no norm; pass a number above 0")
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
     graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
@@ -107,6 +117,6 @@ def compile(
         wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))]
         joint = joint_of(graph, wanted, optimizer is not None)
         if optimizer is not None:
-            return TrainingStep(module, graph_of, joint, program_of, optimizer)
+            return TrainingStep(module, graph_of, joint, program_of, optimizer, clip_grad_norm, accumulate)
         return TrainingModule(module, graph_of, joint, program_of)
     return CompiledModule(module, graph_of, graph, Part(graph, module, program_of))

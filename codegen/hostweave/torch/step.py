@@ -1,40 +1,40 @@
-"""A whole step of training as one program: forward and backward pass, and AdamW in place."""
+"""A whole step of training as one program: forward and backward pass, and the step of an optimizer in place."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import product
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import full as full_dtensor
 from torch.export import ExportedProgram
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.names import unique_name
+from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.aten import cast
+from hostweave.torch.aten import cast, dtype_of
 from hostweave.torch.compiled import Part, not_traced, tensor_of
 from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
+from hostweave.torch.optimizer import GRADIENT, PARAMETER, Recorded
 from hostweave.torch.training import Compile, Differentiated
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Dim, TensorType
 
-_UNUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-_RATES = ("rate", "scale", "decay")  # numbers of a parameter group that change from step to step
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_WRITTEN = ("", *(f"_{key}" for key in _MOMENTS))  # ends of the names of what is updated
+_SUM = "sum"  # the end of the names of sums of gradients
+_IS_FIRST = "is_first"  # an input of the program that adds gradients: 1 where there are none before
 
 
 class _Updated(NamedTuple):
-    """A parameter that the step updates: its input of the program, its path in the module, and its parameter group."""
+    """A parameter that the step updates: its input of the program, its path in the module, and the step of the optimizer for it."""
 
     name: str
     path: str
     parameter: torch.Tensor
-    group: int
+    recorded: Recorded
 
     @property
     def layer(self) -> tuple[str, str]:
@@ -48,20 +48,60 @@ class _Updated(NamedTuple):
         """Its name within its layer."""
         return name_of(self.path.removeprefix(f"{'.'.join(self.layer)}.")) if self.layer[1] else self.name
 
+    @property
+    def entries(self) -> dict[str, str]:
+        """The end of the name of each value that the step reads, by what it is to the optimizer."""
+        return {PARAMETER: "", **{key: f"_{key}" for key in self.recorded.entries}}
+
+    @property
+    def written(self) -> list[str]:
+        """The ends of the names of what the step writes."""
+        results = self.recorded.step.results
+        return [end for key, end in self.entries.items() if results[key].source != key]
+
+    def type_of(self, key: str, stated: TensorType) -> TensorType:
+        """The type of one of `entries`: sharded as the parameter where it has its shape, else whole on each rank."""
+        if key == PARAMETER:
+            return stated
+        entry = self.recorded.entries[key]
+        dims = stated.dims if entry.shape == self.parameter.shape else tuple(map(Dim.of, entry.shape))
+        return TensorType(dtype_of(entry.dtype), dims)
+
 
 class TrainingStep(Differentiated):
     """A step of training, made by `hostweave.torch.compile` with `optimizer`: a call returns what the module does, and updates parameters.
 
-    Parameters, and the moments in `optimizer.state`, are updated in place, in the same program, `program`. Learning rates and weight decay
-    are read from the optimizer at each call. Otherwise it is a CompiledModule.
+    Parameters, and the tensors in `optimizer.state`, are updated in place, in the same program, `program`. Numbers that change from step to
+    step, such as learning rates, are computed by the code of the optimizer at each call. Otherwise it is a CompiledModule.
+
+    With `accumulate=N` the gradients of N calls are added, and the last of them updates. `grad_norm` is the norm of all gradients before
+    they were clipped, of the last update with `clip_grad_norm`.
     """
 
-    def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile, optimizer: torch.optim.Optimizer):
-        self._joint, self._optimizer, graph = joint, optimizer, joint.step_graph()
+    def __init__(
+        self,
+        module: nn.Module,
+        exported: ExportedProgram,
+        joint: Joint,
+        compile: Compile,
+        optimizer: torch.optim.Optimizer,
+        clip_grad_norm: float | None = None,
+        accumulate: int = 1,
+    ):
+        self._joint, self._optimizer, self._clip, self._accumulate, graph = joint, optimizer, clip_grad_norm, accumulate, joint.step_graph()
+        self.grad_norm: torch.Tensor | None = None
+        self._added, self._sums = 0, dict[str, torch.Tensor]()
         self._updated = _updated(module, joint, graph, optimizer)
+        self._kinds = self._alike_in_numbers()
+        self._numbers = self._names_of_numbers(graph)
         graph.update = self._update(graph)
-        self._options = self._options_now()
-        super().__init__(module, exported, joint, Part(graph, module, partial(compile, end="_step"), joint.numbers_of(graph)))
+        parts = [Part(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
+        if accumulate > 1:
+            graph = joint.step_graph()
+            graph.update = self._addition(graph)
+            parts.append(Part(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
+        super().__init__(module, exported, joint, *parts)
+        self._adding = parts[-1]
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,82 +114,168 @@ class TrainingStep(Differentiated):
                 raise ArgumentError(
                     f"{self._name}: {name} is whole on each rank, and the plan shards it; make it a DTensor, or train without optimizer="
                 )
-        self._expect_options()
-        part = self._part
-        results = part({**part.taken(given), **self._written(), **self._rates()}, group)[: len(self._joint.results)]
-        for one in self._updated:  # which torch does not see written
-            increment_version(one.parameter)
-            self._optimizer.state[one.parameter]["step"] += 1
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
+        self._expect_parameters()
+        results = (self._add if self._added + 1 < self._accumulate else self._step)(given, group)
         return self._returned({**passed, **dict(zip(self._joint.results, results, strict=True))})
 
-    def _options_now(self) -> list[dict[str, Any]]:
-        """What the program is compiled for, of each parameter group."""
-        return [{key: group.get(key) for key in ("betas", "eps", *_UNUSED)} for group in self._optimizer.param_groups]
+    def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
+        """The results of the module; updates parameters and state."""
+        part = self._part
+        numbers, hosts = self._next()
+        made = part({**part.taken(given), **self._entries(), **self._sums_now(), **numbers}, group)
+        for one, host in zip(self._updated, hosts, strict=True):
+            increment_version(one.parameter)  # which torch does not see written
+            state = self._optimizer.state[one.parameter]
+            for key, value in host.items():
+                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                else:
+                    state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            if list(state) != one.recorded.order:
+                self._optimizer.state[one.parameter] = {key: state[key] for key in one.recorded.order}
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
+        self._added = 0
+        count = len(self._joint.results)
+        if self._clip is not None:
+            self.grad_norm = made[count]
+        return made[:count]
 
-    def _expect_options(self) -> None:
-        for number, (now, then) in enumerate(zip(self._options_now(), self._options, strict=False)):  # a group that is added has others
-            for key in (key for key in then if now[key] != then[key]):
-                why = f"{key} of parameter group {number} is {now[key]}, and was {then[key]} at compile"
-                remedy = ", and with OneCycleLR pass cycle_momentum=False" if key == "betas" else ""
-                raise ArgumentError(f"{self._name}: {why}; compile it again{remedy}")
+    def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
+        """The results of the module; adds the gradients to the sums."""
+        is_first = torch.tensor(float(self._added == 0)).to(self._device)
+        made = self._adding({**self._adding.taken(given), **self._sums_now(), _IS_FIRST: is_first}, group)
+        self._added += 1
+        return made[: len(self._joint.results)]
+
+    # --- what a call passes -------------------------------------------------------------------------------------------
+
+    def _expect_parameters(self) -> None:
         held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
         if gone := next((one.path for one in self._updated if id(one.parameter) not in held), None):
             raise ArgumentError(f"{self._name}: the optimizer no longer has {gone}, and had it at compile; compile it again")
 
-    def _written(self) -> dict[str, torch.Tensor]:
-        """The parameters and moments, as this rank has them."""
+    def _next(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The numbers that the program takes, and for each parameter the state of the host after the step."""
+        numbers: dict[str, torch.Tensor] = {}
+        hosts: dict[int, dict[str, Any]] = {}
+        for kind, members in enumerate(self._kinds):
+            recorded = members[0].recorded
+            before = [self._host_of(one) for one in members]
+            if odd := next((one for one, host in zip(members, before, strict=True) if host != before[0]), None):
+                why = f"{odd.path} is at another step than {members[0].path}: {self._host_of(odd)} and {before[0]}"
+                raise ArgumentError(f"{self._name}: optimizer.state: {why}; give both the same state, or parameter groups of their own")
+            step = recorded.next(self._name, before[0])
+            hosts.update({id(one.parameter): step.host for one in members})
+            names = self._numbers[kind]
+            dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
+            given = torch.tensor([step.numbers[at] for at in names], dtype=dtype).to(self._device)
+            numbers.update({name: given[place] for place, name in enumerate(names.values())})
+        return numbers, [hosts[id(one.parameter)] for one in self._updated]
+
+    def _host_of(self, one: _Updated) -> dict[str, Any] | None:
+        """The entries of a parameter's state that the program does not have, as numbers; None before the first step."""
+        state, entries = self._optimizer.state.get(one.parameter, {}), one.recorded.entries
+        host = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items() if key not in entries}
+        return host if host or state.keys() == {*one.recorded.order} else None
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        """The parameters and the tensors of their state, as this rank has them."""
         found: dict[str, torch.Tensor] = {}
         for one in self._updated:
             state = self._optimizer.state[one.parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state.update({key: torch.zeros_like(one.parameter) for key in _MOMENTS})
-            for name, tensor in ((one.name, one.parameter), *((f"{one.name}_{key}", state[key]) for key in _MOMENTS)):
-                own: Any = tensor.detach()
-                found[name] = own.to_local() if isinstance(own, DTensor) else own
+            for key, entry in one.recorded.entries.items():
+                if key not in state:
+                    state[key] = _filled(one.parameter, entry, one.recorded.initial[key])
+            found |= {f"{one.name}{end}": _local(state[key] if end else one.parameter) for key, end in one.entries.items()}
         return found
 
-    def _rates(self) -> dict[str, torch.Tensor]:
-        """What depends on the number of the step, and on the learning rates of now."""
-        rates: dict[str, torch.Tensor] = {}
-        for number in {one.group for one in self._updated}:
-            options = self._optimizer.param_groups[number]
-            one = next(one for one in self._updated if one.group == number)
-            step, lr, (first, second) = float(self._optimizer.state[one.parameter]["step"]) + 1, float(options["lr"]), options["betas"]
-            numbers = lr / (1 - first**step), (1 - second**step) ** -0.5, 1 - lr * options["weight_decay"]
-            given = torch.tensor(numbers, dtype=torch.float32).to(self._device)
-            rates.update({f"{key}_{number}": given[place] for place, key in enumerate(_RATES)})
-        return rates
+    def _sums_now(self) -> dict[str, torch.Tensor]:
+        """The sums of gradients, as this rank has them."""
+        if self._accumulate > 1 and not self._sums:
+            self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(_local(one.parameter)) for one in self._updated}
+        return self._sums
+
+    # --- the programs -------------------------------------------------------------------------------------------------
+
+    def _alike_in_numbers(self) -> list[list[_Updated]]:
+        """The parameters, by those whose steps have the same numbers; the first one of each is the smallest."""
+        alike: dict[object, list[_Updated]] = {}
+        for one in self._updated:
+            alike.setdefault(one.recorded.words, []).append(one)
+        return [sorted(members, key=lambda one: one.recorded.size) for members in alike.values()]
+
+    def _names_of_numbers(self, graph: Graph) -> list[dict[int, str]]:
+        """For each kind of parameters, the input of the program that is a number of the step, by its place."""
+        taken = dict.fromkeys(graph.input_types, "")
+        found: list[dict[int, str]] = []
+        for members in self._kinds:
+            recorded = members[0].recorded
+            found.append({})
+            for at in recorded.changing:
+                found[-1][at] = unique_name(recorded.step.roles[at], taken)
+                taken[found[-1][at]] = ""
+        return found
+
+    @cached_property
+    def _kind_of(self) -> dict[str, int]:
+        return {one.name: kind for kind, members in enumerate(self._kinds) for one in members}
 
     def _update(self, graph: Graph) -> Update:
-        """The inputs and results of AdamW (Loshchilov and Hutter, 2019) for the gradients of the graph."""
-        results = sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
-        donated = {f"{one.name}{end}": number for number, (one, end) in enumerate(product(self._updated, _WRITTEN), results)}
-        updated = {one.name for one in self._updated}
+        """The inputs and results of the optimizer's step for the gradients of the graph."""
+        of_name = {one.name: one for one in self._updated}
         types: dict[str, TensorType] = {}
-        for name, of in graph.input_types.items():  # moments beside their parameter, so that those of a layer are beside each other
-            types |= {f"{name}{end}": of for end in (_WRITTEN if name in updated else ("",))}
-        types |= {f"{key}_{number}": hw.f32[()] for number in {one.group for one in self._updated} for key in _RATES}
-        return Update(types, donated, len(self._updated), self._compute)
+        for name, stated in graph.input_types.items():  # state beside its parameter, so that what a layer has is together
+            types[name] = stated
+            if one := of_name.get(name):
+                types |= {f"{name}{end}": one.type_of(key, stated) for key, end in one.entries.items()}
+                types |= {f"{name}_{_SUM}": stated} if self._accumulate > 1 else {}
+        for members, names in zip(self._kinds, self._numbers, strict=True):
+            dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
+            types |= {name: dtype_of(dtype)[()] for name in names.values()}
+        written = [f"{one.name}{end}" for one in self._updated for end in one.written]
+        first = self._count_of_results(graph) + (self._clip is not None)
+        return Update(types, {name: number for number, name in enumerate(written, first)}, len(self._updated), self._compute)
+
+    def _addition(self, graph: Graph) -> Update:
+        """The inputs and results of a sum of gradients."""
+        own = {f"{one.name}_{_SUM}": graph.input_types[one.name] for one in self._updated}
+        donated = {name: number for number, name in enumerate(own, self._count_of_results(graph))}
+
+        def add(inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
+            is_first = inputs[_IS_FIRST] > 0
+            return [gradient + hw.where(is_first, 0, inputs[name]) for name, gradient in zip(own, gradients, strict=True)]
+
+        return Update({**graph.input_types, **own, _IS_FIRST: hw.f32[()]}, donated, len(self._updated), add)
+
+    def _count_of_results(self, graph: Graph) -> int:
+        return sum(node not in graph.constants for node in graph.outputs[: len(self._joint.results)])
 
     def _compute(self, inputs: Mapping[str, hw.Tensor], gradients: Sequence[hw.Tensor]) -> list[hw.Tensor]:
-        """New parameters and moments. Layers that have the same parameters are updated by calls of one function."""
-        tensors = {**inputs, **{f"{one.name}_gradient": gradient for one, gradient in zip(self._updated, gradients, strict=True)}}
-        found: dict[str, list[hw.Tensor]] = {}
+        """New parameters and state. Layers that have the same parameters are updated by calls of one function."""
+        if self._accumulate > 1:
+            gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updated, gradients, strict=True)]
+        norm: list[hw.Tensor] = []
+        if self._clip is not None:
+            wide = [cast(g, torch.float32) if g.dtype != hw.f64 else g for g in gradients]
+            norm = [hw.sqrt(sum((hw.sum(g * g) for g in wide[1:]), hw.sum(wide[0] * wide[0])))]
+            scale = hw.minimum(self._clip / (norm[0] + 1e-6), 1.0)  # as torch.nn.utils.clip_grad_norm_
+            gradients = [hw.astype(one * scale, g.dtype) for one, g in zip(wide, gradients, strict=True)]
+        tensors = {**inputs, **{f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self._updated, gradients, strict=True)}}
+        found: dict[str, hw.Tensor] = {}
         names: dict[str, None] = {}
         for layers in self._alike(tensors):
             function = self._update_of(layers[0])
             if len(layers) > 1:
-                function.__name__ = unique_name(f"adamw_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
+                word = type(self._optimizer).__name__.lower()
+                function.__name__ = unique_name(f"{word}_{name_of(layers[0][0].layer[0]).removesuffix('s')}", names)
                 names[function.__name__] = None
-                types = {own: tensors[name].type for own, name in _given(layers[0]).items()}
-                donated = [f"{one.own}{end}" for one in layers[0] for end in _WRITTEN]
+                types = {own: tensors[name].type for own, name in self._names_in(layers[0]).items()}
+                donated = [f"{one.own}{end}" for one in layers[0] for end in one.written]
                 function = hw.block(donate={own: number for number, own in enumerate(donated)}, **types)(function)
             for layer in layers:
-                made = iter(function(**{own: tensors[name] for own, name in _given(layer).items()}))
-                found.update({one.name: [next(made) for _ in _WRITTEN] for one in layer})
-        return [tensor for one in self._updated for tensor in found[one.name]]
+                made = iter(function(**{own: tensors[name] for own, name in self._names_in(layer).items()}))
+                found |= {f"{one.name}{end}": next(made) for one in layer for end in one.written}
+        return norm + [found[f"{one.name}{end}"] for one in self._updated for end in one.written]
 
     def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[_Updated]]]:
         """What is updated, by layers, together with those that are updated in the same way."""
@@ -158,44 +284,60 @@ class TrainingStep(Differentiated):
             layers.setdefault(one.layer, []).append(one)
         alike: dict[object, list[list[_Updated]]] = {}
         for (of, _), layer in layers.items():
-            alike.setdefault((of, *((one.own, one.group, str(tensors[one.name].type)) for one in layer)), []).append(layer)
+            alike.setdefault((of, *((one.own, self._kind_of[one.name], str(tensors[one.name].type)) for one in layer)), []).append(layer)
         return alike.values()
 
+    def _names_in(self, layer: Sequence[_Updated]) -> dict[str, str]:
+        """What the update of a layer takes: names of its own, and those of the program."""
+        given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
+        return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
+
     def _update_of(self, layer: Sequence[_Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
-        """A function of what `_given` names."""
+        """A function of what `_names_in` has. It computes in 32 bits, or in the 64 of what has 64."""
 
         def update(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
             made: list[hw.Tensor] = []
             for one in layer:
-                options = self._optimizer.param_groups[one.group]
-                (first, second), dtype = options["betas"], one.parameter.dtype
-                wide = torch.promote_types(dtype, torch.float32)
-                w, m, v, g = (cast(given[f"{one.own}{end}"], wide) for end in (*_WRITTEN, "_gradient"))
-                rate, scale, decay = (cast(given[f"{key}_{one.group}"], wide) for key in _RATES)
-                m, v = first * m + (1 - first) * g, second * v + (1 - second) * (g * g)
-                w = w * decay - rate * m / (hw.sqrt(v) * scale + options["eps"])
-                made += [cast(x, dtype) for x in (w, m, v)]
+                ends = {**one.entries, GRADIENT: f"_{GRADIENT}"}
+                dtypes = {PARAMETER: one.parameter.dtype, **{key: entry.dtype for key, entry in one.recorded.entries.items()}}
+                values = {key: given[f"{one.own}{end}"] for key, end in ends.items()}
+                wide = {
+                    key: cast(value, torch.promote_types(dtypes.get(key, one.parameter.dtype), torch.float32))
+                    for key, value in values.items()
+                }
+                numbers = {at: given[name] for at, name in self._numbers[self._kind_of[one.name]].items()}
+                results = one.recorded.step.compute(wide, numbers)
+                made += [cast(results[key], dtypes[key]) for key, end in one.entries.items() if end in one.written]
             return tuple(made)
 
         return update
 
 
-def _given(layer: Sequence[_Updated]) -> dict[str, str]:
-    """What the update of a layer takes: names of its own, and those of the program."""
-    given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*_WRITTEN, "_gradient")}
-    return given | {f"{key}_{one.group}": f"{key}_{one.group}" for one in layer for key in _RATES}
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor of this rank."""
+    own: Any = tensor.detach()
+    return own.to_local() if isinstance(own, DTensor) else own
+
+
+def _filled(parameter: torch.Tensor, entry: torch.Tensor, value: float) -> torch.Tensor:
+    """An entry of the state before the first step."""
+    if entry.shape == parameter.shape:
+        return torch.full_like(parameter.detach(), value, dtype=entry.dtype)
+    if isinstance(parameter, DTensor):
+        whole = [Replicate() for _ in parameter.placements]
+        return full_dtensor(tuple(entry.shape), value, dtype=entry.dtype, device_mesh=parameter.device_mesh, placements=whole)
+    return torch.full(tuple(entry.shape), value, dtype=entry.dtype, device=parameter.device)
 
 
 def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.optim.Optimizer) -> list[_Updated]:
     """The parameters with gradients, in the order of these. Raises ProgramError for an optimizer that does not fit."""
-    if type(optimizer) is not torch.optim.AdamW:
-        why = f"a step is compiled with torch.optim.AdamW, not {type(optimizer).__name__}"
-        raise ProgramError(f"optimizer: {why}; pass one, or leave optimizer= out and call backward() and step()")
-    for number, group in enumerate(optimizer.param_groups):
-        if used := [key for key in _UNUSED if group.get(key)]:
-            raise ProgramError(f"optimizer: parameter group {number} has {used[0]}=True, which a step does not compute; leave it False")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ProgramError(f"optimizer: {optimizer!r} is no torch.optim.Optimizer; pass one that has the parameters of the module")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ProgramError("optimizer: it has hooks of its step, which a program does not call; remove them, or leave optimizer= out")
     group_of = {one: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     names = {of: name for name, of in graph.parameters.items()}
+    recorded: dict[object, Recorded] = {}
     found = []
     for node, origin in zip(graph.returned[len(joint.results) :], joint.origins, strict=True):
         if node is None:
@@ -207,5 +349,9 @@ def _updated(module: nn.Module, joint: Joint, graph: Graph, optimizer: torch.opt
             raise ProgramError(
                 f"optimizer: the gradient of {origin.name} is the same whatever the module takes; freeze it, or leave optimizer= out"
             )
-        found.append(_Updated(names[origin.name], origin.name, tensor, group_of[tensor]))
+        state = optimizer.state.get(tensor, {})
+        alike = group_of[tensor], tuple(tensor.shape), tensor.dtype, bool(state)
+        if alike not in recorded:
+            recorded[alike] = Recorded(optimizer, *alike[:3], state)
+        found.append(_Updated(names[origin.name], origin.name, tensor, recorded[alike]))
     return found

@@ -85,6 +85,26 @@ _binary("fmin", lambda a, b: hw.where(a != a, b, hw.where(b != b, a, hw.minimum(
 _binary("rsub", lambda a, b: b - a)
 
 
+def _scaled(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`x + value * function(a, b)`"""
+
+    def entry(result: Result, x: Any, a: Any, b: Any, value: Any = 1) -> Any:
+        x, a, b, value = (cast(one, result.dtype) for one in (x, a, b, value))
+        return x + (function(a, b) if isinstance(value, Number) and value == 1 else value * function(a, b))
+
+    return entry
+
+
+TABLE |= {
+    "addcmul.default": _scaled(operator.mul),
+    "addcdiv.default": _scaled(operator.truediv),
+    **dict.fromkeys(
+        ("lerp.Scalar", "lerp.Tensor"),
+        lambda result, a, b, weight: cast(a, result.dtype) + cast(weight, result.dtype) * (cast(b, result.dtype) - cast(a, result.dtype)),
+    ),
+}
+
+
 def _pow(a: Any, b: Any) -> Any:
     """Uses other functions if torch has them, since they differ for -inf: its square root is NaN."""
     exponent = b if not isinstance(b, float) else int(b) if b.is_integer() else b

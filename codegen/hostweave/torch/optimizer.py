@@ -1,0 +1,490 @@
+"""The step of a torch optimizer, recorded from its own code: ATen ops on one parameter, its gradient and its state.
+
+The code runs on tensors of the device "meta", which have no memory. Values of the host, such as the number of the step, are computed for
+real, and enter the ops as numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hostweave as hw
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.torch.aten import TABLE, cast, computed
+from hostweave.torch.graph import shape_of
+
+PARAMETER, GRADIENT = "parameter", "gradient"  # the values that the step of each optimizer reads
+_OFF = ("foreach", "fused")  # how an optimizer computes, not what
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that change from step to step; of others the values are compiled in
+_FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1, "full": None, "full_like": None}
+
+
+@dataclass(frozen=True)
+class Read:
+    """An operand: the parameter, the gradient or an entry of the state, by name; or a result of an op, by its number."""
+
+    source: str | int
+    result: int = 0
+
+
+@dataclass(frozen=True)
+class Number:
+    """An operand that is a number, by its place among those of the step."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """An ATen op without side effects. `made` has the dtypes and shapes of its results."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    made: Any
+
+    @property
+    def words(self) -> tuple[object, ...]:
+        """What the same op of another step has, too."""
+        return self.name, str(self.args), str(dict(self.kwargs)), str([one.dtype for one in pytree.tree_leaves(self.made)])
+
+
+@dataclass
+class Step:
+    """One step of an optimizer for one parameter. `results` says which value the parameter and each entry of the state become."""
+
+    ops: list[Op]
+    numbers: list[float]
+    roles: list[str]  # what each number is to its op: "mul", "addcdiv_value"
+    results: dict[str, Read]
+    filled: dict[str, float]  # entries of the state that this step makes, and the value that they are filled with
+    host: dict[str, Any]  # entries of the state that are no tensors of the program, after the step
+
+    @property
+    def words(self) -> tuple[object, ...]:
+        return tuple(op.words for op in self.ops), tuple(self.roles), str(self.results)
+
+    def compute(self, values: Mapping[str, hw.Tensor], numbers: Mapping[int, hw.Tensor]) -> dict[str, hw.Tensor]:
+        """The new parameter and state, of the values by name. `numbers` are those that the program takes; the others are as recorded."""
+        made: list[Any] = []
+        anything = values[PARAMETER]
+
+        def operand(one: Any) -> Any:
+            if isinstance(one, Number):
+                return numbers.get(one.at, self.numbers[one.at])
+            return self._value(one, values, made) if isinstance(one, Read) else one
+
+        for op in self.ops:
+            args, kwargs = pytree.tree_map(operand, (list(op.args), dict(op.kwargs)), is_leaf=lambda one: isinstance(one, Read | Number))
+            if isinstance(kwargs.get("alpha"), hw.Tensor):  # entries take a number
+                args[1] = cast(args[1], op.made.dtype) * cast(kwargs.pop("alpha"), op.made.dtype)
+            made.append(computed(op.name, SimpleNamespace(meta={"val": op.made}), args, kwargs, shape_of, anything))  # type: ignore[arg-type]
+        return {name: self._value(read, values, made) for name, read in self.results.items()}
+
+    @staticmethod
+    def _value(read: Read, values: Mapping[str, hw.Tensor], made: Sequence[Any]) -> Any:
+        if isinstance(read.source, str):
+            return values[read.source]
+        return made[read.source][read.result] if isinstance(made[read.source], tuple) else made[read.source]
+
+
+class Shadow:
+    """A parameter of an optimizer's group without memory, and its state, on which steps are recorded."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype):
+        self._optimizer, self._group = optimizer, group
+        self._parameter = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        self._gradient = self._parameter.grad = torch.empty_like(self._parameter)
+        self.state: dict[str, Any] = {}
+
+    def step(self, options: Mapping[str, Any] | None = None) -> Step:
+        """Records a step of the group's options, or of these; the state is what it was, and becomes what the step leaves.
+
+        Raises ProgramError where the code does what has no program.
+        """
+        recorder = _Recorder({PARAMETER: self._parameter, GRADIENT: self._gradient, **self.tensors})
+        group = options or self._optimizer.param_groups[self._group]
+        shadow = _alone(self._optimizer, group, self._parameter, self.state)
+        name = type(self._optimizer).__name__
+        try:
+            with _lazy_numbers(type(self._optimizer)), recorder:
+                type(self._optimizer).step(shadow)
+        except ProgramError as error:
+            raise ProgramError(f"optimizer: the step of {name} {error}; {_REMEDY}") from error
+        except Exception as error:
+            raise ProgramError(f"optimizer: the step of {name} is not recorded: {type(error).__name__}: {error}; {_REMEDY}") from error
+        self.state = dict(shadow.state[self._parameter])
+        if odd := [key for key, value in self.state.items() if isinstance(value, list | dict | tuple)]:
+            raise ProgramError(f"optimizer: the state of {name} has {odd[0]}, which is no tensor and no number; {_REMEDY}")
+        host = {key: value for key, value in self.state.items() if key not in self.tensors}
+        return recorder.recorded({PARAMETER: self._parameter, **self.tensors}, host)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The entries of the state that a program has."""
+        return {key: value for key, value in self.state.items() if isinstance(value, torch.Tensor) and value.is_meta}
+
+
+_REMEDY = "leave optimizer= out, and call backward() and step()"
+
+
+def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
+    """The same optimizer with one parameter and without its hooks."""
+    shadow = copy(optimizer)
+    shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
+    shadow.state = defaultdict(dict, {parameter: dict(state)} if state else {})
+    shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return shadow
+
+
+def starts_from_zero(optimizer: torch.optim.Optimizer, group: int, dims: int, keys: Sequence[str]) -> bool:
+    """True if the first step, which makes these entries of the state, is the same as if they had been zeros."""
+    start, *gradients = torch.randn((3, *range(2, 2 + dims)), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for zeros in (False, True):
+        parameter = nn.Parameter(start.clone())
+        made = _alone(optimizer, optimizer.param_groups[group], parameter, {key: torch.zeros_like(start) for key in keys} if zeros else {})
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            try:
+                type(optimizer).step(made)
+            except Exception:  # of an entry that it expects beside these
+                return False
+        ends.append([parameter.detach(), *(made.state[parameter][key] for key in keys)])
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-12) for one, other in zip(*ends, strict=True))
+
+
+# --- recording --------------------------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down the ops on tensors of the device "meta", each as one that writes to none of its operands."""
+
+    def __init__(self, given: Mapping[str, torch.Tensor]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops: list[Op] = []
+        self._numbers: list[float] = []
+        self._roles: list[str] = []
+        self._values: dict[int, dict[object, Read]] = {}  # of each storage, by how a tensor lies in it
+        self._first: dict[int, Read] = {}  # value of each storage
+        self._held: list[torch.Tensor] = []  # so that no other has its storage
+        for name, tensor in given.items():
+            self._put(tensor, Read(name))
+
+    def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> Step:
+        """What was recorded. State that was made by filling is as if it had been there, filled."""
+        filled: dict[str, float] = {}
+        replaced: dict[Read, Read] = {}
+        for name, tensor in kept.items():
+            first = self._first[_storage(tensor)]
+            if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
+                filled[name], replaced[first] = value, Read(name)
+        stay = [number for number in range(len(self._ops)) if Read(number) not in replaced]
+        replaced |= {Read(old, result): Read(new, result) for new, old in enumerate(stay) for result in range(4)}
+        ops, numbers, roles = list[Op](), list[float](), list[str]()
+
+        def renumbered(one: Any) -> Any:
+            if isinstance(one, Number):
+                numbers.append(self._numbers[one.at])
+                roles.append(self._roles[one.at])
+                return Number(len(numbers) - 1)
+            return replaced.get(one, one) if isinstance(one, Read) else one
+
+        for op in (self._ops[number] for number in stay):
+            args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, Read | Number))
+            ops.append(Op(op.name, args, kwargs, op.made))
+        results = {name: replaced.get(read, read) for name, read in ((name, self._get(tensor)) for name, tensor in kept.items())}
+        return Step(ops, numbers, roles, results, filled, host)
+
+    def _fill(self, op: Op) -> float | None:
+        word = op.name.partition(".")[0]
+        value = _FILLS.get(word)
+        given = [self._numbers[one.at] for one in op.args if isinstance(one, Number)]
+        return value if value is not None else given[0] if word in _FILLS and given else None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        leaves = [one for one in pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
+        if not any(one.is_meta for one in leaves):
+            return made
+        base, overload = func._schema.name.split("::")[-1], func._overloadname or "default"
+        names = [argument.name for argument in func._schema.arguments]
+        passed = dict(zip(names, args, strict=False)) | kwargs
+        written = [
+            passed[argument.name]
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and passed.get(argument.name) is not None
+        ]
+        if len(written) > 1 or any(isinstance(one, list) for one in written):
+            raise ProgramError(f"calls {func}, which writes several tensors")
+        target = written[0] if written else None
+        if base == "detach" or (base == "alias" and target is None):
+            return made
+        plain = _plain(func, base, overload, passed, target)
+        if isinstance(plain, torch.Tensor):  # a copy of the whole
+            self._put(target, self._get(plain), anew=True)
+            return made
+        name, args, kwargs = plain
+        if name in TABLE:
+            arguments = _schema(name) or func._schema.arguments
+            types_of = {argument.name: str(argument.type) for argument in arguments}
+            order = [argument.name for argument in arguments]
+            written_args = tuple(self._operand(base, key, types_of.get(key, ""), one) for key, one in zip(order, args, strict=False))
+            written_kwargs = {key: self._operand(base, key, types_of.get(key, ""), one) for key, one in kwargs.items()}
+            shapes = made if target is None else target.detach()
+            self._ops.append(Op(name, written_args, written_kwargs, shapes))
+            results = [shapes] if isinstance(shapes, torch.Tensor) else list(shapes)
+            reads = [Read(len(self._ops) - 1, number) for number in range(len(results))]
+        else:
+            apart = torch._decomp.decomposition_table.get(_overload(name))
+            if apart is None:
+                raise ProgramError(f"calls aten.{name}, which is not supported")
+            with self:
+                parts = apart(*args, **kwargs)
+            results = [parts] if isinstance(parts, torch.Tensor) else list(parts)
+            reads = [self._get(one) for one in results]
+        for tensor, read in zip([target] if target is not None else pytree.tree_leaves(made), reads, strict=True):
+            self._put(tensor, read, anew=target is not None)
+        return made
+
+    def _operand(self, base: str, key: str, kind: str, one: Any) -> Any:
+        """An operand of an op: a value of the program, a number, or what says which op it is, such as a dim."""
+        if isinstance(one, list | tuple):
+            return type(one)(self._operand(base, key, kind, each) for each in one)
+        is_tensor = isinstance(one, torch.Tensor)
+        if is_tensor and one.is_meta:
+            return self._get(one)
+        if is_tensor and one.numel() != 1:
+            raise ProgramError(f"computes aten.{base} with a tensor of {tuple(one.shape)} that is on the device {one.device}")
+        is_number = isinstance(one, int | float) and not isinstance(one, bool) and ("number" in kind or "float" in kind or "Scalar" in kind)
+        if not is_tensor and not (is_number or (isinstance(one, float) and "Tensor" in kind)):
+            return one
+        self._numbers.append(one.item() if is_tensor else one)
+        word = base.removesuffix("_")
+        self._roles.append(word if key == "other" else f"{word}_{key}")
+        return Number(len(self._numbers) - 1)
+
+    def _put(self, tensor: Any, read: Read, anew: bool = False) -> None:
+        """Gives a tensor a value; one that is written has no other views from then on."""
+        storage, place = _storage(tensor), (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        self._held.append(tensor)
+        if anew:
+            self._values[storage] = {place: read}
+        else:
+            self._values.setdefault(storage, {})[place] = read
+        self._first.setdefault(storage, read)
+
+    def _get(self, tensor: torch.Tensor) -> Read:
+        place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+        if (read := self._values.get(_storage(tensor), {}).get(place)) is None:
+            raise ProgramError(f"reads a tensor of {tuple(tensor.shape)} that no op made, or that was written through a view of it")
+        return read
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _plain(func: Any, base: str, overload: str, passed: dict[str, Any], target: Any) -> Any:
+    """The name and arguments of the op that gives what this one writes; for a copy of a tensor as it is, that tensor."""
+    if target is None:
+        names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
+        return (
+            f"{base}.{overload}",
+            tuple(passed[name] for name in names if name in passed),
+            {key: value for key, value in passed.items() if key not in names},
+        )
+    given = {key: value for key, value in passed.items() if key not in ("out", "non_blocking")}
+    match base.rstrip("_"):
+        case "copy":
+            source = passed["src"]
+            if not source.is_meta:
+                return "full_like.default", (target, source), {}
+            if source.shape != target.shape:
+                return "expand.default", (source, list(target.shape)), {}
+            return source if source.dtype == target.dtype else ("_to_copy.default", (source,), {"dtype": target.dtype})
+        case "fill":
+            return "full_like.default", (target, passed["value"]), {}
+        case "zero":
+            return "zeros_like.default", (target,), {}
+    word = base.removesuffix("_")
+    names = [argument.name for argument in func._schema.arguments if not argument.kwarg_only]
+    overloads = [overload] if not overload.endswith("out") else [overload.removesuffix("out").rstrip("_") or "default", "Tensor"]
+    name = next((f"{word}.{one}" for one in overloads if _overload(f"{word}.{one}")), f"{word}.{overload}")
+    return name, tuple(given[key] for key in names if key in given), {key: value for key, value in given.items() if key not in names}
+
+
+def _overload(name: str) -> Any:
+    word, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, word, None), overload, None)
+
+
+def _schema(name: str) -> Any:
+    op = _overload(name)
+    return op._schema.arguments if op is not None else None
+
+
+class _LazyNumbers(TorchFunctionMode):
+    """Lets code that reads a number out of a tensor of the device "meta" go on with the tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "item" and args[0].is_meta:
+            return args[0]
+        for key, at in (("alpha", 1), ("value", 1)):  # which a number is expected for
+            if isinstance(kwargs.get(key), torch.Tensor) and kwargs[key].is_meta and len(args) > at:
+                scaled = args[at] * kwargs[key]
+                kwargs = {name: value for name, value in kwargs.items() if name != key}
+                args = (*args[:at], scaled, *args[at + 1 :])
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _lazy_numbers(optimizer: type) -> Iterator[None]:
+    """`max` and `min` of the module of an optimizer take tensors for the time."""
+    module: dict[str, Any] = getattr(inspect.unwrap(vars(optimizer).get("__init__", optimizer.step)), "__globals__", {})  # type: ignore[attr-defined]
+    before: dict[str, Any] = {name: module[name] for name in ("max", "min") if name in module}
+    module["max"], module["min"] = _bounded(before.get("max", max), "min"), _bounded(before.get("min", min), "max")
+    try:
+        with _LazyNumbers():
+            yield
+    finally:
+        for name in ("max", "min"):
+            del module[name]
+        module.update(before)
+
+
+def _bounded(plain: Callable[..., Any], bound: str) -> Callable[..., Any]:
+    """`max` or `min` that clamps a tensor by numbers."""
+
+    def chosen(*values: Any, **how: Any) -> Any:
+        tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_meta]
+        numbers = [one for one in values if not isinstance(one, torch.Tensor)]
+        if len(tensors) != 1 or len(numbers) != len(values) - 1:
+            return plain(*values, **how)
+        return tensors[0].clamp(**{bound: plain(numbers) if len(numbers) > 1 else numbers[0]})
+
+    return chosen
+
+
+# --- what changes from step to step -----------------------------------------------------------------------------------
+
+
+class Recorded:
+    """The step of an optimizer for parameters of a group that are alike: which of its numbers change, and how its state begins."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int, shape: Sequence[int], dtype: torch.dtype, state: Mapping[str, Any]):
+        self._optimizer, self.group, self.size = optimizer, group, prod(shape)
+        wide = torch.promote_types(dtype, torch.float32)
+        own, self._shadow = Shadow(optimizer, group, shape, dtype), Shadow(optimizer, group, shape, wide)
+        own.step()
+        self.entries: dict[str, torch.Tensor] = own.tensors  # of the state that a program has, without memory
+        first = self._shadow.step()
+        self._entries, self.order = self._shadow.tensors, list(self._shadow.state)
+        self._hosts = {key: value for key, value in self._shadow.state.items() if _is_host(value)}
+        if state:
+            self._shadow.state |= {key: self._like(key, float(state[key])) for key in self._hosts if key in state}
+            self._shadow.state |= {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        self.step = self._shadow.step()
+        self._is_first_alike = first.words == self.step.words
+        probes = [self._shadow.step(), *self._with_other_numbers()]
+        if probes[0].words != self.step.words:
+            name = type(optimizer).__name__
+            raise ProgramError(f"optimizer: two steps of {name} in a row compute with different ops; {_REMEDY}")
+        alike = [probe for probe in probes if probe.words == self.step.words]
+        self.changing = [at for at, value in enumerate(self.step.numbers) if any(probe.numbers[at] != value for probe in alike)]
+        self.initial = self._initial(first, len(shape), bool(state))
+        self.options = self._plain_options()
+
+    def _initial(self, first: Step, dims: int, has_state: bool) -> dict[str, float]:
+        """The value that each entry of the state has before the first step."""
+        if self._is_first_alike or has_state:
+            return {key: first.filled.get(key, 0) for key in self.entries}
+        if starts_from_zero(self._optimizer, self.group, dims, list(self.entries)):
+            return dict.fromkeys(self.entries, 0)
+        name = type(self._optimizer).__name__
+        raise ProgramError(f"optimizer: the first step of {name} computes with other ops than the next ones; make one step before compile")
+
+    def _with_other_numbers(self) -> list[Step]:
+        """Steps with each option that schedules change a little different, of those whose code takes it."""
+        steps = []
+        before = dict(self._shadow.state)
+        for key in _SCHEDULED:
+            changed = _nudged(self._optimizer.param_groups[self.group].get(key), 1e-3 if key == "lr" else None)
+            if changed is not None:
+                self._shadow.state = {name: one.clone() if _is_host(one) else one for name, one in before.items()}
+                try:
+                    steps.append(self._shadow.step({**self._optimizer.param_groups[self.group], key: changed}))
+                except ProgramError:
+                    continue
+        self._shadow.state = before
+        return steps
+
+    def _plain_options(self) -> dict[str, Any]:
+        return {key: value for key, value in self._optimizer.param_groups[self.group].items() if key not in ("params", *_OFF)}
+
+    @property
+    def words(self) -> tuple[object, ...]:
+        """Parameters of which these are equal have equal numbers."""
+        fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
+        return self.group, self.step.words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
+
+    def next(self, name: str, host: Mapping[str, Any] | None) -> Step:
+        """The step that follows this state of the host, None before the first one.
+
+        Raises ArgumentError where it is no longer the step that was compiled, of the module of this name.
+        """
+        entries = {key: self._entries[key] for key in self.entries}
+        if host is not None:
+            self._shadow.state = {**entries, **{key: self._like(key, value) for key, value in host.items()}}
+        else:
+            self._shadow.state = {} if self._is_first_alike else entries
+        try:
+            step = self._shadow.step()
+        except ProgramError as error:
+            raise ArgumentError(f"{name}: {self._changed() or error}") from error
+        fixed = [[value for at, value in enumerate(one.numbers) if at not in self.changing] for one in (step, self.step)]
+        if step.words != self.step.words or fixed[0] != fixed[1]:
+            why = self._changed() or f"this step of {type(self._optimizer).__name__} computes with other ops than those before"
+            raise ArgumentError(f"{name}: {why}; compile it again")
+        return step
+
+    def _changed(self) -> str:
+        """An option that is not what it was at compile."""
+        for key, value in self._plain_options().items():
+            if str(self.options.get(key)) != str(value) and (key not in _SCHEDULED or not self.options.get(key)):
+                return f"{key} of parameter group {self.group} is {value}, and was {self.options.get(key)} at compile"
+        return ""
+
+    def _like(self, key: str, value: float) -> Any:
+        """A value of the host, as the code of the optimizer keeps it."""
+        return torch.tensor(value, dtype=self._hosts[key].dtype) if key in self._hosts else value
+
+
+def _is_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def _nudged(value: Any, of_zero: float | None = None) -> Any:
+    """An option that is a little different; None of what is no number, and `of_zero` of 0."""
+    if isinstance(value, tuple | list):
+        changed = [_nudged(one) for one in value]
+        return tuple(one if new is None else new for one, new in zip(value, changed, strict=True)) if any(changed) else None
+    if not isinstance(value, float) and not (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return None
+    return value * 0.99 if float(value) else of_zero

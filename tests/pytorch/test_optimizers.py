@@ -1,0 +1,240 @@
+"""Whole steps with optimizers of torch and of users, against the same steps by torch alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
+
+Make = Callable[[Iterable[nn.Parameter]], Any]
+
+
+class Lion(torch.optim.Optimizer):
+    """As users write one: through `.data`, with a number of the step that is an int. Chen et al., 2023, arXiv:2302.06675."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state, (first, second) = self.state[p], group["betas"]
+                if len(state) == 0:
+                    state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                m = state["exp_avg"]
+                p.add_(m.clone().mul_(first).add(p.grad, alpha=1 - first).sign_(), alpha=-group["lr"])
+                m.mul_(second).add_(p.grad, alpha=1 - second)
+
+
+OF_TORCH: dict[str, Make] = {
+    "sgd": lambda of: torch.optim.SGD(of, lr=0.1),
+    "momentum": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda of: torch.optim.Adam(of, lr=1e-2, eps=1e-3),
+    "lr in a tensor": lambda of: torch.optim.Adam(of, lr=torch.tensor(1e-2), eps=1e-3),
+    "amsgrad": lambda of: torch.optim.AdamW(of, lr=1e-2, eps=1e-3, amsgrad=True, maximize=True),
+    "adafactor": lambda of: torch.optim.Adafactor(of, lr=0.1),
+    "muon": lambda of: torch.optim.Muon(of, lr=0.02),
+    "rmsprop": lambda of: torch.optim.RMSprop(of, lr=1e-2, momentum=0.9, centered=True, eps=1e-3),
+    "adagrad": lambda of: torch.optim.Adagrad(of, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "adadelta": lambda of: torch.optim.Adadelta(of),
+    "adamax": lambda of: torch.optim.Adamax(of, lr=0.01, eps=1e-3),
+    "nadam": lambda of: torch.optim.NAdam(of, lr=0.01, eps=1e-3),
+    "rprop": lambda of: torch.optim.Rprop(of),
+    "of a user": lambda of: Lion(of, lr=0.01, weight_decay=0.1),
+}
+MORE_RANKS = [("adafactor", 1), ("adafactor", 4), ("muon", 4), ("momentum", 1), ("momentum", 4)]
+
+
+class Mlp(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12, bias), nn.Linear(12, 8, bias)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(nn.functional.gelu(self.up(x))).square().mean()
+
+
+PLAN = {"up.weight": "tp, -", "up.bias": "tp", "down.weight": "-, tp"}
+
+
+def compiled(module: nn.Module, optimizer: Any, ranks: int = 2, **options: Any) -> Any:
+    plan = {name: dims for name, dims in PLAN.items() if name in dict(module.named_parameters())}
+    return hostweave.torch.compile(module, hw.Mesh(tp=ranks), plan, (torch.randn(4, 8),), optimizer=optimizer, **options)
+
+
+def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any = None, calls: int = 1, **options: Any) -> Any:
+    """Six steps, whose losses, parameters and states are torch's."""
+    torch.manual_seed(0)
+    module = Mlp(bias="Muon" not in type(make([nn.Parameter(torch.ones(2, 2))])).__name__)
+    want = copy.deepcopy(module)
+    mine, theirs = make(module.parameters()), make(want.parameters())
+    step = compiled(module, mine, ranks, **options)
+    schedules = [schedule(one) for one in (mine, theirs)] if schedule else []
+    for _ in range(6):
+        for _ in range(calls):
+            x = torch.randn(4, 8)
+            loss = want(x)
+            loss.backward()
+            torch.testing.assert_close(step(x), loss.detach(), rtol=tolerance, atol=tolerance / 10)
+        if "clip_grad_norm" in options:
+            norm = nn.utils.clip_grad_norm_(want.parameters(), options["clip_grad_norm"])
+            torch.testing.assert_close(step.grad_norm, norm, rtol=tolerance, atol=tolerance / 10)
+        theirs.step()
+        theirs.zero_grad()
+        for one in schedules:
+            one.step()
+    for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=10 * tolerance, atol=tolerance)
+        states = mine.state[parameter], theirs.state[other]
+        assert list(states[0]) == [key for key, value in states[1].items() if value is not None]
+        for key, value in states[0].items():
+            torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(states[1][key]), rtol=10 * tolerance, atol=tolerance)
+    theirs.load_state_dict(mine.state_dict())  # torch takes over where the program ended
+    theirs.step()
+    return step
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in OF_TORCH), *MORE_RANKS])
+def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
+    tolerance = 2e-2 if name == "muon" else 1e-4  # torch's Muon multiplies in bf16
+    expect_steps(OF_TORCH[name], ranks, tolerance)
+
+
+def test_options_that_schedules_change() -> None:
+    """A rate that begins at 0, and betas: neither is compiled in."""
+    expect_steps(OF_TORCH["nesterov"], 2, schedule=lambda one: LambdaLR(one, lambda at: at / 3))
+    expect_steps(OF_TORCH["adam"], 2, schedule=lambda one: OneCycleLR(one, 0.1, total_steps=9))
+
+
+def test_clipped_and_accumulated() -> None:
+    step = expect_steps(OF_TORCH["momentum"], 2, clip_grad_norm=0.1, accumulate=3, calls=3)
+    assert "accumulate" in step._adding.program.name
+    expect_steps(OF_TORCH["adam"], 1, clip_grad_norm=1e3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype: Any) -> None:
+    """State has the dtype that torch gives it; 16-bit parameters are updated with one rounding."""
+    torch.manual_seed(0)
+    module = Mlp().to(dtype)
+    want, x = copy.deepcopy(module), torch.randn(4, 8, dtype=dtype)
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (module, want))
+    step = hostweave.torch.compile(module, hw.Mesh(tp=2), PLAN, (x,), optimizer=mine)
+    for _ in range(4):
+        want(x).backward()
+        step(x)
+        theirs.step()
+        theirs.zero_grad()
+    tolerance = 1e-6 if dtype == torch.float64 else 3e-2
+    for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=tolerance, atol=tolerance)
+        assert {key: value.dtype for key, value in mine.state[parameter].items()} == {
+            key: value.dtype for key, value in theirs.state[other].items()
+        }
+
+
+def test_state_from_before() -> None:
+    """A step that begins where torch ended, of an optimizer whose first step is another computation."""
+    torch.manual_seed(0)
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(ProgramError, match="the first step of SGD computes with other ops than the next ones; make one step before"):
+        compiled(module, optimizer)
+    module(torch.randn(4, 8)).backward()
+    optimizer.step()
+    want = copy.deepcopy(module)
+    theirs = torch.optim.SGD(want.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step = compiled(module, optimizer)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        theirs.zero_grad()
+        want(x).backward()
+        step(x)
+        theirs.step()
+    for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
+
+
+class Chooses(Lion):
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad.sum() > 0:
+                p.data.sub_(p.grad)
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "closure": (lambda of: torch.optim.LBFGS(of), "step of LBFGS is not recorded: TypeError: .*closure.*; leave optimizer= out"),
+    "by values": (lambda of: Chooses(of), "the step of Chooses is not recorded: .*; leave optimizer= out"),
+    "several": (lambda of: 0.1, "0.1 is no torch.optim.Optimizer; pass one that has the parameters"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(make: Make, message: str) -> None:
+    module = Mlp()
+    with pytest.raises(ProgramError, match=message):
+        compiled(module, make(list(module.parameters())))
+
+
+def test_options_of_a_step() -> None:
+    module = Mlp()
+    with pytest.raises(ProgramError, match="clip_grad_norm= and accumulate= are of a step; pass optimizer=, too"):
+        compiled(module, None, training=True, clip_grad_norm=1.0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ProgramError, match="accumulate=0 is no number of calls; pass an int from 1 on"):
+        compiled(module, optimizer, accumulate=0)
+    with pytest.raises(ProgramError, match="clip_grad_norm=-1 is no norm; pass a number above 0"):
+        compiled(module, optimizer, clip_grad_norm=-1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ProgramError, match="it has hooks of its step, which a program does not call; remove them"):
+        compiled(module, optimizer)
+
+
+def test_what_changes_after_compile() -> None:
+    module = Mlp()
+    optimizer = torch.optim.Adam(module.parameters())
+    step, x = compiled(module, optimizer), torch.randn(4, 8)
+    step(x)
+    optimizer.param_groups[0]["eps"] = 1e-3
+    with pytest.raises(ArgumentError, match=r"eps of parameter group 0 is 0.001, and was 1e-08 at compile; compile it again"):
+        step(x)
+    optimizer.param_groups[0]["eps"] = 1e-8
+    optimizer.state[module.up.weight]["step"] += 3
+    with pytest.raises(ArgumentError, match=r"optimizer.state: .* is at another step than .*; give both the same state"):
+        step(x)
+
+
+def test_a_step_that_becomes_another() -> None:
+    """RAdam has another formula from its sixth step on."""
+    module = Mlp()
+    optimizer = torch.optim.RAdam(module.parameters())
+    step, x = compiled(module, optimizer), torch.randn(4, 8)
+    for _ in range(5):
+        step(x)
+    with pytest.raises(ArgumentError, match="this step of RAdam computes with other ops than those before; compile it again"):
+        step(x)
+    want = copy.deepcopy(module)
+    theirs = torch.optim.RAdam(want.parameters())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    compiled(module, optimizer)(x)
+    want(x).backward()
+    theirs.step()
+    for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5)
