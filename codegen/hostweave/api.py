@@ -330,6 +330,30 @@ class Program:
         """
         return self._running.measure(self._bound, (arrays, named), warmups, repetitions)
 
+    def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
+        """Measures when each rank does what in a call with these global arrays, and predicts the same.
+
+        Takes what `run` takes. The program is built anew with a mark before and after each instruction that works or communicates, which
+        costs a few microseconds each; calls of the program itself pay nothing. Of `repetitions` calls after `warmups` others the
+        report has the one of the median time. `machine` has the figures for the prediction, by default those of the options.
+
+        Raises ArgumentError and ExecutionError as `run` does.
+
+        Example: `hw.compile(f, target="cuda").timeline(x, w).save("f.html")`.
+        """
+        from hostweave.timeline.measure import measured
+        from hostweave.timeline.predict import predicted
+        from hostweave.timeline.report import Report
+
+        compiled, times = self._running.timeline(self._bound, (arrays, named), warmups, repetitions)
+        sizes = self._running.sizes_of(self._bound, arrays, named)
+        known = {name: size for name, size in sizes.items() if name in compiled.host.symbols()}
+        calls = sorted(zip(*times, strict=True), key=lambda call: max(time.total_ms for time in call))
+        marks = [time.marks_ms for time in calls[len(calls) // 2]]
+        figures = machine or compiled.options.figures
+        basis = f"measured on {self.target.device_name()}, the median of {repetitions} calls"
+        return Report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
+
     def as_jax_ffi(self) -> Callable[..., Any]:
         """The program as a function of JAX, for use inside jax.jit: a custom call of XLA on this process's one device.
 

@@ -64,6 +64,14 @@ class Compiled:
             made = self.otherwise(ways=ways)
         return made
 
+    @cached_property
+    def marked(self) -> Compiled:
+        """The same with marks around its instructions, which tell when they run."""
+        from hostweave.timeline.measure import marked
+
+        program = marked(self.host)
+        return replace(self, given=program, host=program)
+
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
         """The same with ints for these sizes; None if it has no such form."""
         if not isinstance(self.given, Fusion) or self.given.user_kernels:

@@ -66,6 +66,7 @@ class Running:
         # The last for sizes that ranks cannot share as it does, by the group that calls them; by itself of `run`.
         self._at_sizes: WeakKeyDictionary[object, dict[tuple[tuple[str, int], ...], Running]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(_KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
+        self._with_marks: Running | None = None  # which tell when instructions run
         self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
         self._closed = False
@@ -85,7 +86,7 @@ class Running:
             for local in list(self._locals):
                 local.close()
         others = (*self.by_figures.values(), *self.in_windows.values(), *(one for kept in self._at_sizes.values() for one in kept.values()))
-        for other in filter(None, (self._without_loops, *others)):
+        for other in filter(None, (self._without_loops, self._with_marks, *others)):
             if other is not self:
                 other.close()
 
@@ -109,6 +110,13 @@ class Running:
                 made = self.compiled.in_sequence
                 self._without_loops = self if made is self.compiled else Running(made, self._family)
             return self._without_loops
+
+    @property
+    def marked(self) -> Running:
+        """The same with marks around its instructions."""
+        with self._lock:
+            self._with_marks = self._with_marks or Running(self.compiled.marked)
+            return self._with_marks
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
         """What a call gives, of the program without chosen loops where these do not divide its sizes."""
@@ -208,7 +216,7 @@ class Running:
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
             self.compiled.expect_sizes("sizes=", sizes)
-            known = {**self._sizes_of(held, arrays, {}, whole=True), **sizes}
+            known = {**self.sizes_of(held, arrays, {}, whole=True), **sizes}
             if (other := self._for_sizes(known, current() if group is None else group)) is not self:
                 return other.call(other._rebound(held), (arrays, {}), out, stream, group, other._known(sizes), captures)
 
@@ -300,23 +308,34 @@ class Running:
             return made
 
         expect_own_devices()
-        if calls and (other := self._for_sizes(self._sizes_of(held, *calls[0]))) is not self:
+        if calls and (other := self._for_sizes(self.sizes_of(held, *calls[0]))) is not self:
             return other.run(other._rebound(held), calls, poison)
         return self._here()._or_in_sequence(run)
 
     @tells_shortages
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
         """As `Program.measure` says."""
-        if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
-            raise ArgumentError(f"{self.name}: measure: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
+        return self._measured("measure", held, given, warmups, repetitions)[1]
 
-        def measure(one: Running) -> list[list[Timing]]:
-            made = one._call_of(held, *given)
-            return interruptibly(lambda: one._ready().measure(made, warmups, repetitions))
+    @tells_shortages
+    def timeline(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
+        """What runs for these arrays, and the times of calls, with those of the marks around its instructions."""
+        return self._measured("timeline", held, given, warmups, repetitions, marks=True)
+
+    def _measured(
+        self, what: str, held: Bound | None, given: Given, warmups: int, repetitions: int, marks: bool = False
+    ) -> tuple[Compiled, list[list[Timing]]]:
+        if any(not isinstance(count, int) or not least <= count < 2**31 for count, least in ((warmups, 0), (repetitions, 1))):
+            raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
+
+        def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
+            with_marks = one.marked if marks else one
+            made = with_marks._call_of(with_marks._rebound(held) if marks else held, *given)
+            return one.compiled, interruptibly(lambda: with_marks._ready().measure(made, warmups, repetitions))
 
         expect_own_devices()
-        if (other := self._for_sizes(self._sizes_of(held, *given))) is not self:
-            return other.measure(other._rebound(held), given, warmups, repetitions)
+        if (other := self._for_sizes(self.sizes_of(held, *given))) is not self:
+            return other._measured(what, other._rebound(held), given, warmups, repetitions, marks)
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
@@ -324,7 +343,7 @@ class Running:
         why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.memory_transports else "")
         return self._without(why)._here() if why else self
 
-    def _sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
+    def sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
         """The sizes that global arrays tell, as far as they are arrays; of dims that a rank has as a `whole`, those of local arrays."""
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)

@@ -316,7 +316,8 @@ PYBIND11_MODULE(hostweave_program, m) {
   py::class_<hw::Gate, Holder<hw::Gate>>(m, "Gate", py::module_local()).def(py::init<int>(), WithoutGil());
   py::class_<hw::Timing>(m, "Timing", py::module_local())
       .def_readonly("enqueue_us", &hw::Timing::enqueue_us)
-      .def_readonly("total_ms", &hw::Timing::total_ms);
+      .def_readonly("total_ms", &hw::Timing::total_ms)
+      .def_readonly("marks_ms", &hw::Timing::marks_ms);
   py::class_<hw::StagedCalls, Holder<hw::StagedCalls>>(m, "StagedCalls", py::module_local())
       .def(py::init<hw::Instance&>(), py::arg("instance"), py::keep_alive<1, 2>(), WithoutGil())
       .def("prepare", stage, py::arg("calls"), WithoutGil())

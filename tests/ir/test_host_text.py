@@ -50,6 +50,7 @@ streams(ring[2], copy[1]) events(done[3]) uneven(M) {
       }
       if %i < M / 4 {
         record done[%i % 3]
+        mark
       }
       wait done[0]
     }

@@ -222,6 +222,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
         ("blocks.h", any(i.packed for i in instructions)),
         ("collectives.h", any(isinstance(i, ir.Collective) and i.is_shared for i in instructions)),
         ("group.h", any(i.grouped for i in instructions)),
+        ("marks.h", any(i.marks for i in instructions)),
         ("index.h", context.integers.calls_runtime or parts_of(flat) or not all(mesh.is_run for _, mesh in context.flags.values())),
         ("types.h", not (context.temporaries or context.functions)),
     )

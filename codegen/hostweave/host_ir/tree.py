@@ -67,6 +67,7 @@ class Instruction:
     copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
     work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
     orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
+    marks: ClassVar[bool] = False  # when a stream comes to it
     grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
     posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
     exchanges: ClassVar[bool] = False  # kernels of several ranks wait for one another in it, which no library puts in order

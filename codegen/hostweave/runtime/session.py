@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,7 @@ class Timing:
 
     enqueue_us: float
     total_ms: float
+    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # from its first work to each mark of a program that has some
 
 
 class Session:
@@ -85,7 +86,7 @@ class Session:
     def measure(self, call: Call, warmups: int, repetitions: int) -> list[list[Timing]]:
         gate = self._module.Gate(len(self._ranks.members))
         times = self._each([call], lambda staged, schedule: staged.measure(schedule, warmups, repetitions, gate), 1)
-        return [[Timing(t.enqueue_us, t.total_ms) for t in rank] for rank in times]
+        return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def close(self) -> None:
         """Frees what the program holds on every rank, when the call that uses it is done."""

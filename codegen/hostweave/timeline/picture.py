@@ -130,7 +130,8 @@ class Picture:
     @property
     def ticks(self) -> list[tuple[float, str]]:
         """Of the axis of the first timeline: where each is, and its text."""
-        return [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
+        at = [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
+        return [(x, text if x + LETTER * len(text) < WIDTH else "") for x, text in at]
 
 
 def ticks(span: float) -> Iterator[float]:

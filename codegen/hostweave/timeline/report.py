@@ -74,7 +74,7 @@ class Report:
     def __str__(self) -> str:
         lines = [str(timeline) for timeline in self.timelines]
         if self.measured:
-            lines.append(f"predicted / measured: {1 + self.error:.2f}")
+            lines.append(f"predicted / measured: {1 + self.error:.3g}")
             lines += [
                 f"  {d.name}: predicted {d.predicted:.1f} us, measured {d.measured:.1f} us, {d.error:+.0%}"
                 + (f", {d.count} times" if d.count > 1 else "")

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "hostweave/check.h"
+#include "hostweave/marks.h"
 #include "hostweave/streams.h"
 #include "target.h"
 
@@ -148,6 +149,7 @@ std::vector<Timing> StagedCalls::measure(const Schedule& schedule, int warmups, 
   instance_.in_use(schedule, [&] {
     const Gate::Opening at_end(gate);  // nothing may be held where a rank fails
     const Event begin(cudaEventDefault), end(cudaEventDefault);
+    Marks marks;
     copy_in(0);
     instance_.take(nothing_bound_, placed_[0].inputs, placed_[0].outputs);
     for (int i = 0; i < warmups + repetitions; ++i) {
@@ -166,7 +168,8 @@ std::vector<Timing> StagedCalls::measure(const Schedule& schedule, int warmups, 
       instance_.member().synchronize(caller_);
       float total_ms = 0;
       HW_CHECK(cudaEventElapsedTime(&total_ms, begin, end));
-      if (i >= warmups) timings.push_back({enqueue.count(), total_ms});
+      std::vector<float> marks_ms = marks.take(begin);
+      if (i >= warmups) timings.push_back({enqueue.count(), total_ms, std::move(marks_ms)});
     }
     copy_out(0);
     finish();

@@ -59,6 +59,15 @@ class Wait(Instruction):
 
 
 @dataclass(frozen=True)
+class Mark(Instruction):
+    """Notes when the current stream comes here, if the call is measured. Programs have marks in order to be measured alone."""
+
+    syntax = "mark"
+    orders = True
+    marks = True
+
+
+@dataclass(frozen=True)
 class Let(Instruction):
     out: Index
     value: Expr

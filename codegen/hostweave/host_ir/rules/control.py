@@ -34,7 +34,7 @@ def _fork_or_join(c: Checker, i: ir.Fork | ir.Join, scope: Scope) -> None:
         c.fail(f"there are {count} streams {i.stream}, not {i.first}: give a number from 1 to {count}, or leave it out for all")
 
 
-def _event(c: Checker, i: ir.Record | ir.Wait, scope: Scope) -> None:
+def _event(c: Checker, i: ir.Record | ir.Wait | ir.Mark, scope: Scope) -> None:
     """On any stream."""
 
 
@@ -108,6 +108,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.Join: _fork_or_join,
     ir.Record: _event,
     ir.Wait: _event,
+    ir.Mark: _event,
     ir.Let: _let,
     ir.For: _for,
     ir.If: _if,

@@ -19,8 +19,9 @@ struct Array {
 };
 
 struct Timing {
-  double enqueue_us;  // host time of the program's `run`
-  double total_ms;    // from the first to the last of its work on the device
+  double enqueue_us;            // host time of the program's `run`
+  double total_ms;              // from the first to the last of its work on the device
+  std::vector<float> marks_ms;  // from the first of it to each mark of a program that has some
 };
 
 class StagedCalls {

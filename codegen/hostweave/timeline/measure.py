@@ -1,0 +1,89 @@
+"""Measures the timeline of a host program: by marks around its instructions, which a build of its own has.
+
+matmul %x, %w -> %y     ->     mark
+                               matmul %x, %w -> %y
+                               mark
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.check.match_collectives import meetings
+from hostweave.check.operations import Operation
+from hostweave.check.simulate import instantiate
+from hostweave.host_ir import ir, tree
+from hostweave.timeline.events import Timeline
+from hostweave.timeline.predict import timeline_of
+from hostweave.timeline.simulate import Task, tasks_of
+from hostweave.types.machine import Machine
+from hostweave.types.mesh import Sizes
+
+
+def marked(program: ir.HostProgram) -> ir.HostProgram:
+    """The program with a mark before and after all that works or communicates."""
+    functions = tuple(replace(function, body=_marked(function.body)) for function in program.functions)
+    return replace(program, body=_marked(program.body), functions=functions)
+
+
+def _marked(body: tree.Body) -> tree.Body:
+    found: list[tree.Instruction] = []
+    for i in body:
+        if i.work or i.posts or i.grouped:  # members of a group are posted together
+            mark = ir.Mark(location=i.location)
+            found += [mark, i, mark]
+        else:
+            found.append(tree.with_bodies(i, _marked))
+    return tuple(found)
+
+
+def measured(program: ir.HostProgram, sizes: Sizes, machine: Machine, basis: str, marks_ms: Sequence[Sequence[float]]) -> Timeline:
+    """The timeline of a call of `marked(program)`, in which each rank came to its marks at these times, in their order."""
+    instances = instantiate(marked(program), sizes)
+    ranks = tasks_of(instances, meetings(instances), machine)
+    for tasks, times in zip(ranks, marks_ms, strict=True):
+        _take_times(tasks, times)
+    _align(ranks)
+    return timeline_of(program, sizes, basis, ranks)
+
+
+def _take_times(tasks: list[Task], times: Sequence[float]) -> None:
+    """Gives the tasks between two marks their times. The operations of a group are one task; a rank may have none of it."""
+    at = iter(times)
+    begun: float | None = None
+    inside: list[Task] = []
+    for task in tasks:
+        if not is_mark(task.operation):
+            inside.append(task)
+        elif begun is None:
+            begun, inside = next(at), []
+        else:
+            end = next(at)
+            for each in inside:
+                each.start, each.end = begun / 1e3, end / 1e3
+            begun = None
+
+
+def _align(ranks: list[list[Task]]) -> None:
+    """Moves the times of ranks, each by its own clock, by as little as makes none receive what was not sent yet."""
+    timed = [task for tasks in ranks for task in tasks if task.is_done]
+    behind = [(task, other, other.end) for task in timed for other in task.after] + [
+        (task, other, other.start) for task in timed for other in task.meets
+    ]
+    least = [
+        (task.operation.rank, other.operation.rank, at - task.end)
+        for task, other, at in behind
+        if other.is_done and task.operation.rank != other.operation.rank
+    ]
+    late = [0.0] * len(ranks)
+    for _ in ranks:  # a rank may be late since another one is
+        for rank, other, seconds in least:
+            late[rank] = max(late[rank], late[other] + seconds)
+    for task in timed:
+        task.start += late[task.operation.rank]
+        task.end += late[task.operation.rank]
+
+
+def is_mark(operation: Operation) -> bool:
+    return operation.instruction.marks
