@@ -38,17 +38,6 @@ void read(int argc, char** argv, const std::vector<Setting>& settings) {
   }
 }
 
-void use_devices(int count) {
-#ifdef HOSTWEAVE_CPU_DEVICE
-  hw_cpu_config config;
-  config.devices = count;
-  expect(hw_cpu_configure(&config) == 0, hw_cpu_last_report());
-#endif
-  int devices = 0;
-  HW_CHECK(cudaGetDeviceCount(&devices));
-  expect(devices >= count, "needs " + std::to_string(count) + " devices, and there are " + std::to_string(devices));
-}
-
 void run_ranks(int count, const std::function<void(int)>& rank) {
   std::vector<std::thread> threads;
   for (int r = 0; r < count; ++r) {
@@ -120,38 +109,6 @@ void expect_close(const Name& name, const Block& block, const std::function<doub
     }
     throw std::runtime_error(what.str());
   });
-}
-
-Communicators::Communicators(const ncclUniqueId& id, int rank, int count) {
-  HW_CHECK(ncclCommInitRank(&comms_.emplace_back(), count, id, rank));
-}
-
-Communicators::~Communicators() {
-  for (ncclComm_t comm : comms_) ncclCommDestroy(comm);
-}
-
-Channel Communicators::channel(int color, int rank_in_group, int64_t size, Transport transport) {
-  ncclComm_t comm;
-  HW_CHECK(ncclCommSplit(comms_.front(), color, rank_in_group, &comm, nullptr));
-  comms_.push_back(comm);
-  if (transport != Transport::peer) return {comm, rank_in_group, size};
-  ncclUniqueId id{};
-  if (rank_in_group == 0) id = PeerGroup::new_id();
-  DeviceMemory shared;
-  void* const data = shared.reserve(sizeof id);
-  HW_CHECK(cudaMemcpy(data, &id, sizeof id, cudaMemcpyHostToDevice));
-  HW_CHECK(ncclBroadcast(data, data, sizeof id, ncclUint8, 0, comm, nullptr));
-  HW_CHECK(cudaMemcpy(&id, data, sizeof id, cudaMemcpyDeviceToHost));
-  constexpr double kSeconds = 300;  // for the others to come
-  peers_.push_back(std::make_unique<PeerGroup>(id, rank_in_group, size, kSeconds));
-  if (const std::string& why = peers_.back()->why_out_of_reach(); !why.empty())
-    throw std::runtime_error("transport peer: " + why);
-  return {*peers_.back(), rank_in_group, size};
-}
-
-void Communicators::no_channel() {
-  ncclComm_t comm;
-  HW_CHECK(ncclCommSplit(comms_.front(), NCCL_SPLIT_NOCOLOR, 0, &comm, nullptr));
 }
 
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions) {

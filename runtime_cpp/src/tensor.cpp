@@ -102,7 +102,7 @@ void expect_elements(const char* reduction, const char* size_name, int64_t size)
 }
 
 void expect_prepared(bool prepared) {
-  if (!prepared) throw ExecutionError("run: not prepared; call prepare on every rank first");
+  if (!prepared) throw ExecutionError("run: not prepared for these sizes; call prepare with them on every rank first");
 }
 
 }  // namespace hw

@@ -22,6 +22,7 @@ from hostweave.cli.main import main
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 
+KERNELS = "programs/matmul_rs_flat/kernels.cu"
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **pipelines(ranks=4)}
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/local/cuda/bin"])  # cmake and ninja may come from pip
 OPENBLAS = f"-DHOSTWEAVE_OPENBLAS_ROOT={openblas_root()}"
@@ -61,7 +62,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
     assert result.stdout.endswith("every rank has what it should\n"), result.stdout + result.stderr
 
-    runtime = [folder / "build" / path for path in ("libhostweave_runtime.a", "runtime/cpu/libhostweave_cpu_device.a")]
+    runtime = [folder / "build" / "runtime" / path for path in ("libhostweave_runtime.a", "cpu/libhostweave_cpu_device.a")]
     built_at = [path.stat().st_mtime_ns for path in runtime]
     build(FUSIONS["matmul_rs_flat"], folder)  # send and recv, matmuls and a kernel
     assert [path.stat().st_mtime_ns for path in runtime] == built_at  # the next export left its sources as they were
@@ -80,7 +81,7 @@ def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert indivisible.returncode == 1
     assert "M = 66: must be a multiple of 4" in indivisible.stderr
 
-    kernels = folder / "kernels.cu"
+    kernels = folder / "programs" / "matmul_rs_flat" / "kernels.cu"
     kernels.write_text(kernels.read_text().replace("hw::bf16(sum[e])", "hw::bf16(sum[e] + 1)"))
     assert run(folder, "cmake", "--build", "build").returncode == 0
     result = run(folder, "build/matmul_rs_flat", "M=8", "repetitions=1")
@@ -158,16 +159,9 @@ def test_a_project_with_stages_runs_on_the_cpu(tmp_path: Path) -> None:
 def test_ranks_of_a_stage_make_its_channel(tmp_path: Path) -> None:
     hw.compile(FUSIONS["two_stages_streamed"]).export(tmp_path)
     main = (tmp_path / "main.cpp").read_text()
-    assert (
-        """\
-  if (r >= 2) {
-    rank.add_channel("mesh(x=2 of ranks 2, 3)", "x", communicators.channel(0, r - 2, 2));
-  } else {
-    communicators.no_channel();
-  }
-"""
-        in main
-    )
+    assert """\
+  world.join("mesh(x=2 of ranks 2, 3)", "x", hw::Transport::two_sided, r >= 2 ? 0 : hw::World::kNone, r >= 2 ? r - 2 : 0, 2);
+""" in (tmp_path / "programs" / "two_stages_streamed" / "join.cpp").read_text()
     assert 'if (r >= 2) sample::expect(own.y == shared.findings[2].y, "y", "differs between ranks");' in main
 
 
@@ -175,11 +169,11 @@ def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
     with_kernels, without = hw.compile(FUSIONS["matmul_rs_flat"]), hw.compile(FUSIONS["ag_matmul_p2p"])
     (tmp_path / "notes.txt").write_text("mine")
     with_kernels.export(tmp_path)
-    assert (tmp_path / "kernels.cu").exists()
+    assert (tmp_path / KERNELS).exists()
     without.export(tmp_path)
-    assert not (tmp_path / "kernels.cu").exists()
+    assert not (tmp_path / KERNELS).exists()
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    for path in ("main.cpp", "runtime/src/rank.cpp", "kernels.cu"):
+    for path in ("main.cpp", "runtime/src/rank.cpp", KERNELS):
         there = tmp_path / path
         before = there.read_bytes() if there.exists() else None
         there.write_text("// mine\n")
@@ -187,7 +181,7 @@ def test_an_export_overwrites_only_what_an_export_wrote(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=rf"export: {there} is there already and {why}; move it away, or give another folder"):
             with_kernels.export(tmp_path)
         assert there.read_text() == "// mine\n"
-        assert "project(ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # nothing else was written either
+        assert "project(hostweave_program_ag_matmul_p2p " in (tmp_path / "CMakeLists.txt").read_text()  # nothing else was written either
         if before:
             there.write_bytes(before)
         else:

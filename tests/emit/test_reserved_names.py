@@ -30,7 +30,8 @@ CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # that templates include
 # Of a constructor, in which nothing of the user's has another name than that of a member; and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
-ONLY_MEMBERS = ("main.cpp.j2",)  # the user's names are those of members there
+# The user's names are those of members there, or there are none.
+ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
 
 def identifiers(text: str) -> set[str]:

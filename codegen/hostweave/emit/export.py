@@ -1,4 +1,4 @@
-"""A CMake project of one program, which builds and runs without Python."""
+"""A CMake project of one program: a library with a C++ and a C API, which builds and runs without Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hostweave.emit.program import Program
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
 
+_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # of the runtime, in each project
 _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 
 
@@ -28,7 +29,7 @@ def render(program: HostProgram) -> dict[str, str]:
 
 
 def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
-    """Writes the project to `folder`: the program, a main.cpp that runs, checks and times it, the runtime's sources, and how to build them.
+    """Writes the project to `folder`: the library, a main.cpp that runs, checks and times it, the runtime's sources, and how to build them.
 
     `reference` computes the same on one device, with values of these dtypes, or says why none can.
     `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++, ArgumentError
@@ -40,12 +41,10 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
+    texts |= {main.folder + path: rendered(path, program=emitted, main=main) for path in ("join.h", "join.cpp", "c_api.h", "c_api.cpp")}
     for under, each in main.programs.items():
         texts |= {under + path: text for path, text in _sources(each).items()}
-    parts = ("include", "src", "cpu", "sample", *(["attention"] if program.libraries else []))  # without the driver, which is Python's
-    runtime = (path for part in parts for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())
-    files = {path: text.encode() for path, text in texts.items()}
-    files |= {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in runtime}
+    files = {path: text.encode() for path, text in texts.items()} | _runtime(with_attention=bool(program.libraries))
     folder.mkdir(parents=True, exist_ok=True)
     written = _written(folder)
     for path in dict.fromkeys((*files, *written)):
@@ -61,6 +60,16 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
         if not there.exists() or there.read_bytes() != content:  # else it keeps its time, and the next build has nothing to compile for it
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(content)
+
+
+def _runtime(with_attention: bool) -> dict[str, bytes]:
+    """The runtime's sources, without the driver, which is Python's, and the stamp of what all programs share of them."""
+    paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
+    shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
+    stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))
+    shared["runtime/STAMP"] = f"{stamp}\n".encode()
+    attention = sorted((RUNTIME / "attention").rglob("*")) if with_attention else []
+    return shared | {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in attention if path.is_file()}
 
 
 def _sources(emitted: Program) -> dict[str, str]:

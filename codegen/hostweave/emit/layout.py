@@ -35,7 +35,7 @@ def format_cpp(text: str) -> str:
             lines.extend(_broken(line, "" if line.startswith("#") else indents[-1]))
         elif lines and lines[-1] and (not lines[-1].endswith("{") or lines[-1].startswith("namespace")):
             lines.append("")
-        if is_code and line.endswith("{") and not line.startswith("namespace"):
+        if is_code and line.endswith("{") and not line.startswith(("namespace", 'extern "C"')):
             indents.append(indents[-1] + (INDENT * 2 if line.endswith("= {") else INDENT))
     return "\n".join(_with_aligned_comments(lines)).strip("\n") + "\n"
 

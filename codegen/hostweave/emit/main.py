@@ -97,7 +97,9 @@ class Main:
         parameters = zip((*program.inputs, *program.outputs), (*view.inputs, *view.outputs), strict=True)
         tensors = {x.name: _tensor(number, parameter, x, mesh, integers) for number, (parameter, x) in enumerate(parameters)}
         self.executable, self.reference = executable_of(program.name), reference
-        self.programs = {"": view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})  # by their folders
+        self.folder = f"programs/{view.namespace}/"
+        # By their folders.
+        self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
         # The user's name, that in C++, and the value by default.
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
@@ -128,7 +130,14 @@ class Main:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return (*(f"{folder}program.cpp" for folder in self.programs), *self.kernels)
+        """Those of the library."""
+        own = ("c_api.cpp", "join.cpp", "program.cpp", *(("kernels.cu",) if self.programs[self.folder].kernel_names else ()))
+        return tuple(self.folder + path for path in own)
+
+    @property
+    def sources_of_reference(self) -> tuple[str, ...]:
+        files = [path for path in self.kernels if not path.startswith(self.folder)]
+        return ("reference/program.cpp", *files) if self.has_reference else ()
 
 
 def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, integers: CppExprPrinter) -> Tensor:

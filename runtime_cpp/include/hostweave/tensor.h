@@ -73,7 +73,7 @@ void expect_room(const char* difference, int64_t size);
 // Of a size that a reduction goes over, which has no value of no elements.
 void expect_elements(const char* reduction, const char* size_name, int64_t size);
 
-// Throws ExecutionError where a program is run before it is prepared.
+// Throws ExecutionError if a program is run with sizes that it was not prepared for.
 void expect_prepared(bool prepared);
 
 }  // namespace hw

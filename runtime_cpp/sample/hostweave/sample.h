@@ -1,23 +1,20 @@
-// What main.cpp of an exported program needs besides the program: ranks as threads, their communicators, tensors and times.
+// What main.cpp of an exported program needs besides the program: ranks as threads, tensors and times.
 #pragma once
 #include <cuda_runtime_api.h>
-#include <nccl.h>
 
 #include <barrier>
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
-#include <memory>
 #include <string>
 #include <type_traits>
 #include <vector>
 
-#include "hostweave/channel.h"
 #include "hostweave/device_memory.h"
 #include "hostweave/errors.h"
-#include "hostweave/peer.h"
 #include "hostweave/tensor.h"
 #include "hostweave/types.h"
+#include "hostweave/world.h"
 
 namespace hw::sample {
 
@@ -30,32 +27,12 @@ struct Setting {
 // Throws std::invalid_argument for others.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Throws std::runtime_error where this host has fewer devices. The CPU target makes as many.
-void use_devices(int count);
-
 // Runs `rank` for each rank in a thread of its own. Ends the process where one throws, as the others wait for it.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
 // Throws std::runtime_error unless the condition holds.
 void expect(bool condition, const std::string& what);
 inline void expect(bool condition, const Name& name, const char* what) { expect(condition, text_of(name) + ": " + what); }
-
-// The communicators of one rank: that of all ranks, and those of process groups, which are split off it.
-class Communicators {
- public:
-  Communicators(const ncclUniqueId& id, int rank, int count);
-  ~Communicators();
-  Communicators(Communicators&&) = delete;
-
-  // The ranks that give the same `color` are a process group, in the order of their `rank_in_group`.
-  Channel channel(int color, int rank_in_group, int64_t size, Transport transport = Transport::two_sided);
-  // All ranks take part in making a process group, also those that are in none.
-  void no_channel();
-
- private:
-  std::vector<ncclComm_t> comms_;
-  std::vector<std::unique_ptr<PeerGroup>> peers_;
-};
 
 // A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either
 // end.

@@ -35,7 +35,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [m, K, N] = *prepared_;
   out.y.expect("y", "bf16[4, m, N]", CUDA_R_16BF, {4, m, N}, rank_.device());
 

@@ -42,7 +42,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N] = *prepared_;
   out.y.expect("y", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
 

@@ -32,7 +32,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [R, N, R_x] = *prepared_;
   out.y.expect("y", "bf16[N]", CUDA_R_16BF, {N}, rank_.device());
 

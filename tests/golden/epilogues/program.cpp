@@ -43,7 +43,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N] = *prepared_;
   out.h.expect("h", "bf16[M, N]", CUDA_R_16BF, {M, N}, rank_.device());
   out.s.expect("s", "bf16[M/4, N]", CUDA_R_16BF, {M / 4, N}, rank_.device());

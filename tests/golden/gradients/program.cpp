@@ -44,7 +44,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [T, K, N, T_x] = *prepared_;
   out.dx.expect("dx", "bf16[local(T, x), K]", CUDA_R_16BF, {T_x, K}, rank_.device());
   out.dw.expect("dw", "bf16[K, N]", CUDA_R_16BF, {K, N}, rank_.device());

@@ -37,7 +37,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, M_x] = *prepared_;
   out.joined.expect("joined", "bf16[local(M, x), 11]", CUDA_R_16BF, {M_x, 11}, rank_.device());
   out.relu_x_padded.expect("relu_x_padded", "bf16[local(M, x), 3]", CUDA_R_16BF, {M_x, 3}, rank_.device());

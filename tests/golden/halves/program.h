@@ -47,8 +47,8 @@ class Program {
   // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
   // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues, for inputs as `prepare` was last given them. Ordered after what `caller` holds, and `caller` is ordered
-  // after it. Throws hw::ArgumentError for an output that does not fit.
+  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
+  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }

@@ -38,7 +38,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_dp, K_tp] = *prepared_;
   out.y.expect("y", "bf16[local(M, dp), N]", CUDA_R_16BF, {M_dp, N}, rank_.device());
 

@@ -30,7 +30,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [B, M, K, N] = *prepared_;
   out.y.expect("y", "bf16[B, M, N]", CUDA_R_16BF, {B, M, N}, rank_.device());
 

@@ -29,7 +29,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, N, M_x] = *prepared_;
   out.y.expect("y", "bf16[local(M, x), N]", CUDA_R_16BF, {M_x, N}, rank_.device());
   out.z.expect("z", "bf16[local(M, x)]", CUDA_R_16BF, {M_x}, rank_.device());

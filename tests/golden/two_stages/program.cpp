@@ -47,7 +47,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_x_of_ranks_0_1, M_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", "bf16[local(M, x on ranks 2, 3), K]", CUDA_R_16BF, {M_x_of_ranks_2_3, K}, rank_.device());
 

@@ -65,7 +65,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, N_x_of_ranks_0_1, N_x_of_ranks_2_3] = *prepared_;
   if (on_ranks_2_3_) out.y.expect("y", "bf16[M, K]", CUDA_R_16BF, {M, K}, rank_.device());
 

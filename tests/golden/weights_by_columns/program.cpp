@@ -46,7 +46,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_dp] = *prepared_;
   out.y.expect("y", "bf16[local(M, dp), K]", CUDA_R_16BF, {M_dp, K}, rank_.device());
 

@@ -36,7 +36,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [M, K, N, M_x, N_x] = *prepared_;
   out.y.expect("y", "bf16[K, local(N, x)]", CUDA_R_16BF, {K, N_x}, rank_.device());
 

@@ -63,7 +63,7 @@ OutputShapes Program::prepare(const Inputs& in) {
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
-  hw::expect_prepared(prepared_.has_value());
+  hw::expect_prepared(prepared_ == check(in));
   const auto [S] = *prepared_;
   out.y.expect("y", "bf16[4, S/2, 64]", CUDA_R_16BF, {4, S / 2, 64}, rank_.device());
 

@@ -1,0 +1,21 @@
+"""The two programs of the server: the halves of an MLP, with weights that two ranks share.
+
+hostweave export examples/server/programs.py:hidden build/hidden
+hostweave export examples/server/programs.py:project build/project
+"""
+
+import hostweave as hw
+
+TP = 2  # ranks
+
+mesh = hw.Mesh(tp=TP)
+
+
+@hw.fusion(mesh=mesh, x=hw.f32["M", "D"], up=hw.f32["D", "H@tp"])
+def hidden(x, up):
+    return hw.gelu(hw.matmul(x, up))  # each rank has its columns
+
+
+@hw.fusion(mesh=mesh, h=hw.f32["M", "H@tp"], down=hw.f32["H@tp", "D"])
+def project(h, down):
+    return hw.reshard(hw.matmul(h, down), "M", "D")  # sums over the ranks; all have the result

@@ -1,0 +1,24 @@
+// How the C API of a program is made of its C++ API.
+#pragma once
+#include "hostweave/hostweave.h"
+#include "hostweave/tensor.h"
+#include "hostweave/world.h"
+
+struct hw_world {
+  hw::World world;
+};
+
+namespace hw::c {
+
+// Calls `work`, and makes of what it throws a status and the text of hw_last_error.
+hw_status guarded(void (*work)(void* closure), void* closure);
+
+template <class Work>
+hw_status guarded(Work work) {
+  return guarded([](void* closure) { (*static_cast<Work*>(closure))(); }, &work);
+}
+
+Tensor tensor(const hw_tensor& given);
+hw_shape shape(const Shape& given);
+
+}  // namespace hw::c
