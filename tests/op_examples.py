@@ -32,8 +32,14 @@ def add_one(x: hw.Tensor) -> hw.Tensor:
     return x + 1
 
 
+def scaled_product(x: hw.Tensor) -> hw.Tensor:
+    scales = hw.astype(hw.sum(x, axis=1, keepdims=True), hw.f32)
+    return hw.scaled_matmul(hw.astype(x, hw.f8e4m3), hw.astype(x.T, hw.f8e5m2), scales, scales.T, out_dtype=hw.f32)
+
+
 EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Array]]] = {
     "matmul": (lambda x: x @ x.T, lambda x: x @ x.T),
+    "scaled_matmul": (scaled_product, lambda x: (x @ x.T) * x.sum(1, keepdims=True) * x.sum(1)),
     "add": (lambda x: 1 + x, lambda x: x + 1),
     "subtract": (lambda x: 1 - x, lambda x: 1 - x),
     "multiply": (lambda x: 2 * x, lambda x: 2 * x),

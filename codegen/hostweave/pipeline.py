@@ -16,6 +16,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.attend_by_blocks import attend_by_blocks
 from hostweave.passes.fusion.attend_in_halves import attend_in_halves
 from hostweave.passes.fusion.choose_overlap import choose_overlap
+from hostweave.passes.fusion.compose_scaled_matmuls import compose_scaled_matmuls
 from hostweave.passes.fusion.decompose_reshards import decompose_reshards
 from hostweave.passes.fusion.drop_unit_axes import drop_unit_axes
 from hostweave.passes.fusion.insert_reshards import insert_reshards
@@ -55,6 +56,7 @@ from hostweave.types.tensor import DType
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     drop_unit_axes,
+    compose_scaled_matmuls,
     merge_contractions,
     propagate_sharding,
     join_blocks_of_keys,
@@ -66,6 +68,7 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     unstack,
     decompose_reshards,
     share_equal_ops,
+    compose_scaled_matmuls,
     stream_by_cost,
     attend_by_blocks,
     choose_overlap,

@@ -1,12 +1,15 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
+#include "cuda_fp8.h"
 #include "hostweave_cpu.h"
 #include "machine.h"
 
@@ -71,6 +74,7 @@ template <class T>
 void load_row(T* to, const void* from, std::int64_t count, cudaDataType_t type) {
   if (type == CUDA_R_16BF) return convert_row<T, __nv_bfloat16>(to, from, count);
   if (type == CUDA_R_16F) return convert_row<T, __half>(to, from, count);
+  if (type == CUDA_R_32F) return convert_row<T, float>(to, from, count);
   std::memcpy(to, from, count * sizeof(T));
 }
 void store_row(void* to, const float* from, std::int64_t count, cudaDataType_t type) {
@@ -143,6 +147,42 @@ void run_float(const Gemm& g) {
   }
 }
 
+// An operand of 8-bit floats times its scales, which doubles have without rounding.
+Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double>& memory) {
+  memory.resize(std::max<std::int64_t>(scales.k * scales.outer, 1));
+  std::array<double, 256> values;
+  for (int bits = 0; bits < 256; ++bits) {
+    const auto byte = static_cast<unsigned char>(bits);
+    values[bits] = matrix.type == CUDA_R_8F_E4M3 ? static_cast<float>(std::bit_cast<__nv_fp8_e4m3>(byte))
+                                                 : static_cast<float>(std::bit_cast<__nv_fp8_e5m2>(byte));
+  }
+  for (std::int64_t row = 0; row < scales.outer; ++row) {
+    const auto* const from = static_cast<const unsigned char*>(matrix.from(0, row).at);
+    for (std::int64_t begin = 0; begin < scales.k; begin += Scales::kBlock) {
+      const double scale = scales.of(row, begin);
+      const std::int64_t end = std::min(begin + Scales::kBlock, scales.k);
+      for (std::int64_t i = begin; i < end; ++i) memory[row * scales.k + i] = scale * values[from[i]];
+    }
+  }
+  return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
+}
+
+// Of 8-bit floats that were scaled: added up in doubles, and rounded once.
+void run_scaled(const Gemm& g) {
+  std::vector<double> memory(g.m * g.n);
+  const Operand d{CUDA_R_64F, g.m, memory.data()};
+  for (std::int64_t column = 0; column < g.n && g.beta != 0; ++column) {
+    load_row(d.from(0, column).as<double>(), g.c.from(0, column).at, g.m, g.c.type);
+  }
+  multiply<double>(g, d);
+  finish<double>(g, d);
+  std::vector<float> rounded(g.m);
+  for (std::int64_t column = 0; column < g.n; ++column) {
+    convert_row<float, double>(rounded.data(), d.from(0, column).at, g.m);
+    store_row(g.d.from(0, column).at, rounded.data(), g.m, g.d.type);
+  }
+}
+
 // Cuts D along its longer side into one block for each worker that has nothing else to do.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
@@ -172,6 +212,11 @@ void run(Gemm g) {
   if (g.m == 0 || g.n == 0) return;
   use_one_thread();
   if (g.d.type == CUDA_R_64F) return in_blocks(g, run_plain<double>);
+  if (type_size(g.a.type) == 1) {
+    std::vector<double> a, b;
+    g.a = unscaled(g.a, g.scales_a, a), g.b = unscaled(g.b, g.scales_b, b);
+    return in_blocks(g, run_scaled);
+  }
   thread_local Scratch scratch_a, scratch_b;
   g.a = as_floats(g.a, g.transpose_a ? g.k : g.m, g.transpose_a ? g.m : g.k, scratch_a);
   g.b = as_floats(g.b, g.transpose_b ? g.n : g.k, g.transpose_b ? g.k : g.n, scratch_b);

@@ -29,6 +29,8 @@ struct Desc {
   std::int32_t transpose_a = CUBLAS_OP_N, transpose_b = CUBLAS_OP_N;
   std::int32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   void* bias = nullptr;
+  void *scale_a = nullptr, *scale_b = nullptr;
+  std::int32_t mode_a = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, mode_b = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
 };
 
 struct Layout {
@@ -70,14 +72,36 @@ cublasStatus_t invalid(const std::string& what) { return error(CUBLAS_STATUS_INV
 constexpr cublasLtEpilogue_t kEpilogues[] = {CUBLASLT_EPILOGUE_DEFAULT,   CUBLASLT_EPILOGUE_RELU, CUBLASLT_EPILOGUE_BIAS,
                                              CUBLASLT_EPILOGUE_RELU_BIAS, CUBLASLT_EPILOGUE_GELU, CUBLASLT_EPILOGUE_GELU_BIAS};
 
+constexpr cublasLtMatmulMatrixScale_t kScaleModes[] = {
+    CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+    CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F};
+
 std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "x" + std::to_string(layout.cols); }
+
+bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
+
+// What Hopper's cuBLASLt does not do with 8-bit floats.
+const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b) {
+  const auto of_blocks = [](std::int32_t mode) {
+    return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+  };
+  if (a.type == CUDA_R_8F_E5M2 && b.type == CUDA_R_8F_E5M2) return "of E5M2 by E5M2";
+  if (desc.transpose_a == CUBLAS_OP_N || desc.transpose_b != CUBLAS_OP_N) return "of 8-bit floats that are not TN";
+  if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
+  if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0) return "of 8-bit floats in no multiples of 16";
+  return a.batch_count > 1 ? "of batches of 8-bit floats" : nullptr;
+}
 
 // Types, shapes and layouts that go together; what the heuristic and the matmul both ask.
 cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   const auto narrow = [](const Layout& l) { return l.type == CUDA_R_16F || l.type == CUDA_R_16BF || l.type == CUDA_R_32F; };
   const bool all_double = a.type == CUDA_R_64F && b.type == CUDA_R_64F && c.type == CUDA_R_64F && d.type == CUDA_R_64F;
+  const bool scaled = is_8_bit(a) && is_8_bit(b) && narrow(c) && c.type == d.type;
   const bool all_narrow = narrow(a) && narrow(b) && narrow(c) && narrow(d);
-  if (!all_double && !all_narrow) return blas_not_supported("cublasLtMatmul of these types");
+  if (scaled) {
+    if (const char* const why = why_not_scaled(desc, a, b)) return blas_not_supported(std::string("cublasLtMatmul ") + why);
+  } else if (!all_double && !all_narrow)
+    return blas_not_supported("cublasLtMatmul of these types");
   if ((desc.compute == CUBLAS_COMPUTE_64F) != all_double) return blas_not_supported("cublasLtMatmul with this compute type");
   if (desc.compute == CUBLAS_COMPUTE_32F_FAST_TF32 && (a.type != CUDA_R_32F || b.type != CUDA_R_32F)) {
     return blas_not_supported("cublasLtMatmul in TF32 of other types than f32");
@@ -162,12 +186,19 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t handle, cubla
   const cublasStatus_t status = set({{CUBLASLT_MATMUL_DESC_TRANSA, changed.transpose_a},
                                      {CUBLASLT_MATMUL_DESC_TRANSB, changed.transpose_b},
                                      {CUBLASLT_MATMUL_DESC_EPILOGUE, changed.epilogue},
-                                     {CUBLASLT_MATMUL_DESC_BIAS_POINTER, changed.bias}},
+                                     {CUBLASLT_MATMUL_DESC_BIAS_POINTER, changed.bias},
+                                     {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, changed.scale_a},
+                                     {CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, changed.scale_b},
+                                     {CUBLASLT_MATMUL_DESC_A_SCALE_MODE, changed.mode_a},
+                                     {CUBLASLT_MATMUL_DESC_B_SCALE_MODE, changed.mode_b}},
                                     attribute, value, bytes, "cublasLtMatmulDescSetAttribute");
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   for (const int op : {changed.transpose_a, changed.transpose_b}) {
     if (op != CUBLAS_OP_N && op != CUBLAS_OP_T && op != CUBLAS_OP_C)
       return error(CUBLAS_STATUS_INVALID_VALUE, "an unknown transpose");
+  }
+  for (const int mode : {changed.mode_a, changed.mode_b}) {
+    if (std::ranges::count(kScaleModes, mode) == 0) return blas_not_supported("scale mode " + std::to_string(mode));
   }
   if (std::ranges::count(kEpilogues, changed.epilogue) == 0)
     return blas_not_supported("epilogue " + std::to_string(changed.epilogue));
@@ -252,7 +283,17 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (has_bias) g.bias = desc.bias;
   g.a = la.operand(a), g.b = lb.operand(b), g.c = lc.operand(g.beta != 0 ? c : nullptr), g.d = ld.operand(d);
 
+  const bool scaled = is_8_bit(la);
+  if (scaled) {
+    if (!desc.scale_a || !desc.scale_b) return invalid("8-bit floats without scales");
+    g.scales_a = {static_cast<const float*>(desc.scale_a), desc.mode_a, g.m, g.k};
+    g.scales_b = {static_cast<const float*>(desc.scale_b), desc.mode_b, g.n, g.k};
+  }
+
   OpPtr op = new_op("matmul", 8);
+  for (const Scales& scales : {g.scales_a, g.scales_b}) {
+    if (scaled) op->ranges.push_back(read_of(scales.at, scales.count() * sizeof(float)));
+  }
   add_ranges(op->ranges, a, la, false);
   add_ranges(op->ranges, b, lb, false);
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);

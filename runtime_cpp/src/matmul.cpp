@@ -25,6 +25,9 @@ constexpr size_t kMostPlans = 4096;              // of one product in a program,
 constexpr int kMeasured = 16;                    // algorithms of a product, of those that are recommended the first
 constexpr int kTimings = 7;                      // of each
 constexpr float kClearly = 0.98f;                // what differs by less may be as fast
+constexpr int64_t kScaledStep = 16;              // elements: k and n of products of 8-bit floats divide by it
+constexpr int64_t kScaledBlock = 128;            // elements that have a scale together
+constexpr int64_t kScalesStep = 4;               // scales of a row of blocks, a multiple of it
 constexpr size_t kColdBytes = size_t{64} << 20;  // more than caches hold
 
 struct Matrix {
@@ -126,6 +129,7 @@ size_t size_of(cudaDataType_t dtype) {
   if (dtype == CUDA_R_64F) return 8;
   if (dtype == CUDA_R_32F) return 4;
   if (dtype == CUDA_R_16F || dtype == CUDA_R_16BF) return 2;
+  if (dtype == CUDA_R_8F_E4M3 || dtype == CUDA_R_8F_E5M2) return 1;
   throw ExecutionError("matmul: cuBLASLt has no such product; cast the operands to f16, bf16, f32 or f64");
 }
 
@@ -183,13 +187,19 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // k = 0: nothing to add up, which is what a column of zeros times a row of zeros comes to. Returns how many zeros that takes.
-  int64_t multiply_zeros() {
-    problem.a = {problem.a.rows, 1, 1, 1};
-    problem.b = {1, problem.b.columns, problem.b.columns, 1};
+  // k = 0: nothing to add up, which is what columns of zeros times rows of zeros come to. Returns how many zeros that takes.
+  int64_t multiply_zeros(int64_t depth) {
+    problem.a = {problem.a.rows, depth, depth, 1};
+    problem.b = {depth, problem.b.columns, 1, depth};
     problem.batch.a = problem.batch.b = 0;
     for (Batch& batch : problem.outer) batch.a = batch.b = 0;
-    return std::max(problem.a.rows, problem.b.columns);
+    return depth * std::max(problem.a.rows, problem.b.columns);
+  }
+
+  // Bytes of the scales of either operand, at most.
+  size_t most_scales() const {
+    const int64_t blocks = problem.a.columns / kScaledBlock + kScalesStep;
+    return sizeof(float) * std::max(problem.a.rows, problem.b.columns) * blocks;
   }
 
   // Elements from the first to past the last of an operand, of the largest one.
@@ -250,8 +260,15 @@ MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t resul
       operands_(operands),
       result_(result),
       epilogue_(epilogue),
-      compute_(operands == CUDA_R_64F ? CUBLAS_COMPUTE_64F : compute) {
+      compute_(operands == CUDA_R_64F ? CUBLAS_COMPUTE_64F : compute),
+      scaling_{operands, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F} {
   size_of(operands);
+}
+
+MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling)
+    : MatmulPlan(rank, operand_a, result, epilogue) {
+  scaling_ = scaling;
+  is_scaled_ = true;
 }
 
 void MatmulPlan::prepare(const Strided& a, const Strided& b, const Strided& c) {
@@ -283,7 +300,7 @@ const void* MatmulPlan::zeros(size_t bytes) const {
 
 void MatmulPlan::describe(Plan& plan) const {
   const Problem& p = plan.problem;
-  if (p.a.columns == 0) plan.zeros = zeros(plan.multiply_zeros() * size_of(operands_));
+  if (p.a.columns == 0) plan.zeros = zeros(plan.multiply_zeros(is_scaled_ ? kScaledStep : 1) * size_of(operands_));
   if (!p.a.valid() || !p.b.valid() || !p.c.valid()) {
     throw ExecutionError("matmul: neither the rows nor the columns of an operand are contiguous: copy it first");
   }
@@ -300,8 +317,9 @@ void MatmulPlan::describe(Plan& plan) const {
   HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSA, p.b.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
   HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_TRANSB, p.a.row_major() ? CUBLAS_OP_N : CUBLAS_OP_T));
   HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_));
+  if (is_scaled_) describe_scales(plan);
   plan.a_layout = make_layout(operands_, p.a, p.batch.count, p.batch.a);
-  plan.b_layout = make_layout(operands_, p.b, p.batch.count, p.batch.b);
+  plan.b_layout = make_layout(scaling_.operand_b, p.b, p.batch.count, p.batch.b);
   plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
   const auto find = [&](uint32_t alignment, int most) {
     const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // whose address says how it is aligned
@@ -311,23 +329,53 @@ void MatmulPlan::describe(Plan& plan) const {
   const std::vector<cublasLtMatmulAlgo_t> found = find(kAlignment, rank_.measures() ? kMeasured : 1);
   if (found.empty()) {
     throw ExecutionError("matmul: cuBLASLt has no algorithm for " + shape_text(p.a) + " times " + shape_text(p.b) +
+                         (is_scaled_ ? " of 8-bit floats with these scales" : "") +
                          (epilogue_ == CUBLASLT_EPILOGUE_DEFAULT ? "" : " with a bias or an activation"));
   }
   plan.recommended = found.front();
   if (found.size() > 1) {
     const auto measure = [&] { return fastest(plan, found.data(), static_cast<int>(found.size())); };
-    plan.aligned = measured_algorithms().find(plan.text({operands_, result_, epilogue_, compute_}), measure);
+    plan.aligned = measured_algorithms().find(
+        plan.text({operands_, scaling_.operand_b, result_, epilogue_, compute_, scaling_.a, scaling_.b}), measure);
   }
   const std::vector<cublasLtMatmulAlgo_t> unaligned = find(size_of(operands_), 1);
   plan.aligned_only = unaligned.empty();
   if (!plan.aligned_only) plan.unaligned = unaligned.front();
 }
 
+void MatmulPlan::describe_scales(Plan& plan) const {
+  const Problem& p = plan.problem;
+  if (p.batch.count > 1 || !p.outer.empty() || plan.swapped) {
+    throw ExecutionError("matmul: only one product of whole rows can have scales");
+  }
+  if (p.a.columns % kScaledStep != 0 || p.b.columns % kScaledStep != 0) {
+    throw ExecutionError("scaled matmul: " + shape_text(p.a) + " times " + shape_text(p.b) +
+                         ": cuBLASLt multiplies 8-bit floats if the inner dim and the columns divide by " +
+                         std::to_string(kScaledStep) + "; pad them, or give these dims as ints, so that the product is composed");
+  }
+#if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120800
+  if (!plan.zeros) {
+    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scaling_.b));  // the operands change places
+    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scaling_.a));
+  }
+#endif
+  const void* const any = reinterpret_cast<const void*>(uintptr_t{kAlignment});  // whose address says how it is aligned
+  HW_CHECK(set_scales(plan, {.scale_a = any, .scale_b = any}));
+}
+
+cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue) const {
+  const void* const of_a = plan.zeros ? plan.zeros : epilogue.scale_a;
+  const void* const of_b = plan.zeros ? plan.zeros : epilogue.scale_b;
+  const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, of_b);
+  return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
+}
+
 // By its median, of products whose operands come from memory, as weights do. All of them have run then.
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
-  DeviceMemory memory, other;
+  DeviceMemory memory, other, scales;
+  const void* const scale = is_scaled_ ? scales.reserve(plan.most_scales()) : nullptr;
   void* const scratch = memory.reserve(plan.span() * std::max(size_of(operands_), size_of(result_)));
   HW_CHECK(cudaMemsetAsync(scratch, 0, memory.bytes(), stream));
   const Event begin(cudaEventDefault), end(cudaEventDefault);
@@ -339,7 +387,8 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
     for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first one loads kernels
       HW_CHECK(cudaMemsetAsync(other.reserve(kColdBytes), 0, kColdBytes, stream));
       HW_CHECK(cudaEventRecord(begin, stream));
-      status = one_batch(plan, scratch, scratch, scratch, stream, {.bias = has_bias() ? scratch : nullptr});
+      const void* const bias = has_bias() ? scratch : nullptr;
+      status = one_batch(plan, scratch, scratch, scratch, stream, {.bias = bias, .scale_a = scale, .scale_b = scale});
       HW_CHECK(cudaEventRecord(end, stream));
       HW_CHECK(cudaEventSynchronize(end));
       HW_CHECK(cudaEventElapsedTime(&times[std::max(i, 0)], begin, end));
@@ -365,12 +414,15 @@ void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
   const size_t size = std::max(size_of(operands_), size_of(result_));
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
-  DeviceMemory memory;
+  DeviceMemory memory, scales;
+  const void* const scale = is_scaled_ ? scales.reserve(plan.most_scales()) : nullptr;
   auto* const scratch = static_cast<char*>(memory.reserve((plan.span() + 1) * size));
   const auto run_at = [&](char* memory) {
     const void* const bias = has_bias() ? memory : nullptr;
-    const cublasStatus_t status = one_batch(plan, memory, memory, memory, stream, {.bias = bias});
-    return status ? status : one_batch(plan, memory, memory, memory, stream, {.accumulate = memory, .bias = bias});
+    Epilogue end{.bias = bias, .scale_a = scale, .scale_b = scale};
+    const cublasStatus_t status = one_batch(plan, memory, memory, memory, stream, end);
+    end.accumulate = memory;
+    return status ? status : one_batch(plan, memory, memory, memory, stream, end);
   };
   cublasStatus_t status = run_at(scratch);
   if (status == CUBLAS_STATUS_SUCCESS && !plan.aligned_only) status = run_at(scratch + size_of(operands_));
@@ -408,7 +460,8 @@ cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b,
 
 cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void* b, void* c, Stream stream,
                                      const Epilogue& epilogue) const {
-  const auto [scale, accumulate, bias] = epilogue;
+  const double scale = epilogue.scale;
+  const void *const accumulate = epilogue.accumulate, *const bias = epilogue.bias;
   if (plan.few_rows) {
     const Matrix &x = plan.problem.a, &weights = plan.problem.b, &result = plan.problem.c;
     const bool transposed = !weights.row_major();
@@ -431,6 +484,10 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     return CUBLAS_STATUS_NOT_SUPPORTED;
   if (has_bias()) {  // which is part of the description
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+  }
+  if (is_scaled_) {
+    const cublasStatus_t status = set_scales(plan, epilogue);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }
   return cublasLtMatmul(rank_.blas(), plan.description, alpha, b, plan.b_layout, a, plan.a_layout, beta,

@@ -128,6 +128,24 @@ BODIES = {
     "%a = allocate bf16[2, 4]\n%b = allocate bf16[4, 4]\n%c = allocate bf16[2, 4]\nmatmul %a, %b in tf32 -> %c": (
         "text:5: @t: matmul %a, %b in tf32 -> %c: only products of f32 can be in tf32, and %a is bf16[2, 4]: leave it out"
     ),
+    "%a = allocate f8e4m3[32, 16]\n%s = allocate f32[32, 1]\n%y2 = allocate bf16[32, 32]\nmatmul %a, %a scales %s -> %y2": (
+        "text:5: @t: matmul %a, %a scales %s -> %y2: 1 scales are given: name those of %a, then those of %a"
+    ),
+    "%a = allocate f8e4m3[32, 16]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 1]\n"
+    "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
+        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: scales f32[32, 1] and f32[32, 1] do not fit f8e4m3[32, 16] and f8e4m3[16, 32]; "
+        "they are [1, 1] and [1, 1], [M, 1] and [1, N], or [M or M/128, K/128] and [K/128, N or N/128]"
+    ),
+    "%a = allocate f8e4m3[32, 16]\n%b = allocate f8e4m3[16, 32]\n%s = allocate f32[1, 1]\n"
+    "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %s -> %y2": (
+        "text:6: @t: matmul %a, %b scales %s, %s -> %y2: the elements of %b along dim 0 do not lie side by side: "
+        "copy it to a buffer where they do"
+    ),
+    "%a = allocate f8e4m3[32, 256]\n%b = permute %a by [1, 0]\n%s = allocate f32[32, 2]\n%t2 = allocate f32[2, 32]\n"
+    "%y2 = allocate bf16[32, 32]\nmatmul %a, %b scales %s, %t2 -> %y2": (
+        "text:7: @t: matmul %a, %b scales %s, %t2 -> %y2: the scales %s do not lie as cuBLASLt takes them, by rows or columns: "
+        "copy them to memory where they do"
+    ),
     "%b = allocate f32[4, 4]\nmatmul %x, %b accumulate %x, %y -> %y": (
         "text:3: @t: matmul %x, %b accumulate %x, %y -> %y: one buffer can be added, and one bias: add the others before"
     ),

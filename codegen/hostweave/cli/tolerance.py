@@ -63,11 +63,11 @@ def tolerance_of(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Toleran
     lengths, terms, scores = dict.fromkeys(types, 1), dict.fromkeys(types, 1), dict.fromkeys(types, 0.0)
     for op in spread.ops:
         result, inputs = op.result.name, op.tensors
-        joined: Callable[[Iterable[int]], int] = prod if op.kind == "matmul" else partial(max, default=1)
+        joined: Callable[[Iterable[int]], int] = prod if OPS[op.kind].is_product else partial(max, default=1)
         lengths[result] = joined(lengths[tensor] for tensor in inputs) * reduced_length(op, types, sizes)
         terms[result] = joined(terms[tensor] for tensor in inputs)
         inherited = [scores[tensor] for tensor in inputs]
-        scores[result] = (sum(inherited) if op.kind == "matmul" else max(inherited, default=0.0)) + score_length(op, types, sizes)
+        scores[result] = (sum(inherited) if OPS[op.kind].is_product else max(inherited, default=0.0)) + score_length(op, types, sizes)
         if op.result.type.partial:
             terms[result] *= op.result.type.mesh_in(spread.mesh).size_of(op.result.type.partial.axes)
     return tolerance(types[name].dtype, lengths[name], terms[name], scores[name])
@@ -90,7 +90,9 @@ def reduced_length(op: Op, types: Mapping[str, TensorType], sizes: Mapping[str, 
     operands = operand_types(op, types)
     walked = OPS[op.kind].map(operands, op)
     dim_sizes = {
-        label: size for labels, type in zip(walked.operands, operands, strict=True) for label, size in zip(labels, type.shape, strict=True)
+        label: size
+        for labels, type in reversed(list(zip(walked.operands, operands, strict=True)))
+        for label, size in zip(labels, type.shape, strict=True)
     }
     reduced = [size for label, size in dim_sizes.items() if label and label not in (*walked.result, *walked.unwalked)]
     reduced += [operands[operand].shape[dim] for operand, dim in OPS[op.kind].adds_up]

@@ -9,6 +9,8 @@ from hostweave.communication.packing import branch, group
 from hostweave.communication.schedule import FIRST, LAST, Lowering, Schedule
 from hostweave.communication.signals import SIGNAL, Signals
 from hostweave.communication.steps import Steps, chunk, expr_of
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.host_ir import ir
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import MESSAGES, SIGNALS
@@ -85,7 +87,7 @@ class _Sums(_PassedOn):
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.producer[name]
-            if producer.kind == "matmul" and producer.result.type.dtype.kind == "float":
+            if OPS[producer.kind].is_product and producer.result.type.dtype.kind == "float" and not is_composed(producer):
                 return name
             if not self.flow.is_view(producer):
                 break

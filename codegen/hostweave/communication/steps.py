@@ -228,7 +228,7 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size,
 def keeps_dim(op: Op) -> bool:
     """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
     stream = op.result.stream
-    return op.kind == "matmul" and stream is not None and stream.dim >= len(op.result.type.dims) - 2
+    return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:

@@ -16,7 +16,7 @@ from hostweave.emit.cpp import CUDA_TYPES
 from hostweave.emit.layers import Element, Words, arrays_of, in_turn, rolled
 from hostweave.emit.layout import COMMON, lay_out
 from hostweave.emit.meshes import rank_in_group
-from hostweave.emit.plans import EitherAttention, Named, attention_made_with, attention_prepared_with, ends
+from hostweave.emit.plans import EitherAttention, Named, attention_made_with, attention_prepared_with, ends, operands_of
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
@@ -254,13 +254,14 @@ class Emitter:
             stream = f"{{{CALLER}, {WORKSPACE}}}"
         terms = [f".scale = {i.scale!r}"] if i.scale != 1 else []
         terms += [f".{field} = {self.text(name)}" for field, names in (("accumulate", i.accumulate), ("bias", i.bias)) for name in names]
+        terms += [f".{field} = {self.text(name)}" for field, name in zip(("scale_a", "scale_b"), i.scales, strict=False)]
         return self.lay_out(i, plan=self.plan(i), stream=stream, terms=terms)
 
     def plan(self, i: ir.Matmul) -> str:
-        types = [self.type_of(name) for name in (i.a, i.b, i.dst)]
-        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i)
+        types = [self.type_of(name) for name in operands_of(i)]
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name], *ends(i, types)
         name = self.context.products.name(i, types)
-        return self.planned("MatmulPlan", i, name, made_with, tuple(map(self.integers.strided, types)))
+        return self.planned("MatmulPlan", i, name, made_with, tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, i: tree.Instruction, name: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
         """The member that is its plan: one for all that are made and prepared alike."""

@@ -1,10 +1,11 @@
 """Plans of matmuls and attention: what they are made with and prepared with, and the names of products."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hostweave.analysis.def_use import def_use
 from hostweave.emit.cpp import CUDA_TYPES, CppExprPrinter
 from hostweave.emit.layout import braced
+from hostweave.fusion_ir.ops.scaled import ROW, TENSOR, scaling
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.expr import Const
@@ -14,13 +15,29 @@ from hostweave.types.tensor import BufferType
 CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 
 
-def ends(i: ir.Matmul) -> tuple[str, ...]:
-    """What a plan is made with besides dtypes: cuBLASLt's names of the epilogue and of the compute type."""
+def operands_of(i: ir.Matmul) -> tuple[str, ...]:
+    """The buffers whose types a plan is made for."""
+    return i.a, i.b, i.dst, *i.scales
+
+
+def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
+    """What a plan is made with besides dtypes: cuBLASLt's names of the epilogue, and of the compute type or the scales."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
         return (epilogue if words or i.bias else "CUBLASLT_EPILOGUE_DEFAULT", "CUBLAS_COMPUTE_32F_FAST_TF32")
+    if i.scales:
+        return (epilogue if words or i.bias else "CUBLASLT_EPILOGUE_DEFAULT", braced([CUDA_TYPES[types[1].dtype.name], *_scales(types)]))
     return (epilogue,) if words or i.bias else ()
+
+
+def _scales(types: Sequence[BufferType]) -> Iterator[str]:
+    """cuBLASLt's names of the scales of a [M, K], and of b [K, N]."""
+    a, b, _, *scales = types
+    kind = scaling(a.shape, b.shape, scales[0].shape, scales[1].shape)
+    for type, scale, outer in ((a, scales[0], 0), (b, scales[1], 1)):
+        of_blocks = "VEC128_32F" if scale.shape[outer] == type.shape[outer] else "BLK128x128_32F"
+        yield f"CUBLASLT_MATMUL_MATRIX_SCALE_{ {TENSOR: 'SCALAR_32F', ROW: 'OUTER_VEC_32F'}.get(kind, of_blocks) }"
 
 
 class Products:
@@ -31,7 +48,7 @@ class Products:
         for uses in map(def_use, bodies(program)):
             for i in (place.instruction for place in uses.places):
                 if isinstance(i, ir.Matmul):
-                    results = self._results.setdefault(_alike(i, [uses.types[name] for name in (i.a, i.b, i.dst)]), {})
+                    results = self._results.setdefault(_alike(i, [uses.types[name] for name in operands_of(i)]), {})
                     results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # where a condition decides, the last
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
@@ -41,7 +58,7 @@ class Products:
 
 
 def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
-    return *types, ends(i)
+    return *types, ends(i, types)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from hostweave.build import cuda, figures
 from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Library, Toolchain, find_compiler
+from hostweave.fusion_ir.ops.scaled import SCALINGS, TENSOR
 from hostweave.targets.target import Target, runtime_sources, sources_of
 from hostweave.transports.transport import NAMES, SIGNALS, Transport, find_transport
 from hostweave.types.machine import H200, Machine
@@ -73,6 +74,8 @@ class _Cuda(Target):
 
     def machine(self, ranks: int) -> Machine:
         machine = figures.measured(cuda.gpus()) or H200
+        for scaling in SCALINGS:
+            machine = machine.without_scales(scaling, why) if (why := why_no_scales(scaling)) else machine
         if why := why_no_peers(ranks):
             return machine.without_peers(why)
         for name in NAMES:
@@ -113,6 +116,21 @@ def why_not(transport: Transport) -> str:
         if version is not None and version < transport.since:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
             return f"puts need NCCL {'.'.join(map(str, transport.since))} or later, and {found}"
+    return ""
+
+
+def why_no_scales(scaling: str) -> str:
+    """Why cuBLASLt has no products of 8-bit floats with such scales here; "" if it has, or if there is no GPU."""
+    if not cuda.gpus():
+        return ""
+    number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())
+    if number < 89:
+        return f"tensor cores of sm_{number} have no 8-bit floats"
+    if scaling != TENSOR and number // 10 != 9:
+        return f"cuBLASLt has scales of a {scaling} for sm_90 alone, and this is sm_{number}"
+    version = tuple(map(int, re.findall(r"\d+", _version(next(part for part in cuda.find_cuda().headers if part.name == "cublasLt.h")))))
+    if scaling != TENSOR and version < (12, 9):
+        return f"scales of a {scaling} need cuBLAS 12.9 or later, and {'.'.join(map(str, version)) or 'none'} was found"
     return ""
 
 

@@ -54,7 +54,7 @@ class Product:
     @property
     def rate(self) -> float:
         """How fast its dtype is beside 16-bit floats."""
-        return {1: 1.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
+        return {1: 2.0, 2: 1.0, 4: 0.5 if self.tf32 else 1 / 16}.get(self.dtype.itemsize, 1 / 16)
 
     def seconds(self, machine: Machine) -> float:
         if not self.count * self.rows * self.columns:
@@ -85,8 +85,9 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     """The matmul of one rank."""
     values = fusion.values()
     left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
-    inner = prod(left[len(left) - op[CONTRACTED] :])
-    is_one = len(values[op.tensors[1]].type.dims) == op[CONTRACTED] + 1  # matrix for all: its rows follow one another
+    contracted = op[CONTRACTED] if op.kind == "matmul" else 1
+    inner = prod(left[len(left) - contracted :])
+    is_one = len(values[op.tensors[1]].type.dims) == contracted + 1  # matrix for all: its rows follow one another
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
 
@@ -170,7 +171,7 @@ def _of_body(fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: b
         moved = [bytes_of[name] for name in (*op.tensors, op.result.name)]
         if OPS[op.kind].is_reshard_step:
             return communication(machine, op.kind, _ranks(op, types[op.tensors[0]].mesh_in(fusion.mesh)), max(moved))
-        if op.kind == "matmul":
+        if OPS[op.kind].is_product:
             return product_of(op, fusion, sizes, tf32).seconds(machine)
         if op.kind == "attention" or op.kind in GRADIENTS:
             return max(attended_of(op, fusion, sizes).seconds(machine), machine.launch + sum(moved) / machine.memory)

@@ -8,13 +8,14 @@ from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice, Way
 from hostweave.fusion_ir.ir import Fusion, Op, Stream
 from hostweave.fusion_ir.ops import RESHARD_STEPS
 from hostweave.fusion_ir.ops.attention import is_by_kernels, why_composed
-from hostweave.fusion_ir.ops.attributes import KEY_BLOCKS, MESH_AXES
+from hostweave.fusion_ir.ops.attributes import COMPOSED, KEY_BLOCKS, MESH_AXES
+from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, STEP, is_composed, scaling
 from hostweave.host_ir import ir
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, SIGNALS
 from hostweave.tune.cost import most_in_kernel, seconds
 from hostweave.tune.overlaps import ENOUGH, Candidate, candidates, gain_wanted, hidden_beside
-from hostweave.types.tensor import f32
+from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
@@ -66,9 +67,19 @@ def _lines(body: Fusion, chosen: Mapping[str, Choice], options: Options, in_kern
             is_own = is_by_kernels(op, *(types[name] for name in op.tensors[:3]))
             by = f"a kernel of this package{', without tensor cores' * (types[name].dtype == f32)}" if is_own else "one call of the library"
             yield f"%{name} = attention: {by}, without the matrix of scores in memory{joined}"
+        elif is_composed(op):
+            yield f"%{name} = scaled_matmul: composed of casts, a matmul and multiplications, since {_why_composed(op, types, options)}"
         elif op.kind == "matmul" and re.search(r"(^|_)scores(_|$)", name):
             why = why_composed(types[op.tensors[0]], types[op.tensors[0]]) or "it has dropout, or a mask that is not of its dtype"
             yield f"%{name} = matmul: attention is composed of matmuls and a softmax, since {why}"
+
+
+def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> str:
+    if op[COMPOSED] == MACHINE:
+        return dict(options.figures.no_scales)[scaling(*(types[name].shape for name in op.tensors))]
+    if op[COMPOSED] == DTYPES:
+        return "cuBLASLt has no product of f8e5m2 by f8e5m2; use f8e4m3 for one operand"
+    return f"cuBLASLt multiplies 8-bit floats if the K and N of a rank, and of a chunk, divide by {STEP}; pad them"
 
 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:

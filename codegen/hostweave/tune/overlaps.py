@@ -14,6 +14,7 @@ from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import ORDER
+from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
@@ -27,7 +28,7 @@ MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the mo
 LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
 ENOUGH = 10e-6  # seconds of a communication outside of loops that must be hidden: what a fork and a wait cost, with room
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-PRODUCTS = ("matmul", "attention", "attention_backward")
+PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class _Finder:
             return False
         indices, number = index_map(user, operand_types(user, self.types)), user.operands.index(op.result.name)
         dims = [i for i in range(len(user.result.type.dims)) if indices.operand_dim(number, i) == dim]
-        is_rows = dims == [dim] and self.is_outermost(user, dim) and indices.operand_dim(1 - number, dim) is None
-        return is_rows and self.place.get(user.tensors[1 - number], -1) < (self.place[first.result.name] if first else 0)
+        is_rows = number < 2 and dims == [dim] and self.is_outermost(user, dim) and indices.operand_dim(1 - number, dim) is None
+        others = (self.place.get(name, -1) for name in user.tensors if name != op.result.name)
+        return is_rows and all(place < (self.place[first.result.name] if first else 0) for place in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
         """The matmul whose result alone is reduced, if what it takes in chunks is no result of communication itself."""
@@ -139,11 +141,12 @@ class _Finder:
 
     def is_plain_matmul(self, op: Op) -> bool:
         return (
-            op.kind == "matmul"
+            OPS[op.kind].is_product
             and op.result.type.dtype.kind == "float"
             and op.result.stream is None
             and op.result.type.mesh is None
-            and len(op.tensors) == 2
+            and len(op.tensors) == OPS[op.kind].arity
+            and not is_composed(op)
         )
 
     def is_outermost(self, op: Op, dim: int) -> bool:
@@ -379,7 +382,7 @@ def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
 
     for op in ops:
         name, is_view = op.result.name, OPS[op.kind].is_view
-        is_free = op.kind == "matmul" and name not in needed and not op.result.stream and ends
+        is_free = OPS[op.kind].is_product and name not in needed and not op.result.stream and ends
         if is_free or not moved.isdisjoint(op.tensors):
             late.append(op)
             moved.add(name)

@@ -37,7 +37,8 @@ class Machine:
 
     A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
     and `wave` more. `refused` names transports that ranks cannot communicate by, each with the reason; `no_peers` says why ranks cannot
-    reach each other's memory at all.
+    reach each other's memory at all. `no_scales` names scales that products of 8-bit
+    floats cannot have (tensor, row or block), each with the reason.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Machine:
     links: tuple[Link, ...] = field(repr=False)
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
+    no_scales: tuple[tuple[str, str], ...] = ()
 
     def link(self, by: str, ranks: int) -> Link:
         """That of the number of ranks that is closest to this one, of two the larger."""
@@ -60,8 +62,14 @@ class Machine:
     def without_peers(self, why: str) -> Machine:
         return replace(self, no_peers=why)
 
+    def without_scales(self, scaling: str, why: str) -> Machine:
+        return replace(self, no_scales=(*self.no_scales, (scaling, why)))
+
     def to_json(self) -> str:
-        return json.dumps({name: value for name, value in asdict(self).items() if name not in ("refused", "no_peers")}, indent=1) + "\n"
+        return (
+            json.dumps({name: value for name, value in asdict(self).items() if name not in ("refused", "no_peers", "no_scales")}, indent=1)
+            + "\n"
+        )
 
     @staticmethod
     @checked

@@ -20,12 +20,36 @@ struct Operand {  // column-major
   Operand from(std::int64_t row, std::int64_t column = 0) const { return {type, ld, shift(at, column * ld + row, type)}; }
 };
 
+// The scales of an operand of 8-bit floats, whose elements along k lie side by side.
+struct Scales {
+  const float* at = nullptr;
+  std::int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  std::int64_t outer = 0, k = 0;  // sizes of the operand
+
+  static constexpr std::int64_t kBlock = 128, kStep = 4;  // rows of scales of BLK128x128 are padded to multiples of kStep
+  std::int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
+  std::int64_t pitch() const { return (blocks() + kStep - 1) / kStep * kStep; }
+  std::int64_t count() const {
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return 1;
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F) return outer;
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return outer * blocks();
+    return ((outer + kBlock - 1) / kBlock - 1) * pitch() + blocks();
+  }
+  float of(std::int64_t row, std::int64_t inner) const {
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F) return *at;
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F) return at[row];
+    if (mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F) return at[inner / kBlock * outer + row];
+    return at[row / kBlock * pitch() + inner / kBlock];
+  }
+};
+
 struct Gemm {  // D = epilogue(alpha op(A) op(B) + beta C)
   bool transpose_a = false, transpose_b = false;
   std::int64_t m = 0, n = 0, k = 0;
   double alpha = 1, beta = 0;
   Operand a, b, c, d;
   enum class Activation { none, relu, gelu } activation = Activation::none;
+  Scales scales_a, scales_b;   // where A and B are of 8-bit floats
   const void* bias = nullptr;  // of the type of D, one element for each row of it
 };
 

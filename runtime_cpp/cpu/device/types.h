@@ -24,6 +24,7 @@ constexpr std::size_t type_size(ncclDataType_t type) { return type_of(type).size
 constexpr const char* type_name(ncclDataType_t type) { return type_of(type).name; }
 
 constexpr std::size_t type_size(cudaDataType_t type) {
+  if (type == CUDA_R_8F_E4M3 || type == CUDA_R_8F_E5M2) return 1;
   return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : type == CUDA_R_16F || type == CUDA_R_16BF ? 2 : 0;
 }
 

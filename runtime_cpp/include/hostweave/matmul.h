@@ -9,6 +9,10 @@
 #include "hostweave/rank.h"
 #include "hostweave/tensor.h"
 
+#if defined(CUBLAS_VERSION) && CUBLAS_VERSION < 120800
+enum { CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0 };  // the only mode that these versions have
+#endif
+
 namespace hw {
 
 // Where the elements of an operand lie: shape, and strides in elements.
@@ -27,6 +31,16 @@ struct Epilogue {
   double scale = 1;
   const void* accumulate = nullptr;  // added to the product: where c lies, or as c does
   const void* bias = nullptr;        // one element for each column of c, if the plan's epilogue has a bias
+  const void* scale_a = nullptr;     // of a plan with scales, f32
+  const void* scale_b = nullptr;
+};
+
+// Scales of 8-bit floats a[m, k], whose rows lie side by side, and b[k, n], whose columns do. OUTER_VEC has one for each row of a
+// and each column of b, VEC128 also for each 128 elements along k: those of the rows lie side by side. BLK128x128 has one for
+// each 128 x 128 elements, of which those along k lie side by side, and rows of them are padded to multiples of 4.
+struct Scaling {
+  cudaDataType_t operand_b;
+  int32_t a, b;  // a cublasLtMatmulMatrixScale_t
 };
 
 // The product c[..., m, n] = a[..., m, k] b[..., k, n], leading dims broadcast as NumPy does: what cublasLtMatmul needs beside
@@ -35,6 +49,8 @@ class MatmulPlan {
  public:
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
              cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
+  // The product of 8-bit floats with scales.
+  MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
   // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
   // for what the device has in flight. Where the rank measures, of those that cuBLASLt recommends the fastest is taken. Throws
@@ -57,12 +73,16 @@ class MatmulPlan {
   void load_kernels(const Plan& plan) const;
   cublasLtMatmulAlgo_t fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const;
   const void* zeros(size_t bytes) const;
+  void describe_scales(Plan& plan) const;
+  cublasStatus_t set_scales(const Plan& plan, const Epilogue& epilogue) const;
 
   Rank& rank_;
   cudaDataType_t operands_;
   cudaDataType_t result_;
   cublasLtEpilogue_t epilogue_;
   cublasComputeType_t compute_;
+  Scaling scaling_;
+  bool is_scaled_ = false;
   Hidden<Plans> plans_;
   const Plan* current_ = nullptr;
 };

@@ -20,6 +20,7 @@ from hostweave.check.results.lanes import Functions, Lanes
 from hostweave.check.results.ranks import Ranks
 from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
@@ -233,7 +234,7 @@ def _work(fusion: Fusion, op: Op, sizes: Sizes) -> float:
     if op.callee:
         return work(op.callee, sizes) if op.kind != "output" else 0
     made: float = prod(global_shape(op.result.type, sizes))
-    if op.kind == "matmul":
+    if OPS[op.kind].is_product:
         left = next(v.type for v in (*fusion.inputs, *(o.result for o in fusion.ops)) if v.name == op.tensors[0])
-        made *= 1 + prod(size.bind(sizes) for size in left.shape[-op[CONTRACTED] :]) / 100
+        made *= 1 + prod(size.bind(sizes) for size in left.shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]) / 100
     return made

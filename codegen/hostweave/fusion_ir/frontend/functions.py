@@ -19,7 +19,7 @@ from hostweave.fusion_ir.ops.reductions import *  # noqa: F403
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, DType, TensorType, i32
+from hostweave.types.tensor import Dim, DType, TensorType, bf16, i32
 
 SizeLike = int | str | Size
 
@@ -37,6 +37,33 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
     """
     return record("matmul", a, b)
+
+
+@checked
+def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: DType = bf16) -> Tensor:
+    """The product of 8-bit floats with scales, as torch._scaled_mm: [M, K] x [K, N] -> [M, N] of `out_dtype`, bf16, f16 or f32.
+
+    `a` and `b` are f8e4m3 or f8e5m2. Each f32 of a scale multiplies a block of its operand; products are summed in f32 and rounded once.
+    The shapes of the scales say what the blocks are:
+
+    | scales of | scale_a | scale_b |
+    |---|---|---|
+    | tensors | [1, 1], or no dims | [1, 1], or no dims |
+    | rows and columns | [M, 1] | [1, N] |
+    | blocks | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
+
+    Shardings are those of `matmul`, and a scale is sharded as what it scales. A bias that is added, and `relu` or `gelu_tanh`, become
+    part of the product. Operands are fastest if the elements along K lie side by side, as in `scaled_matmul(a, w.T, ...)` with
+    `w: [N, K]`; others are copied first. Without cuBLASLt's scales the product is composed of other ops: `Program.explain` says so.
+    Raises ProgramError for other dtypes and shapes.
+
+    Example: `a, s = hw.quantize(x, "row")`, then `hw.scaled_matmul(a, w.T, s, t.T)` with `w: f8e4m3[N, K]` and `t: f32[N, 1]`.
+    """
+    scale_a, scale_b = (
+        reshape(scale, (1, 1)) if scale.ndim < 2 and product(scale.type.shape) == Size() else scale for scale in (scale_a, scale_b)
+    )
+    dims = tuple(Dim(type.shape[dim]) if len(type.shape) == 2 else Dim(Size()) for dim, type in enumerate((a.type, b.type)))
+    return record("scaled_matmul", a, b, scale_a, scale_b, target=TensorType(out_dtype, dims))
 
 
 # --- pointwise --------------------------------------------------------------------------------------------------------

@@ -288,7 +288,7 @@ class _Names:
         if number in self.of:
             return
         # The operand that tells the op from others of its kind comes first: the weight of a matmul.
-        weights = [operand for operand in op.tensors[::-1] if operand in self.given and op.kind == "matmul"]
+        weights = [operand for operand in op.tensors[1::-1] if operand in self.given and OPS[op.kind].is_product]
         names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
         self.subjects[number] = next(filter(None, names), "")
         if moved and (not word or OPS[op.kind].makes):

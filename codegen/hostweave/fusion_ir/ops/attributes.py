@@ -21,6 +21,7 @@ KEY_BLOCKS = Attribute("blocks", int, 0)  # of attention: so many results, of a 
 PIECES = Attribute("pieces", int, 0)  # of attention: rows and keys lie in so many, as ranks have them in zigzag; 0: in order
 REVERSED = Attribute("reversed", int, 0)  # of attention: of so many blocks of rows, one a rank, the last one comes first; 0: in order
 HALVES = Attribute("halves", int)
+COMPOSED = Attribute("composed", str, "")  # of a scaled matmul: why cuBLASLt does not compute it, one of LACKING; "" if it does
 SOURCES = Attribute[tuple[int, ...]]("sources", tuple)
 
 # Of the steps of a reshard.

@@ -83,6 +83,7 @@ class OpDef:
     is_reshard_step: bool = False  # one communication or one local slice: its attributes are all that it does to a layout
     to_other_mesh: bool = False  # a step whose result is on another mesh
 
+    is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
     makes: str = ""  # of its operand, where it only moves elements: "transposed", as in `x_transposed`
     written: str = ""  # as Python's operators write it: `a + b`
     is_public: bool = False  # its function is made from this entry

@@ -206,7 +206,7 @@ def _numpy_matmul(np: Any, a: Any, b: Any, contracted: int = 1) -> Any:
     return np.matmul(a.reshape(*a.shape[:-contracted], k), b.reshape(*b.shape[: -1 - contracted], k, b.shape[-1]))
 
 
-OPS["matmul"] = OpDef(2, _matmul, _contracted, _numpy_matmul, (CONTRACTED,), partial="sum", last_is_first=True)
+OPS["matmul"] = OpDef(2, _matmul, _contracted, _numpy_matmul, (CONTRACTED,), partial="sum", last_is_first=True, is_product=True)
 
 if not TYPE_CHECKING:
     __all__ = public_names(globals())

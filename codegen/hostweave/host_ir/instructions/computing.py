@@ -8,6 +8,7 @@ from typing import Any
 
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import Masks, attended, differentiated
+from hostweave.fusion_ir.ops.scaled import multiplied
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Writes
 from hostweave.types.blocks import Cuts, boxes
@@ -33,7 +34,9 @@ class Matmul(Compute):
     """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
 
     The product is over the last two dims, leading dims broadcast as NumPy does. `accumulate` is of dst's type and may be dst, the bias
-    a vector along dst's columns; there is at most one of each.
+    a vector along dst's columns; there is at most one of each. Two `scales`, of f32, go with operands of 8-bit floats, of which a is
+    [M, K] row by row and b [K, N] column by column: scales of a are [1, 1], [M, 1], [M, K/128] or [M/128, K/128], those of b alike, and
+    each multiplies the elements of its block. Those of blocks lie as cuBLASLt takes them: see `scales_lie`.
     """
 
     a: Read
@@ -44,12 +47,18 @@ class Matmul(Compute):
     accumulate: Reads = ()
     bias: Reads = ()
     activation: str = ""  # one of ACTIVATIONS
-    syntax = "matmul %{a}, %{b} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation} -> %{dst}"
+    scales: Reads = ()  # of a, and of b
+    syntax = (
+        "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
+        " -> %{dst}"
+    )
     in_place = "accumulate"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        a, b, *added = reads
-        total = sum(added, np.matmul(a, b) * a.dtype.type(self.scale))
+        a, b, *others = reads
+        added, scales = others[: len(others) - len(self.scales)], others[len(others) - len(self.scales) :]
+        product = multiplied(np, a, b, *scales) if scales else np.matmul(a, b)
+        total = sum(added, product * a.dtype.type(self.scale))
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
+from hostweave.fusion_ir.ops.scaled import BLOCKS, RESULTS, scaling, why_no_scaled_product
 from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.rules.checker import Checker, Rule, Scope
@@ -53,7 +54,46 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
+PADDED = 4  # f32: rows of scales of 128 x 128 elements begin at multiples of this
+
+
+def lies_along(type: BufferType, dim: int) -> bool:
+    """True if the elements along a dim lie side by side."""
+    return type.shape[dim] == Size() or strides_of(type)[dim] == Size()
+
+
+def _scaled(c: Checker, i: ir.Matmul) -> None:
+    """Operands and scales lie as cuBLASLt takes them."""
+    if len(i.scales) != 2:
+        c.fail(f"{len(i.scales)} scales are given: name those of %{i.a}, then those of %{i.b}")
+    a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))
+    if why := why_no_scaled_product(*(unsharded(type) for type in (a, b, *scales))):
+        c.fail(why)
+    if dst.dtype not in RESULTS or dst.shape != (a.shape[0], b.shape[1]):
+        c.fail(f"%{i.dst} is {dst}, not [{a.shape[0]}, {b.shape[1]}] of {', '.join(map(str, RESULTS))}")
+    if i.precision:
+        c.fail(f"only products of f32 can be in tf32, and %{i.a} is {a}: leave it out")
+    for name, type, dim in ((i.a, a, 1), (i.b, b, 0), (i.dst, dst, 1)):
+        if not lies_along(type, dim):
+            c.fail(f"the elements of %{name} along dim {dim} do not lie side by side: copy it to a buffer where they do")
+    has_blocks = scaling(a.shape, b.shape, *(type.shape for type in scales)) == BLOCKS
+    for name, type, of, outer in zip(i.scales, scales, (a, b), (0, 1), strict=True):
+        count, along = type.shape[outer], strides_of(type)
+        if not has_blocks or count == of.shape[outer]:
+            is_right = lies_along(type, outer) and (type.shape[1 - outer] == Size() or along[1 - outer] == count)
+        else:
+            inner = type.shape[1 - outer]
+            is_padded = along[outer] == (Size(-(-int(inner) // PADDED) * PADDED) if inner.is_int else inner)
+            is_right = lies_along(type, 1 - outer) and (count == Size() or is_padded)
+        if not is_right:
+            c.fail(f"the scales %{name} do not lie as cuBLASLt takes them, by rows or columns: copy them to memory where they do")
+
+
 def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
+    if i.scales:
+        _scaled(c, i)
+        _epilogue(c, i)
+        return
     c.same_dtype(i.a, i.b, *(() if widens(c.types[i.a].dtype, c.types[i.dst].dtype) else (i.dst,)))
     dtype = c.types[i.a].dtype
     if dtype.kind in ("int", "uint"):

@@ -98,7 +98,7 @@ class _Insertion(Emitter):
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
         """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
-        if not (op.kind == "matmul" and widens(type.dtype, carrier)):
+        if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
             op = replace(op, operands=operands)
@@ -108,7 +108,7 @@ class _Insertion(Emitter):
     def cast(self, name: str, dtype: DType, op: Op) -> str:
         """The value in another dtype: as it was made where that is a matmul's sum that only `op` uses."""
         made = next((made for made in self.ops if made.result.name == name), None)
-        if made and made.kind == "matmul" and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
+        if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
             self.ops[self.ops.index(made)] = replace(made, result=wide)
             self.types[name] = wide.type

@@ -6,6 +6,7 @@ from dataclasses import replace
 from hostweave.base.errors import ProgramError
 from hostweave.communication.steps import Dataflow, Steps, chunk, chunk_shape, dim_of_chunk, expr_of, keeps_dim, rank_in_group
 from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import AXIS, BLOCKS, CONTRACTED, HIGH, INDEX, LOW, ORDER, START, STEP
 from hostweave.fusion_ir.ops.shapes import padded_dims
 from hostweave.fusion_ir.resharding import step_of
@@ -94,7 +95,7 @@ class Buffers:
         if op.kind == "matmul":
             rank -= op[CONTRACTED] - 1  # of which the matrix makes one
         position = stream.dim - (len(op.result.type.dims) - rank)
-        if op.kind == "matmul" and keeps:
+        if OPS[op.kind].is_product and keeps:
             position = rank - 2  # shards of M or N are stacked before the matrix
         if steps.splits(op.result, stream.dim) and position > 0:
             shape = self.b.types[buffer].shape

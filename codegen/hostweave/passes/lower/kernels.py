@@ -34,8 +34,12 @@ class Kernels:
         body = replace(op.renamed(called), result=Value(op.result.name, self.tensor(target)))
         positions = {name: str(i) for i, name in enumerate(names.values())}
         same = replace(body.renamed(positions), result=replace(body.result, name="")), tuple(p.type for p in inputs)
+        return self.keep(ir.Kernel("", inputs, (body,)), same)
+
+    def keep(self, kernel: ir.Kernel, same: object = None) -> str:
+        """The name of a kernel that has none, or of one before that is the same."""
+        same = same or kernel
         if same not in self.made:
-            kernel = ir.Kernel("", inputs, (body,))
             self.made[same] = replace(kernel, name=self.free(kernel.telling_name))
         return self.made[same].name
 

@@ -41,6 +41,7 @@ from hostweave.passes.lower.kernels import Kernels
 from hostweave.passes.lower.loops import Loop, Part, gathered_beside, iterations, loops_of, parts, shards
 from hostweave.passes.lower.placement import placement_of
 from hostweave.passes.lower.reshards import Reshards
+from hostweave.passes.lower.scaled_matmuls import ScaledMatmuls
 from hostweave.passes.lower.uneven_sizes import uneven_sizes
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import TensorType, f32, is_matrix
@@ -89,6 +90,7 @@ class _Lowering:
         self.kernels = Kernels(self.b.types)
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
+        self.scaled = ScaledMatmuls(self.kernels, self.b)
         self.lowering: Lowering | None = None  # of the communication of the present loop
 
     def is_loop(self, loop: Loop) -> bool:
@@ -252,6 +254,8 @@ class _Lowering:
             self.assemble(op, sources, target, steps)
         elif op.kind == "matmul":
             self.matmul(op, sources, target, steps)
+        elif op.kind == "scaled_matmul":
+            self.scaled.multiply(op, sources, target, steps, self.lowering)
         elif op.kind == "collective_permute":
             self.collective_permute(op, sources[0], target, steps)
         elif op.kind == "copy":

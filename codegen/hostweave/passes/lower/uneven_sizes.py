@@ -12,6 +12,8 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
+# Ops that join outermost parts of dims alone, which have to be equal.
+OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
 Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
 
 
@@ -69,9 +71,9 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Di
                     yield dim, "a stream" if op.result.stream else "a reshard over some of the axes"
     elif op.kind == "collective_permute":
         yield op.result.type.dims[op[AXIS]], "a collective permute of its blocks"
-    elif op.kind == "reshape":
+    elif op.kind in OF_OUTER_DIMS:
         indices = index_map(op, operands)
-        for labels, type in ((indices.operands[0], operands[0]), (indices.result, op.result.type)):
+        for labels, type in zip((*indices.operands, indices.result), involved, strict=True):
             for label, dim in zip(labels, type.dims, strict=True):
                 if label in indices.outer:
-                    yield dim, "a reshape that splits or merges it"
+                    yield dim, OF_OUTER_DIMS[op.kind]

@@ -1,0 +1,104 @@
+"""The product of 8-bit floats with scales, as torch._scaled_mm defines it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostweave.fusion_ir.index_map import ONE, IndexMap
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.attributes import COMPOSED
+from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
+
+BLOCK = 128  # elements of a block, along each of its dims
+TENSOR, ROW, BLOCKS = "tensor", "row", "block"
+SCALINGS = (TENSOR, ROW, BLOCKS)
+RESULTS = (bf16, f16, f32)
+# Why cuBLASLt does not compute one: the machine has no such scales, both operands are f8e5m2, or K or N does not divide by STEP.
+MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
+STEP = 16  # cuBLASLt multiplies 8-bit floats if K and N are multiples of this
+
+Shape = tuple[Size, ...]
+
+
+def scaling(a: Shape, b: Shape, scale_a: Shape, scale_b: Shape) -> str:
+    """Returns the one of SCALINGS that the scales [rows, inner] of a [M, K] and [inner, columns] of b [K, N] are, or ""."""
+    (m, k), (_, n) = a, b
+    if scale_a == (m, ONE) and scale_b == (ONE, n):
+        return ROW
+    if scale_a == scale_b == (ONE, ONE):
+        return TENSOR
+    is_a = scale_a in ((m, k // BLOCK), (m // BLOCK, k // BLOCK))
+    return BLOCKS if is_a and scale_b in ((k // BLOCK, n), (k // BLOCK, n // BLOCK)) else ""
+
+
+def is_composed(op: Op) -> bool:
+    """True if the op is a scaled matmul that cuBLASLt does not compute: it is made of casts, a matmul and multiplications."""
+    return op.kind == "scaled_matmul" and bool(op[COMPOSED])
+
+
+def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType, *scales: TensorType | BufferType) -> str:
+    """Why no scaled product has these operands; "" if one has."""
+    for operand in (a, b):
+        if operand.dtype.kind != "float" or operand.dtype.itemsize != 1:
+            return f"{operand} is no tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"
+    if other := next((scale for scale in scales if scale.dtype != f32), None):
+        return f"the scales {other} are not of f32; use hw.astype(scale, hw.f32)"
+    if other := next((each for each in (a, b, *scales) if len(each.shape) != 2), None):
+        return f"{other} has {len(other.shape)} dims, and exactly 2 are needed; use hw.reshape"
+    if a.shape[1] != b.shape[0]:
+        return f"inner dims differ: {a} x {b}; a is [M, K] and b [K, N]"
+    if not scaling(a.shape, b.shape, scales[0].shape, scales[1].shape):
+        wanted = "[1, 1] and [1, 1], [M, 1] and [1, N], or [M or M/128, K/128] and [K/128, N or N/128]"
+        return f"scales {scales[0]} and {scales[1]} do not fit {a} and {b}; they are {wanted}"
+    return ""
+
+
+def _scaled_matmul(types: Types, op: Op) -> TensorType:
+    if why := why_no_scaled_product(*types):
+        raise Mismatch(why)
+    if op.result.type.dtype not in RESULTS:
+        raise Mismatch(f"out_dtype={op.result.type.dtype} is none of {', '.join(map(str, RESULTS))}; use one of them")
+    return TensorType(op.result.type.dtype, (Dim(types[0].shape[0]), Dim(types[1].shape[1])))
+
+
+def _indices(types: Types, op: Op) -> IndexMap:
+    """(m, k), (k, n), and a scale has the label of the dim that it scales; blocks join the outermost parts alone."""
+    m, n = types[0].shape[0], types[1].shape[1]
+    labels = ("m", "k"), ("k", "n")
+    scales = [
+        tuple(None if have == ONE else label for have, label in zip(type.shape, of, strict=True))
+        for type, of in zip(types[2:], labels, strict=True)
+    ]
+    has_blocks = scaling(*(type.shape for type in types)) == BLOCKS
+    outer = {"k"} if has_blocks else set()
+    outer |= {"m"} if has_blocks and types[2].shape[0] != m else set()
+    outer |= {"n"} if has_blocks and types[3].shape[1] != n else set()
+    return IndexMap((*labels, *scales), ("m", "n"), frozenset(outer))
+
+
+def scaled(x: Any, scale: Any) -> Any:
+    """x [R, C] times scale [r, c], of which each element scales a block of R/r x C/c elements."""
+    (rows, columns), (r, c) = x.shape, scale.shape
+    blocks = x.reshape(r, rows // max(r, 1), c, columns // max(c, 1)) * scale.reshape(r, 1, c, 1)
+    return blocks.reshape(rows, columns)
+
+
+def multiplied(np: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
+    """The product in NumPy, of 8-bit floats that were widened."""
+    return np.matmul(scaled(a, scale_a), scaled(b, scale_b))
+
+
+OPS = {
+    "scaled_matmul": OpDef(
+        4,
+        _scaled_matmul,
+        _indices,
+        lambda np, a, b, scale_a, scale_b, composed="": multiplied(np, a, b, scale_a, scale_b),
+        (COMPOSED,),
+        partial="sum",
+        last_is_first=True,
+        is_product=True,
+    )
+}

@@ -1,0 +1,43 @@
+"""Marks the scaled matmuls that cuBLASLt does not compute on the machine. Lowering makes them of casts, a matmul and multiplications.
+
+    %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t)      # a: f8e5m2[M, K], b: f8e5m2[K, N]
+
+becomes
+
+    %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t, composed=dtypes)
+"""
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.ops import operand_types
+from hostweave.fusion_ir.ops.attributes import COMPOSED
+from hostweave.fusion_ir.ops.scaled import DTYPES, MACHINE, SIZES, STEP, scaling
+from hostweave.options import Options
+from hostweave.types.machine import Machine
+from hostweave.types.mesh import Mesh
+from hostweave.types.tensor import TensorType, f8e5m2
+
+
+def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
+    """After it each scaled matmul says why it is composed, if it is."""
+    types = {name: value.type for name, value in fusion.values().items()}
+
+    def marked(op: Op) -> Op:
+        if op.kind != "scaled_matmul":
+            return op
+        why = _why_composed(op, operand_types(op, types), fusion.mesh, options.figures)
+        return replace(op, attributes=((COMPOSED.name, why),)) if why else op
+
+    return replace(fusion, ops=tuple(map(marked, fusion.ops)))
+
+
+def _why_composed(op: Op, types: tuple[TensorType, ...], mesh: Mesh, machine: Machine) -> str:
+    a, b = types[:2]
+    if a.dtype == b.dtype == f8e5m2:
+        return DTYPES
+    if scaling(*(type.shape for type in types)) in dict(machine.no_scales):
+        return MACHINE
+    (inner, columns), stream = b.local_shape(mesh), op.result.stream
+    parts = stream.chunks or 1 if stream and stream.dim == 1 else 1
+    return SIZES if any(size.is_int and int(size) % (STEP * by) for size, by in ((inner, 1), (columns, parts))) else ""

@@ -1,0 +1,79 @@
+"""Products of 8-bit floats on one GPU: close to float64, and as close as torch._scaled_mm for the same scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
+SIZES = [(1, 4096, 512), (16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
+OUT = {hw.bf16: 2.0**-8, hw.f32: 2.0**-13}  # tensor cores add 8-bit products with 13 bits or more
+
+
+def product(kind: str, k: int, n: int, out: hw.DType) -> hw.Fusion:
+    scales: dict[str, Any] = {
+        "tensor": ((1, 1), (1, 1)),
+        "row": (("M", 1), (n, 1)),
+        "vectors": (("M", k // 128), (n, k // 128)),
+        "blocks": (("M", k // 128), (n // 128, k // 128)),
+    }
+
+    @hw.fusion(a=hw.f8e4m3["M", k], w=hw.f8e4m3[n, k], s=hw.f32[scales[kind][0]], t=hw.f32[scales[kind][1]], b=out[n])
+    def product(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor, b: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        y = hw.scaled_matmul(a, w.T, s, t.T, out_dtype=out)
+        return y, hw.relu(hw.scaled_matmul(-a, w.T, s, t.T, out_dtype=out) + b)
+
+    return product
+
+
+@pytest.mark.parametrize("out", OUT, ids=str)
+@pytest.mark.parametrize("kind", ["tensor", "row", "vectors", "blocks"])
+def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
+    torch = pytest.importorskip("torch", reason="which the test compares with: pip install torch")
+    for m, k, n in SIZES:
+        torch.manual_seed(m + k)
+        program = hw.compile(product(kind, k, n, out), target="cuda")
+        assert "composed" not in program.explain() or not gpus()[0].arch.startswith("sm_90")
+        dtype = torch.bfloat16 if out == hw.bf16 else torch.float32
+        a, w = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
+        of_a = {"tensor": (1, 1), "row": (m, 1)}.get(kind, (m, k // 128))
+        of_w = {"tensor": (1, 1), "row": (n, 1), "vectors": (n, k // 128)}.get(kind, (n // 128, k // 128))
+        s, t = (torch.rand(shape, device="cuda") + 0.01 for shape in (of_a, of_w))
+        bias = torch.randn(n, device="cuda").to(dtype)
+        y, ended = program(a, w, s, t, bias)
+
+        def wide(x: Any, scale: Any) -> Any:
+            blocks = [size // count for size, count in zip(x.shape, scale.shape, strict=True)]
+            return x.double() * scale.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+
+        exact = wide(a, s) @ wide(w, t).T
+        error = float((y.double() - exact).abs().max() / exact.abs().max())
+        assert error < OUT[out]
+        end = torch.relu(-exact + bias.double())
+        assert float((ended.double() - end).abs().max() / end.abs().max().clamp(min=1e-9)) < 2 * OUT[out]
+        if kind == "tensor" or (kind == "row" and out == hw.bf16):
+            theirs = torch._scaled_mm(a, w.T, scale_a=s, scale_b=t.T, out_dtype=dtype)
+            assert error <= 1.01 * float((theirs.double() - exact).abs().max() / exact.abs().max()) + 2.0**-20
+
+
+def test_two_gpus() -> None:
+    """Gathered in a chunk loop by put, and scattered."""
+    if len(gpus()) < 2:
+        pytest.skip("needs two GPUs")
+    k, n, m = 2048, 1024, 512
+
+    @hw.fusion(mesh=hw.Mesh(x=2), a=hw.f8e4m3["M@x", k], w=hw.f8e4m3[n, k], s=hw.f32["M@x", 1], t=hw.f32[n, 1])
+    def gathered(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_matmul(a, w.T, s, t.T, out_dtype=hw.f32).stream("M", 4, algorithm="put")
+
+    ml_dtypes, random = pytest.importorskip("ml_dtypes"), np.random.default_rng(0)
+    a, w = (random.standard_normal((rows, k)).astype(ml_dtypes.float8_e4m3fn) for rows in (m, n))
+    s, t = (random.random((rows, 1)).astype(np.float32) for rows in (m, n))
+    exact = (a.astype(np.float64) * s) @ (w.astype(np.float64) * t).T
+    y = hw.compile(gathered, target="cuda").run(a=a, w=w, s=s, t=t)
+    assert np.abs(y - exact).max() < 2.0**-13 * np.abs(exact).max()

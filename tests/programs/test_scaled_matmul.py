@@ -1,0 +1,274 @@
+"""Products of 8-bit floats with scales: every kind of scales and sharding, chunk loops, epilogues, and what is composed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from inspect import Parameter, Signature
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_here import needs_cuda
+from interpret import interpret
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ops.scaled import multiplied
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.machine import H200
+from hostweave.types.numpy_dtypes import cast
+
+Array = np.ndarray[Any, Any]
+NUMPY = {hw.f8e4m3: ml_dtypes.float8_e4m3fn, hw.f8e5m2: ml_dtypes.float8_e5m2}
+KINDS = ("tensor", "row", "vectors", "blocks", "mixed")
+M, K, N = 24, 3072, 256
+OLD = replace(H200, no_scales=tuple((kind, "the GPU is old") for kind in ("tensor", "row", "block")))
+
+
+def scales_of(kind: str, m: int, k: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return {
+        "tensor": ((1, 1), (1, 1)),
+        "row": ((m, 1), (1, n)),
+        "vectors": ((m, k // 128), (k // 128, n)),
+        "blocks": ((m, k // 128), (k // 128, n // 128)),
+        "mixed": ((m // 128, k // 128), (k // 128, n)),
+    }[kind]
+
+
+def arrays(kind: str, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3), m: int = M, k: int = K, n: int = N) -> dict[str, Array]:
+    """Operands, with the weights [N, K], and scales of many magnitudes."""
+    random = np.random.default_rng(len(kind))
+    of_a, of_b = scales_of(kind, m, k, n)
+    made = {name: random.standard_normal(shape) for name, shape in (("a", (m, k)), ("w", (n, k)))}
+    scales = {name: np.exp2(random.uniform(-6, 6, shape)).astype(np.float32) for name, shape in (("s", of_a), ("t", of_b))}
+    return {"a": made["a"].astype(NUMPY[dtypes[0]]), "w": made["w"].astype(NUMPY[dtypes[1]]), **scales}
+
+
+def exact(given: dict[str, Array]) -> Array:
+    a, w = (given[name].astype(np.float64) for name in "aw")
+    return multiplied(np, a, w.T, given["s"], given["t"])
+
+
+def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
+    """Rounded once, or once for each of the terms that ranks add, beside the largest sum of a row."""
+    unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
+    assert y.shape == want.shape
+    np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
+
+
+def sharded(ranks: int, split: str, dims: str, sizes: tuple[int, int]) -> list[Any]:
+    return [f"{size}@x" if dim == split and size % ranks == 0 and size > 1 else size for dim, size in zip(dims, sizes, strict=True)]
+
+
+def product(
+    ranks: int, kind: str, splits: str, out: hw.DType = hw.f32, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3)
+) -> Fusion:
+    """Products of which one dim is sharded, and the scales with it: each in turn."""
+    m = 256 if kind == "mixed" else M
+    of_a, of_b = scales_of(kind, m, K, N)
+    types: dict[str, hw.TensorType] = {}
+    for split in splits:
+        types[f"a_{split}"] = dtypes[0][tuple(sharded(ranks, split, "MK", (m, K)))]
+        types[f"w_{split}"] = dtypes[1][tuple(sharded(ranks, split, "NK", (N, K)))]
+        types[f"s_{split}"] = hw.f32[tuple(sharded(ranks, split, "MK", of_a))]
+        types[f"t_{split}"] = hw.f32[tuple(sharded(ranks, split, "KN", of_b))]
+
+    def products(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        return tuple(
+            hw.scaled_matmul(given[f"a_{split}"], given[f"w_{split}"].T, given[f"s_{split}"], given[f"t_{split}"], out_dtype=out)
+            for split in splits
+        )
+
+    products.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in types])  # type: ignore[attr-defined]
+    return hw.fusion(mesh=hw.Mesh(x=ranks), **types)(products)
+
+
+def given_to(splits: str, given: dict[str, Array]) -> dict[str, Array]:
+    return {f"{name}_{split}": array for split in splits for name, array in given.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_and_shardings(kind: str, ranks: int) -> None:
+    given = arrays(kind, m=256 if kind == "mixed" else M)
+    program = hw.compile(product(ranks, kind, "MKN"))
+    for y in program.run(**given_to("MKN", given)):
+        near(y, exact(given), terms=ranks)
+    assert "composed" not in program.explain()
+
+
+@pytest.mark.parametrize("out", [hw.bf16, hw.f16], ids=str)
+@pytest.mark.parametrize("dtypes", [(hw.f8e4m3, hw.f8e5m2), (hw.f8e5m2, hw.f8e4m3), (hw.f8e5m2, hw.f8e5m2)], ids=str)
+def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
+    given = arrays("row", dtypes)
+    given["s"], given["t"] = given["s"] / 256, given["t"] / 256
+    program = hw.compile(product(2, "row", "M", out, dtypes))
+    near(program.run(**given_to("M", given)), exact(given), out)
+    is_composed = dtypes[0] == dtypes[1] == hw.f8e5m2
+    assert ("composed of casts, a matmul and multiplications, since cuBLASLt has no product of f8e5m2" in program.explain()) == is_composed
+
+
+def test_bits_are_those_of_one_rounding() -> None:
+    """Sums of few bits are exact, so that results are equal."""
+    random = np.random.default_rng(0)
+    given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
+    given |= {
+        "s": np.exp2(random.integers(-3, 4, (M, 1))).astype(np.float32),
+        "t": np.exp2(random.integers(-3, 4, (1, N))).astype(np.float32),
+    }
+    y = hw.compile(product(2, "row", "M", hw.bf16)).run(**given_to("M", given))
+    np.testing.assert_array_equal(y.astype(np.float64), cast(exact(given).astype(np.float32), hw.bf16).astype(np.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_host_programs_compute_the_same(kind: str) -> None:
+    given = arrays(kind, m=256 if kind == "mixed" else M)
+    for options in (Options(), Options(machine=OLD)):
+        host = lower(product(2, kind, "K"), options)
+        assert ("scales" in str(host)) == (options.machine is None)
+        near(interpret(host, given_to("K", given))[0][host.outputs[0].name], exact(given), terms=64)
+
+
+# --- chunk loops --------------------------------------------------------------------------------------------------------
+
+
+LOOPED = ("tensor", "row", "blocks")
+
+
+def loops(ranks: int, split: str, streamed: Any) -> Fusion:
+    """A product of each kind of scales, with a dim that is sharded."""
+    types: dict[str, hw.TensorType] = {}
+    for kind in LOOPED:
+        of_a, of_b = scales_of(kind, 48, K, N)
+        types[f"a_{kind}"] = hw.f8e4m3[tuple(sharded(ranks, split, "MK", (48, K)))]
+        types[f"w_{kind}"] = hw.f8e4m3[tuple(sharded(ranks, split, "NK", (N, K)))]
+        types[f"s_{kind}"] = hw.f32[tuple(sharded(ranks, split, "MK", of_a))]
+        types[f"t_{kind}"] = hw.f32[tuple(sharded(ranks, split, "KN", of_b))]
+
+    def loops(**given: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        names = ([f"{name}_{kind}" for name in "awst"] for kind in LOOPED)
+        return tuple(streamed(hw.scaled_matmul(given[a], given[w].T, given[s], given[t], out_dtype=hw.f32)) for a, w, s, t in names)
+
+    loops.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in types])  # type: ignore[attr-defined]
+    return hw.fusion(mesh=hw.Mesh(x=ranks), **types)(loops)
+
+
+def run_loops(fusion: Fusion, terms: int) -> None:
+    given = {kind: arrays(kind, m=48) for kind in LOOPED}
+    results = hw.compile(fusion).run(**{f"{name}_{kind}": array for kind in LOOPED for name, array in given[kind].items()})
+    for kind, y in zip(LOOPED, results, strict=True):
+        near(y, exact(given[kind]), terms=terms)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
+def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
+    run_loops(loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm)), 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("algorithm", ["p2p", "ring", "put", "reduce_scatter", "all_reduce"])
+def test_sums_in_loops(algorithm: str, ranks: int) -> None:
+    rows, chunks = (48, 2) if algorithm == "all_reduce" else ("48@x", 2 if algorithm == "reduce_scatter" else ranks)
+    run_loops(loops(ranks, "K", lambda y: hw.reshard(y, rows, N).stream(0, chunks, algorithm=algorithm)), ranks + 1)
+
+
+def test_the_compiler_chooses_a_loop() -> None:
+    """8-bit values are gathered beside the products, and the scales before them."""
+
+    @hw.fusion(mesh=hw.Mesh(x=8), a=hw.f8e4m3["M@x", 8192], w=hw.f8e4m3["7168@x", 8192], s=hw.f32["M@x", 1], t=hw.f32[1, "7168@x"])
+    def layer(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_matmul(a, w.T, s, t)
+
+    text = str(lower(layer, Options(sizes={"M": 32768})))
+    assert "choice %a_gathered of @layer predicted: put(" in text
+    assert "f8e4m3[M, 8192]" in text
+    assert "bf16[M, 8192]" not in text
+
+
+# --- ends, layouts, errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_epilogues_and_empty_operands(kind: str) -> None:
+    m = 256 if kind == "mixed" else M
+    of_a, of_b = scales_of(kind, m, K, N)
+
+    @hw.fusion(a=hw.f8e4m3[m, K], w=hw.f8e4m3[K, N], s=hw.f32[of_a], t=hw.f32[of_b], b=hw.bf16[N], r=hw.bf16[m, N])
+    def ended(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor, b: hw.Tensor, r: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+        return hw.relu(hw.scaled_matmul(a, w, s, t) + b), hw.scaled_matmul(-a, w, s, t) * 2.0 + r
+
+    host = str(lower(ended, Options()))
+    assert " bias %b activation relu -> " in host
+    assert " scaled 2.0 accumulate %r -> " in host
+    given = arrays(kind, m=m)
+    b, r = np.full(N, 3.0, ml_dtypes.bfloat16), np.full((m, N), -1.0, ml_dtypes.bfloat16)
+    y, z = hw.compile(ended).run(a=given["a"], w=np.ascontiguousarray(given["w"].T), s=given["s"], t=given["t"], b=b, r=r)
+    near(y, np.maximum(exact(given) + 3, 0), hw.bf16, 2)
+    near(z, -2 * exact(given) - 1, hw.bf16, 3)
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(0, 32, 32), (3, 0, 32), (1, 16, 16), (5, 128, 16)])
+def test_small_sizes(m: int, k: int, n: int) -> None:
+    @hw.fusion(a=hw.f8e4m3["M", "K"], w=hw.f8e4m3["N", "K"], s=hw.f32["M", 1], t=hw.f32["N", 1])
+    def small(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_matmul(a, w.T, s, t.T, out_dtype=hw.f32)
+
+    given = arrays("row", m=m, k=k, n=n)
+    y = hw.compile(small).run(a=given["a"], w=given["w"], s=given["s"], t=given["t"].reshape(n, 1))
+    near(y, exact(given)) if m else None
+    assert y.shape == (m, n)
+
+
+def test_sizes_that_tensor_cores_lack() -> None:
+    """Ints that do not divide by 16 are composed; a size that is known at the call alone is an error that says so."""
+
+    @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
+    def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32)
+
+    given, program = arrays("row", m=5, k=24, n=20), hw.compile(odd)
+    near(program.run(**given), exact(given), terms=8)
+    assert "divide by 16; pad them" in program.explain()
+
+    @hw.fusion(a=hw.f8e4m3["M", "K"], w=hw.f8e4m3["N", "K"], s=hw.f32["M", 1], t=hw.f32[1, "N"])
+    def named(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        return hw.scaled_matmul(a, w.T, s, t)
+
+    with pytest.raises(ExecutionError, match=r"scaled matmul: 5x24 times 24x20: cuBLASLt multiplies .* divide by 16; pad them"):
+        hw.compile(named).run(**given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_composed_on_a_machine_without_scales(kind: str, ranks: int) -> None:
+    given = arrays(kind, m=256 if kind == "mixed" else M)
+    program = hw.compile(product(ranks, kind, "M"), options=Options(machine=OLD))
+    near(program.run(**given_to("M", given)), exact(given), terms=64)
+    assert "composed of casts, a matmul and multiplications, since the GPU is old" in program.explain()
+
+
+def test_mistakes() -> None:
+    def fails(message: str, out: hw.DType = hw.bf16, **types: hw.TensorType) -> None:
+        given = {"a": hw.f8e4m3["M", "K"], "w": hw.f8e4m3["K", "N"], "s": hw.f32["M", 1], "t": hw.f32[1, "N"]} | types
+        with pytest.raises(ProgramError, match=message):
+            hw.fusion(**given)(lambda a, w, s, t: hw.scaled_matmul(a, w, s, t, out_dtype=out))
+
+    fails("bf16.*no tensor of 8-bit floats; use hw.quantize", a=hw.bf16["M", "K"])
+    fails("scales bf16.*not of f32", s=hw.bf16["M", 1])
+    fails(r"do not fit .* they are \[1, 1\] and \[1, 1\]", t=hw.f32[1, 1])
+    fails("exactly 2 are needed; use hw.reshape", a=hw.f8e4m3[2, "M", "K"])
+    fails("inner dims differ", w=hw.f8e4m3["L", "N"])
+    fails("out_dtype=f64 is none of bf16, f16, f32", out=hw.f64)
+
+
+@needs_cuda
+def test_compiles_and_links_for_cuda() -> None:
+    for kind in KINDS:
+        program = hw.compile(product(2, kind, "K"), target="cuda")
+        assert "warning" not in (program.folder / "build.log").read_text()
+        mode = {"tensor": "SCALAR", "row": "OUTER_VEC", "vectors": "VEC128", "blocks": "BLK128x128", "mixed": "BLK128x128"}[kind]
+        assert f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source
