@@ -149,6 +149,27 @@ def test_other_dtypes(dtype: Any) -> None:
         }
 
 
+def test_mixed_precision() -> None:
+    """Weights and moments of 32 bits, and matmuls of 16, as torch.autocast has them."""
+    torch.manual_seed(0)
+    module = Mlp()
+    want = copy.deepcopy(module)
+    mine, theirs = (torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-3) for one in (module, want))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = compiled(module, mine)
+    for _ in range(5):
+        x = torch.randn(4, 8)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = want(x)
+            torch.testing.assert_close(step(x), loss.detach(), rtol=2e-2, atol=1e-3)
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    for parameter, other in zip(module.parameters(), want.parameters(), strict=True):
+        assert mine.state[parameter]["exp_avg"].dtype == torch.float32
+        torch.testing.assert_close(parameter, other, rtol=2e-2, atol=2e-3)
+
+
 def test_state_from_before() -> None:
     """A step that begins where torch ended, of an optimizer whose first step is another computation."""
     torch.manual_seed(0)
