@@ -58,7 +58,8 @@ OF_TORCH: dict[str, Make] = {
     "rprop": lambda of: torch.optim.Rprop(of),
     "of a user": lambda of: Lion(of, lr=0.01, weight_decay=0.1),
 }
-MORE_RANKS = [("adafactor", 1), ("adafactor", 4), ("muon", 4), ("momentum", 1), ("momentum", 4)]
+MORE = ("sgd", "nesterov", "adam", "adagrad", "adadelta", "adamax", "nadam")  # of the same
+MORE_RANKS = [("adafactor", 4), ("muon", 1), ("momentum", 4)]
 
 
 class Mlp(nn.Module):
@@ -110,7 +111,10 @@ def expect_steps(make: Make, ranks: int, tolerance: float = 1e-4, schedule: Any 
     return step
 
 
-@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in OF_TORCH), *MORE_RANKS])
+CASES = [pytest.param(name, 2, marks=pytest.mark.slow if name in MORE else ()) for name in OF_TORCH]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*CASES, *MORE_RANKS])
 def test_steps_are_those_of_torch(name: str, ranks: int) -> None:
     tolerance = 2e-2 if name == "muon" else 1e-4  # torch's Muon multiplies in bf16
     expect_steps(OF_TORCH[name], ranks, tolerance)
