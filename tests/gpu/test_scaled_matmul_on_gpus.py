@@ -45,7 +45,7 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
         of_w = {"tensor": (1, 1), "row": (n, 1), "vectors": (n, k // 128)}.get(kind, (n // 128, k // 128))
         s, t = (torch.rand(shape, device="cuda") + 0.01 for shape in (of_a, of_w))
         bias = torch.randn(n, device="cuda").to(dtype)
-        y, ended = program(a, w, s, t, bias)
+        y, ended = program.run(a=a, w=w, s=s, t=t, b=bias)
 
         def wide(x: Any, scale: Any) -> Any:
             blocks = [size // count for size, count in zip(x.shape, scale.shape, strict=True)]
