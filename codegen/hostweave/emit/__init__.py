@@ -1,4 +1,4 @@
-"""C++ from host programs. The text depends on the program only, not on target, toolchain or machine."""
+"""Emission of C++ from host IR. The text depends only on the program, not on target, toolchain or machine."""
 
 from hostweave.emit.export import export, render
 

@@ -1,4 +1,4 @@
-"""The live ranges that `prepare` passes to the arena."""
+"""Live ranges of temporaries, as calls of the arena's plan in `prepare`."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -10,9 +10,10 @@ from hostweave.emit.layout import lay_out
 
 
 def arena_plan(steps: Steps, context: ProgramContext) -> str:
-    """After the body has been emitted; under a comment that says which buffers may share bytes at any size.
+    """C++ that describes the live ranges of a body to the arena. Call it after the body has been emitted.
 
-    What calls of a function have in turn is told in a loop.
+    A comment above it lists the buffers that may share bytes at any size. Buffers that several calls use one per call are
+    registered in a loop.
     """
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
@@ -21,15 +22,17 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
 
 
 def _members(group: list[Temporary]) -> Iterable[str]:
-    """Elements of an array together: `x_[1, 3, 5]`."""
+    """Names of the buffers of a group. Elements of one array are written together: `x_[1, 3, 5]`."""
     for name, members in groupby(group, lambda buffer: buffer.element.array if buffer.element else buffer.member):
         numbers = [str(buffer.element.index) for buffer in members if buffer.element]
         yield f"{name}[{', '.join(numbers)}]" if numbers else name
 
 
 def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Temporary]], used: dict[Temporary, int]) -> None:
-    """Puts each buffer into the first group of which none is in use, as interval graphs are coloured. `used` has the group of each
-    buffer that is: one of a stream until the streams are joined."""
+    """Assigns each buffer to the first group that has no live buffer, as in colouring an interval graph.
+
+    `used` maps each live buffer to its group. A stream's buffer stays live until the streams are joined.
+    """
     for step in steps:
         match step:
             case Begin():
@@ -48,6 +51,7 @@ def _take_turns(steps: Steps, context: ProgramContext, groups: list[list[Tempora
 
 
 def _plan(steps: Steps, context: ProgramContext) -> str:
+    """C++ of these steps. Equal calls that follow one another become a loop."""
     units: list[Words] = [()]
     has_called = False
     for step in steps:
@@ -59,6 +63,7 @@ def _plan(steps: Steps, context: ProgramContext) -> str:
 
 
 def _told(step: Step, context: ProgramContext) -> Words:
+    """C++ of one step of the plan."""
     match step:
         case Begin() | End():
             buffer = context.temporaries[step.of if isinstance(step, End) else step]

@@ -1,4 +1,4 @@
-"""The arguments of a program, and the sizes that they bind."""
+"""Inputs and outputs of a program, the sizes that inputs bind, and the checks of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hostweave.types.size import Atom, LocalSize, Size, Sum
 
 
 class SizeBinding:
-    """A symbolic size, and what must divide it: 1 where its value already is a multiple."""
+    """A symbolic size that an input binds, and its divisor to check: 1 if the value is a multiple already."""
 
     def __init__(self, program: ir.HostProgram, binding: _Binding, path: str, integers: CppExprPrinter):
         multiple, self.value = integers.multiples.get(binding.name, 1), f"{path}.dim({binding.dim})"
@@ -25,10 +25,10 @@ class SizeBinding:
             self.value = f"{path}.global_dim({binding.dim}, {binding.shards})"
         elif binding.shards > 1:
             self.value += f" * {binding.shards}"
-        self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and that in C++
+        self.label, self.name = binding.name, integers.sizes[binding.name]  # the user's name, and the C++ name
         self.divisor = 1 if is_multiple else multiple
         of_it = (part for part in parts_of(program) if part.size.name == binding.name)
-        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # what follows from it
+        self.parts = tuple(part_view(program, integers, part) for part in of_it)  # local sizes derived from it
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Argument:
     label: str  # C++ for it
     dtype: str
     shape: str
-    pattern: str  # the shape as far as it is known before this argument tells its sizes
+    pattern: str  # the shape before this argument binds its sizes; unknown dims are hw::kAny
     sizes: tuple[SizeBinding, ...]
-    again: bool  # dims to check once its sizes are known
-    buffer: Buffer  # of what one rank holds: bf16[M/8, K]
+    again: bool  # check the shape again once its sizes are bound
+    buffer: Buffer  # the local buffer: bf16[M/8, K]
     used: bool
-    place: Words  # in the struct of inputs or outputs
-    on: str = ""  # the condition that this rank has it
-    memory: Words = ()  # of an output: where the input is that was donated for it
+    place: Words  # path in the struct of inputs or outputs
+    on: str = ""  # true on the ranks that hold it; empty if all do
+    memory: Words = ()  # of an output: path of the input that was donated for it
 
     @property
     def path(self) -> str:
@@ -52,22 +52,22 @@ class Argument:
 
     @property
     def member(self) -> str:
-        """Of the struct that has it."""
+        """Name of the field in its struct."""
         return self.path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class _Binding:
-    """The dim of an input that tells a symbolic size: the size is the dim times the number of its shards, if those are even."""
+    """Dim of an input that binds a symbolic size: the dim times its number of shards, if the shards are even."""
 
     name: str
     dim: int
     shards: int
-    from_global: bool = False  # what this rank holds does not tell it
+    from_global: bool = False  # the local dim alone does not determine the size
 
 
 def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]:
-    """The inputs in order: each tells the sizes that those before it do not."""
+    """Inputs in order. Each binds the sizes that no earlier input binds."""
     parts = parts_of(program)
     known: set[Atom] = {part for part in parts if part.size.is_int}
     result = []
@@ -85,7 +85,7 @@ def inputs_of(program: ir.HostProgram, emitter: Emitter) -> tuple[Argument, ...]
 
 @dataclass(frozen=True)
 class CheckedInTurn:
-    """What calls take or give in turn."""
+    """Arguments that calls take one per call, checked in a loop over the calls."""
 
     index: str
     count: int
@@ -93,9 +93,12 @@ class CheckedInTurn:
 
 
 def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterator[Argument | CheckedInTurn]:
-    """How inputs or outputs are checked: in a loop where calls take them in turn, after those of the first call that tell sizes."""
+    """Checks of inputs or outputs. Arguments that calls take one per call are checked in a loop.
+
+    Arguments of the first call that bind sizes are checked before the loop.
+    """
     by_name = {x.name: x for x in arguments}
-    behind = dict[str, CheckedInTurn]()  # by what the first call takes last
+    behind = dict[str, CheckedInTurn]()  # keyed by the last argument of the first call
     in_turn, alone = set[str](), set[str]()
     for layers in context.layers:
         members = []
@@ -117,7 +120,7 @@ def checks_of(arguments: Sequence[Argument], context: ProgramContext) -> Iterato
 
 
 def _binding(program: ir.HostProgram, parameter: ir.Parameter, dim: int, size: Size) -> _Binding | None:
-    """What a local size such as `M/8` or `local(M, x)` tells."""
+    """Binding that a local size such as `M/8` or `local(M, x)` gives, or None."""
     part = size.factor
     if isinstance(part, LocalSize) and part.size.name:
         return _Binding(part.size.name, dim, part.ranks_in(program.mesh), from_global=True)
@@ -147,13 +150,13 @@ def argument(
 
 
 def _place(program: ir.HostProgram, name: str, emitter: Emitter) -> Words:
-    """Of an input or output in the struct that has it."""
+    """Path of an input or output from its struct: `in.x`, or `in.layers[0].w`."""
     side = "in" if name in {parameter.name for parameter in program.inputs} else "out"
     return emitter.context.places.get(name, (f"{side}.{emitter.buffers[name].text}",))
 
 
 def requirements_of(program: ir.HostProgram, integers: CppExprPrinter) -> Iterator[str]:
-    """Calls that check sizes: differences, those of which a reduction needs an element, and sums that ranks share."""
+    """Runtime calls that check sizes: differences, reduced dims that need an element, and sums that are sharded."""
     for dim_size in not_negative(program):
         yield f'hw::expect_room("{str(dim_size).strip("()")}", {integers.size(dim_size)})'
     for kind, dim_size in not_empty(program):

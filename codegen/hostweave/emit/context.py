@@ -1,4 +1,4 @@
-"""What the bodies of a program share: names, and members such as channels, streams, plans, kernels and temporaries."""
+"""State shared by all bodies of a program: C++ names, channels, streams, plans, kernels and temporaries."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
 
-PlanKey = tuple[object, ...]  # what a plan is made and prepared with
+PlanKey = tuple[object, ...]  # arguments of a plan's constructor and of its prepare
 
 
 @dataclass(frozen=True)
 class ChannelMember:
     member: str
     ir: ir.Channel
-    flag: str  # whether this rank is in the mesh; nothing where it is the program's
+    flag: str  # member that is true if this rank is in the mesh; empty for the program's mesh
 
     @property
     def along(self) -> str:
@@ -32,20 +32,20 @@ class ChannelMember:
 
     @property
     def key(self) -> str:
-        """By which a rank has it: the mesh and the axes."""
+        """Arguments by which a rank looks the channel up: its mesh and axes."""
         return f'"{self.ir.mesh}", "{self.along}"' if self.flag else f'kMesh, "{self.along}"'
 
     @property
     def transport(self) -> str:
-        """The last argument of calls about it, where it is another than usual."""
+        """Trailing argument with the transport, or nothing for the default transport."""
         return "" if self.ir.transport.name == DEFAULT else f", hw::Transport::{self.ir.transport.name}"
 
 
 @dataclass(frozen=True)
 class Plan:
     member: str
-    kind: str  # of the runtime's: MatmulPlan
-    made_with: tuple[str, ...]  # besides the rank
+    kind: str  # class of the runtime: MatmulPlan
+    made_with: tuple[str, ...]  # arguments of the constructor after the rank
     prepared_with: tuple[str, ...]
 
 
@@ -55,18 +55,20 @@ class Temporary:
     member: str
     count: str
     comment: str
-    pool: str = ""  # of streams that have one each
-    element: Element | None = None  # of the array that is declared
+    pool: str = ""  # pool of streams that have one buffer each
+    element: Element | None = None  # element of the declared array
     in_window: bool = False
 
 
 class ProgramContext:
-    """Collects it while the bodies are emitted."""
+    """Members and names of the program's class, collected while its bodies are emitted."""
 
     def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool):
         self.names, self.integers = names, integers
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
-        self.memory_of = {f.name: names.of(f"{f.name}_memory", "function") for f in program.functions}  # what plans that of a function
+        self.memory_of = {
+            f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
+        }  # member function that plans a function's memory
         for body in bodies(program)[::-1]:  # the user's names come before the ones made here
             for parameter in (*body.inputs, *body.outputs):
                 names.of(parameter.name)
@@ -74,28 +76,33 @@ class ProgramContext:
                 for name in tree.names(instruction, "define", "index"):
                     names.of(name)
         self.layers = tuple(layers_of(program, names)) if structs else ()
-        self.places = {name: place for layers in self.layers for name, place in layers.places.items()}  # in structs of structs
+        self.places = {
+            name: place for layers in self.layers for name, place in layers.places.items()
+        }  # paths of the inputs and outputs that are in arrays of structs
         integers.coordinates[program.mesh, ""] = names.of("rank", "number of this rank")
         integers.coordinates.update({(program.mesh, axis): names.of(f"rank_{axis}", "coordinate") for axis, _ in program.mesh.axes})
         self.members = Names(("rank_", "arena_", "prepared_", WORKSPACE), suffix="_")
         self.streams = {pool.name: self.members.of(pool.name, "streams") for pool in program.streams}
         self.events = {pool.name: self.members.of(pool.name, "events") for pool in program.events}
-        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # of some of the ranks, and a mesh of these
+        self.flags: dict[frozenset[int], tuple[str, Mesh]] = {}  # ranks of a submesh -> its flag and one mesh of these ranks
         self.channels: dict[str, ChannelMember] = {}
-        self.exchanges: dict[str, str] = {}  # members, by the channels whose ranks' kernels add up terms
-        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # the name and the lines of each table
+        self.exchanges: dict[str, str] = {}  # channel member -> exchange member, for kernels that reduce terms of other ranks
+        self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each table
         self.plans: dict[PlanKey, Plan] = {}
         self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[str, Kernel] = {}  # by their forms
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}  # under the names of those
+        self.kernels: dict[str, Kernel] = {}  # by canonical text
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}  # by kernel and buffer types; equal forms share a Kernel
         self.temporaries: dict[Begin, Temporary] = {}
-        self.needs_workspace = False  # for matmuls on the caller's stream
+        self.needs_workspace = False  # of cuBLASLt, for matmuls on the caller's stream
 
     def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> Kernel:
-        """The kernel for buffers of these types, whose strides are in its code. One that differs in names alone gives it its name."""
+        """Kernel for buffers of these types; their strides are part of its code.
+
+        Two kernels that differ only in names share one definition, which has the name of the first.
+        """
         key = kernel, buffers
         if key not in self.launches:
             emit = emit_products if multiplies(kernel) else emit_kernel
@@ -121,22 +128,22 @@ class ProgramContext:
         return self.exchanges[member]
 
     def layers_at(self, function: str) -> dict[int, Layers]:
-        """By position, of the parameters of a function that are members."""
+        """Structs that a function takes, by the positions of the parameters that are their members."""
         return {at: layers for layers in self.layers if layers.function == function for at, _ in layers.taken.positions}
 
     @property
     def index(self) -> str:
-        """The number of a call of a function."""
+        """C++ name of the loop index over calls of a function."""
         return self.names.of("call", "number")
 
     def flag(self, mesh: Mesh) -> str:
-        """Whether this rank is in a mesh of some of the ranks."""
+        """Member that is true if this rank is in a mesh of some of the ranks."""
         ranks = frozenset(mesh.all_ranks)
         if ranks not in self.flags:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
 
     def flag_of_plan(self, key: PlanKey) -> str:
-        """Which ranks need a plan, where that are those of one mesh."""
+        """Flag of the ranks that need a plan, or nothing if these are not the ranks of one submesh."""
         ranks = {frozenset(mesh.all_ranks) for mesh in self.uses_of_plan[key]}
         return self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""

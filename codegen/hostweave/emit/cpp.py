@@ -1,4 +1,4 @@
-"""Sizes, integers, numbers and dtypes as C++ text."""
+"""C++ text of sizes, integer expressions, literals and dtypes."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Atom, Factor, Size, Sum
 from hostweave.types.tensor import DTYPES, BufferType, DType
 
-Place = tuple[Mesh, str]  # along an axis of a mesh
+Place = tuple[Mesh, str]  # a mesh, and one of its axes
 
 CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | {
     "bf16": "CUDA_R_16BF",
@@ -23,12 +23,12 @@ CUDA_TYPES = {name: f"CUDA_R_{name[1:]}{name[0].upper()}" for name in DTYPES} | 
 
 
 def quoted(text: str) -> str:
-    """A string literal, whatever the text has in it. The assembler reads it alike."""
+    """C++ string literal of any text, escaped so that the assembler reads it as C++ does."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'\\"' else f"\\{b:03o}" for b in os.fsencode(text)) + '"'
 
 
 def number(value: float, dtype: DType) -> str:
-    """A literal of the type that the elements of `dtype` are computed in."""
+    """Literal in the compute type of `dtype`."""
     if dtype.kind == "bool":
         return "true" if value else "false"
     if dtype.kind != "float":
@@ -41,14 +41,14 @@ def number(value: float, dtype: DType) -> str:
 
 
 def compute_type(dtype: DType) -> str:
-    """What the elements of a dtype are computed in: float for the small floats, else the type itself."""
+    """C++ type in which elements of a dtype are computed: float for 8-bit and 16-bit floats, else the dtype's own type."""
     if dtype.kind == "float":
         return "double" if dtype.name == "f64" else "float"
     return dtype.cpp
 
 
 def accumulator_type(dtype: DType) -> str:
-    """What a reduction adds up in: wide enough that the result is rounded, or wraps, once."""
+    """C++ type of a reduction's accumulator, wide enough that the result is rounded or wraps only once."""
     return {"float": compute_type(dtype), "int": "int64_t"}.get(dtype.kind, "uint64_t")
 
 
@@ -56,9 +56,10 @@ def accumulator_type(dtype: DType) -> str:
 class CppExprPrinter:
     """C++ text of sizes and of integer expressions.
 
-    `sizes` maps symbolic sizes to C++ names, in the order in which a product names them; `multiples` says what is known
-    to divide them, so that `M/8*K` is written `M / 8 * K`. `variables` and `coordinates` hold the C++ names of loop indices
-    and of this rank's coordinate along the axes of meshes; along no axis it is its number. `mesh` is the one that expressions speak of.
+    `sizes` maps symbolic sizes to C++ names, in the order in which a product lists them. `multiples` holds known divisors of
+    sizes, so that `M/8*K` is written `M / 8 * K`. `variables` holds the C++ names of loop indices, and `coordinates` those of
+    this rank's coordinates, by mesh and axis. The axis `""` stands for the rank's number. Expressions refer to the axes of
+    `mesh`.
     """
 
     mesh: Mesh
@@ -66,9 +67,9 @@ class CppExprPrinter:
     multiples: Mapping[Factor, int]
     variables: dict[str, str] = field(default_factory=dict)
     coordinates: dict[Place, str] = field(default_factory=dict)
-    ranges: dict[str, Range] = field(default_factory=dict)  # of variables
+    ranges: dict[str, Range] = field(default_factory=dict)  # ranges of `variables`
     program: Mesh = field(init=False)
-    calls_runtime: bool = False  # hw::mod or hw::floor_div
+    calls_runtime: bool = False  # uses hw::mod or hw::floor_div
 
     def __post_init__(self) -> None:
         self.program = self.mesh
@@ -76,7 +77,10 @@ class CppExprPrinter:
     # --- sizes ---
 
     def size(self, dim_size: Size) -> str:
-        """`M / 8 * 3 * (K / 4)`: exact from left to right, because each division is. Of a sum that stands alone, without parentheses."""
+        """C++ of a size, such as `M / 8 * 3 * (K / 4)`. Every division is exact from left to right.
+
+        A size that is a sum has no parentheses.
+        """
         if isinstance(dim_size.factor, Sum):
             return self.sum(dim_size.factor)
         factors: list[str] = []
@@ -93,7 +97,7 @@ class CppExprPrinter:
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
 
     def sum(self, factor: Sum) -> str:
-        """`M + N`"""
+        """C++ of a sum: `M + N`."""
         text = ""
         for term in factor.terms:
             is_added = term.coefficient > 0
@@ -101,12 +105,12 @@ class CppExprPrinter:
         return text
 
     def factor(self, size: Size) -> str:
-        """A size that something is multiplied with."""
+        """C++ of a size as a factor, in parentheses if needed."""
         text = self.size(size)
         return f"({text})" if " " in text else text
 
     def first_factor(self, size: Size) -> str:
-        """The same before what it is multiplied with, or divided by: a product goes without parentheses."""
+        """C++ of a size as the first factor or as a dividend. A product needs no parentheses there."""
         return self.factor(size) if isinstance(size.factor, Sum) else self.size(size)
 
     def shape(self, sizes: Iterable[Size]) -> str:
@@ -119,13 +123,13 @@ class CppExprPrinter:
     # --- integers ---
 
     def define(self, variable: str, text: str, range: Range) -> str:
-        """Gives a loop index or a `let` its C++ name."""
+        """Binds a loop index or a `let` to its C++ name and its range of values."""
         self.variables[variable], self.ranges[variable] = text, range
         return text
 
     @contextmanager
     def given(self, condition: Expr) -> Iterator[None]:
-        """Inside, it is true: what it says of a loop index is known."""
+        """Assumes a condition inside the `with` block, which narrows the range of a loop index."""
         before = dict(self.ranges)
         match condition:
             case Binary(">", Var(name), Const(value)):
@@ -138,12 +142,12 @@ class CppExprPrinter:
         self.ranges = before
 
     def rank(self) -> str:
-        """This rank's number."""
+        """C++ name of this rank's number."""
         return self.coordinates[self.program, ""]
 
     @contextmanager
     def on(self, mesh: Mesh) -> Iterator[None]:
-        """Inside, expressions speak of that mesh."""
+        """Inside the `with` block, expressions refer to the axes of `mesh`."""
         outer, self.mesh = self.mesh, mesh
         yield
         self.mesh = outer
@@ -174,7 +178,7 @@ class CppExprPrinter:
         raise TypeError(f"not an expression: {expr!r}")
 
     def times(self, expr: Expr, size: Size) -> str:
-        """`p * (M / 8 * K)`, or nothing for 0."""
+        """C++ of an index times a size, such as `p * (M / 8 * K)`; empty for 0."""
         if expr == Const(0) or size == Size(0):
             return ""
         if isinstance(expr, Const):
@@ -191,7 +195,7 @@ class CppExprPrinter:
         return text
 
     def _remainder(self, left: Expr, right: Expr) -> str:
-        """C++'s `%` has the sign of its left side, so that side is kept from being negative."""
+        """C++ of a remainder that is never negative. C++'s `%` takes the sign of its left side, so that side is made non-negative first."""
         low, _ = self.range(left)
         if low is None or (low < 0 and not isinstance(right, Const)):
             self.calls_runtime = True

@@ -19,10 +19,11 @@ _SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
 
 
 def render(program: HostProgram) -> dict[str, str]:
-    """Renders the generated files, path -> text: program.hw (the host IR), program.h, program.cpp, binding.cpp and, if there are
-    kernels, kernels.h and kernels.cu, if some are the user's user_kernels.cuh.
+    """Renders the generated files as a dict from path to text.
 
-    The same program always gives the same bytes. Raises ProgramError for what has no C++.
+    The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
+    kernels.cu, and one with user kernels user_kernels.cuh. The same program always gives the same bytes. Raises ProgramError for
+    an op that cannot be written in C++.
     """
     emitted = Program(program)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
@@ -31,13 +32,15 @@ def render(program: HostProgram) -> dict[str, str]:
 def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
     """Writes the project to `folder`: the library, a main.cpp that runs, checks and times it, the runtime's sources, and how to build them.
 
-    `reference` computes the same on one device, with values of these dtypes, or says why none can.
-    `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target when it is configured. Raises ProgramError for what has no C++, ArgumentError
-    where a file of the project is there already and is not as an export left it.
+    `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
+    as a string. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError for an op that cannot be
+    written in C++. Raises ArgumentError if a file of the project exists and was not written by an export, or was edited since.
     """
     emitted = Program(program)
     alone = reference if isinstance(reference, str) else Program(reference)
-    if isinstance(alone, Program) and alone.in_turn != emitted.in_turn:  # of only one of them, calls take inputs as they are
+    if (
+        isinstance(alone, Program) and alone.in_turn != emitted.in_turn
+    ):  # both take the same inputs: no arrays of structs unless both have them
         emitted, alone = (Program(each.ir, structs=False) for each in (emitted, alone))
     main = Main(emitted, alone if isinstance(alone, str) else Reference(alone, dtypes))
     texts = {path: rendered(path, program=emitted, main=main) for path in ("main.cpp", "CMakeLists.txt")}
@@ -53,11 +56,11 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
             what = "was edited since it was exported" if path in written else "was not written by an export"
             raise ArgumentError(f"{program.name}: export: {there} is there already and {what}; move it away, or give another folder")
     for path in written.keys() - files.keys():
-        (folder / path).unlink(missing_ok=True)  # of an earlier export: CMake would compile it, too
+        (folder / path).unlink(missing_ok=True)  # left by an earlier export; CMake would compile it too
     sums = "".join(f"{_sum(content)}  {path}\n" for path, content in files.items())
-    for path, content in {_SUMS: sums.encode(), **files}.items():  # the list first: an export that is cut short can be done again
+    for path, content in {_SUMS: sums.encode(), **files}.items():  # digests first, so that an interrupted export can be repeated
         there = folder / path
-        if not there.exists() or there.read_bytes() != content:  # else it keeps its time, and the next build has nothing to compile for it
+        if not there.exists() or there.read_bytes() != content:  # an unchanged file keeps its time stamp, so it is not compiled again
             there.parent.mkdir(parents=True, exist_ok=True)
             there.write_bytes(content)
 
@@ -73,12 +76,12 @@ def _runtime(with_attention: bool) -> dict[str, bytes]:
 
 
 def _sources(emitted: Program) -> dict[str, str]:
-    """The host IR and what the templates make of it."""
+    """The host IR and the rendered templates, by path."""
     return {HOST_IR: emitted.ir.code, **{path: rendered(path, program=emitted) for path in emitted.files}}
 
 
 def _written(folder: Path) -> dict[str, str]:
-    """What an earlier export wrote to the folder: path -> SHA-256."""
+    """Files that an earlier export wrote to the folder: path -> SHA-256."""
     try:
         lines = (folder / _SUMS).read_text().splitlines()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""From instructions to C++: what each one names, and what its template does not decide."""
+"""Emission of host IR instructions: computes the operands and C++ names that each instruction's template needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGEST_COMMENT = 114
 
 @dataclass(frozen=True)
 class Buffer:
-    """What an instruction names: its C++ expression, its type, and the parameter or temporary that it is part of."""
+    """Operand of an instruction: its C++ expression, its type, and the parameter or temporary that it is part of."""
 
     text: str
     type: BufferType
@@ -42,7 +42,7 @@ class Buffer:
 
 
 class Emitter:
-    """Emits one body: that of the program, or of a function as a program of its own."""
+    """Emits one body: the program's, or that of a function, which is given as a program of its own."""
 
     def __init__(self, program: ir.HostProgram, context: ProgramContext, function: str = ""):
         self.program, self.context, self.function = program, context, function
@@ -53,22 +53,22 @@ class Emitter:
         }
         self.temporaries = context.temporaries
         self.steps = live_ranges(program, is_function=bool(function))
-        self.begins = iter(begins(self.steps))  # of each allocate, in the order of the text
-        self.used: set[str] = set()  # parameters and temporaries that some call names
-        self.stream, self.streams = CALLER, 1  # and how many the pool has
+        self.begins = iter(begins(self.steps))  # one per allocate, in program order
+        self.used: set[str] = set()  # parameters and temporaries that the emitted calls name
+        self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
-        self.comments: list[str] = []  # the last ones
+        self.comments: list[str] = []  # source lines that were written last
         self.others = _other_names(program)
-        self.calls: dict[str, int] = {}  # of each function, so far
+        self.calls: dict[str, int] = {}  # number of calls emitted so far, by function
         self.arrays = arrays_of(program)
         self.in_turn = {function.name: in_turn(program, function) for function in program.functions}
-        self.elements: dict[str, Element] = {}  # temporaries in arrays
-        self.windows: set[str] = set()  # temporaries that peers can reach
+        self.elements: dict[str, Element] = {}  # temporaries that are elements of arrays
+        self.windows: set[str] = set()  # temporaries in windows
 
     def body(self, body: tree.Body) -> str:
-        """The C++ of its instructions, those of one line of the user's source below it.
+        """C++ of a body. Source lines of the user stand as comments above their instructions.
 
-        Calls of functions that follow one another are a loop where they can be.
+        Consecutive calls of a function become a loop if they differ only in the indices of array elements.
         """
         text, calls = "", list[Words]()
         body = _joined(body)
@@ -88,12 +88,12 @@ class Emitter:
         return text + rolled(calls, self.context.index)
 
     def lines_of(self, body: tree.Body) -> list[str]:
-        """The lines of the user's source that the first work in a body is made of, as comments: of a kernel those of all its ops."""
+        """Comments with the user's source lines for the first work in a body. A kernel has the lines of all its ops."""
         works = (i for i in tree.walk(body) if i.calls and not i.orders and not tree.bodies(i) and not tree.names(i, "free"))
         i = next(works, tree.Instruction())
         kernel = next((self.context.declared.get(name) for name in tree.names(i, "launch")), None)
         locations = [op.location for op in kernel.ops] if kernel else []
-        if i.location not in locations:  # the kernel was made for another launch
+        if i.location not in locations:  # the kernel was generated for another launch
             locations = [i.location]
         return list(dict.fromkeys(_comment(location) for location in locations if location and location.text))
 
@@ -109,7 +109,10 @@ class Emitter:
         return (*words, f"{self.stream});\n")
 
     def _argument(self, name: str, in_turn: bool) -> Words:
-        """What a call of a function takes: an element of an array of temporaries, or of structs where each call takes another."""
+        """Argument of a function call.
+
+        It is an element of an array of temporaries, or of structs if each call takes a different argument.
+        """
         buffer = self.buffers[name]
         whole = self.buffers[buffer.root].text == buffer.text
         if in_turn and whole and not self.function and (place := self.context.places.get(buffer.root)):
@@ -118,12 +121,12 @@ class Emitter:
         return (element if element and str(element) == text else text,)
 
     def instruction(self, i: tree.Instruction, last: bool) -> str | Words:
-        """Its C++, by the method of its class or the nearest class above it; else the template of its class lays it out by itself."""
+        """C++ of one instruction: by the method for its class or nearest base class, else by its class's template."""
         text = method_of(type(i))(self, i)
         if isinstance(text, tuple):
             return text
         opens_group = i.grouped and not self.in_group
-        if opens_group:  # sends and recvs are posted together
+        if opens_group:  # consecutive sends and recvs are posted as one group
             text = lay_out("Group", self.transport(i).template, body=text)
         declares = tree.names(i, "stream") or opens_group
         return lay_out("braces", body=text) if declares and not last else text
@@ -132,10 +135,10 @@ class Emitter:
         file = self.transport(i).template if isinstance(i, ir.Communication) else COMMON
         return lay_out(type(i).__name__, file, e=self, i=i, **decided)
 
-    # --- what instructions name ---
+    # --- operands of instructions ---
 
     def text(self, name: str) -> str:
-        """The C++ expression of a buffer that a call takes."""
+        """C++ expression of a buffer. Marks the buffer as used."""
         self.used.add(self.buffers[name].root)
         return self.buffers[name].text
 
@@ -152,7 +155,7 @@ class Emitter:
         return self.integers.size(product(type.shape))
 
     def bytes(self, name: str, elements: Size | None = None) -> str:
-        """Of all its elements, or of so many."""
+        """Size in bytes of a buffer, or of `elements` of its elements."""
         type = self.type_of(name)
         elements, size = product(type.shape) if elements is None else elements, f"sizeof({type.dtype.cpp})"
         return size if elements == Size() else f"{self.integers.first_factor(elements)} * {size}"
@@ -167,25 +170,25 @@ class Emitter:
         return f"{self.context.events[i.event]}[{self.expr(i.index)}]"
 
     def channel(self, i: ir.Communication) -> str:
-        """The member that is the channel of a communication."""
+        """Member of the channel that a communication uses."""
         return self.context.channel(self.program.channel(i.channel)).member
 
     def handle(self, i: ir.Communication) -> str:
-        """What a call of the transport ends with."""
+        """Trailing arguments of a transport call: the channel's handle and the stream."""
         return f"{self.channel(i)}.{self.transport(i).handle}, {self.stream}"
 
     def transport(self, i: tree.Instruction) -> Transport:
-        """Of a communication, or of all that a group posts."""
+        """Transport of a communication, or of all communications in a group."""
         return next(self.program.channel(inner.channel).transport for inner in tree.walk((i,)) if isinstance(inner, ir.Communication))
 
     def lie_in_windows(self, *names: str) -> bool:
-        """Whether buffers are in the program's own windows, which are registered with its channels."""
+        """Returns True if all buffers lie in the program's own windows, which are registered with its channels."""
         return all(self.buffers[name].root in self.windows for name in names)
 
     # --- memory and views ---
 
     def emit_allocate(self, i: ir.Allocate) -> str:
-        """What is one a stream has a local name for the present stream's."""
+        """Declares a temporary. A buffer with one copy per stream gets a local that points to the current stream's copy."""
         begin = next(self.begins)
         if i.in_window:
             self.windows.add(i.out)
@@ -212,7 +215,7 @@ class Emitter:
         return lay_out("slot", name=name, member=member, index=self.expr(index))
 
     def allocate_in_array(self, i: ir.Allocate, begin: Begin) -> str:
-        """What calls of a function give in turn is one member."""
+        """Declares buffers that calls of a function write one per call as one array member."""
         (first, number), count = self.arrays[i.out], sum(name == self.arrays[i.out][0] for name, _ in self.arrays.values())
         member = self.members.of(f"{self.function}_{first}" if self.function else first, f"array {first} of {self.function}")
         declaration = f"std::array<{i.type.dtype.cpp}*, {count}> {member}{{}}" if number == 0 else ""
@@ -225,11 +228,11 @@ class Emitter:
         return ""
 
     def emit_deallocate(self, i: ir.Deallocate) -> str:
-        """Nothing at the time of the call: `prepare` lays the arena out."""
+        """Emits nothing: `prepare` lays out the arena before the first call."""
         return ""
 
     def emit_view(self, i: ir.View) -> str:
-        """The pointer that lies so many steps further, or the same one, which needs no name of its own."""
+        """Declares a pointer at the view's offset. A view at offset 0 reuses the source's pointer."""
         source = self.buffers[i.src]
         out, index = i.type_of(source.type), i.offset
         if index == Const(0):
@@ -264,7 +267,7 @@ class Emitter:
         return self.planned("MatmulPlan", i, name, made_with, tuple(map(self.integers.strided, types[:3])))
 
     def planned(self, kind: str, i: tree.Instruction, name: str, made_with: tuple[str, ...], prepared_with: tuple[str, ...]) -> str:
-        """The member that is its plan: one for all that are made and prepared alike."""
+        """Member that holds the plan. Instructions with equal constructor and prepare arguments share one plan."""
         plans, key = self.context.plans, (kind, made_with, prepared_with)
         if key not in plans:
             member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
@@ -289,7 +292,7 @@ class Emitter:
     def emit_launch(self, i: ir.Launch) -> str:
         if i.kernel in self.context.user_kernels:
             return self.launch_user_kernel(i, self.context.user_kernels[i.kernel])
-        lies_in = dict(updated(i, self.context.declared, ()))  # what the kernel updates is where the result is
+        lies_in = dict(updated(i, self.context.declared, ()))  # an updated operand has the same memory as its result
         srcs = [i.dsts[lies_in[number]] if number in lies_in else src for number, src in enumerate(i.srcs)]
         return self.launch_of(self.context.declared[i.kernel], srcs, i.dsts)
 
@@ -301,7 +304,7 @@ class Emitter:
     def launch_of(
         self, kernel: ir.Kernel, srcs: Sequence[str], dsts: Sequence[str], launch: str = "launch_pdl", first: Sequence[str] = ()
     ) -> str:
-        """The launch of a kernel on these buffers; `first` stands in place of the first of them."""
+        """Launch of a generated kernel on these buffers. `first` replaces the first buffer's argument."""
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *emitted.sizes)
         return self.call(launch, emitted.name, emitted.loops.grid, arguments)
@@ -310,7 +313,7 @@ class Emitter:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)
 
     def launch_user_kernel(self, i: ir.Launch, source: UserKernel) -> str:
-        """A kernel of the user, on what the rank holds."""
+        """Launch of a user kernel on this rank's local blocks."""
         mesh, uneven = self.integers.mesh, self.program.uneven
         buffers = {"in": iter(i.srcs), "out": iter(i.dsts)}
         arguments = []
@@ -340,15 +343,15 @@ class Emitter:
 
     def emit_fill(self, i: ir.Fill) -> str:
         type = self.type_of(i.dst)
-        if type.strides is None and repr(i.value) in ("0", "0.0"):  # all bytes 0, which -0.0 is not
+        if type.strides is None and repr(i.value) in ("0", "0.0"):  # all bytes are 0; -0.0 is not
             return self.lay_out(i)
         return self.launch_of(fill_kernel(f"fill_{i.dst}", type, i.value), (), (i.dst,))
 
     # --- communication ---
 
     def emit_broadcast_to_others(self, i: ir.BroadcastToOthers) -> str:
-        """In place on the root, whose buffer is only read."""
-        number: Expr = Const(0)  # in the process group
+        """Emits an in-place broadcast; the root's buffer is only read."""
+        number: Expr = Const(0)  # rank of the root in the process group
         channel = self.program.channel(i.channel)
         for axis in channel.axes:
             number = number * channel.mesh.axis_size(axis) + Coordinate(axis)
@@ -357,7 +360,7 @@ class Emitter:
         return self.lay_out(i, rank_in_group=self.expr(number), kept=kept)
 
     def by_rank(self, i: ir.AllToAll | ir.Gather | ir.Scatter) -> str:
-        """A collective that walks the ranks of its channel and sends or receives a block of each."""
+        """Collective that loops over the ranks of its channel and sends or receives one block per rank."""
         if i.is_shared:
             return self.lay_out(i)
         block, peer = product(self.type_of(i.dst if i.blocks == "src" else i.src).shape), self.names.of("peer", "rank of a channel")
@@ -394,19 +397,19 @@ class Emitter:
         return body
 
     def in_block(self, i: ir.Get, what: str) -> str:
-        """Where the block of the peer begins in what the ranks share, or its size: in elements."""
+        """Offset or size, in elements, of a peer's block in a dim that the ranks share. `what` is "begin" or "size"."""
         shape, along, ranks = self.type_of(i.dst).shape, i.received_along or 0, self.program.channel(i.channel).size
         local = f"hw::local_{what}({self.integers.size(shape[along])}, {ranks}, {self.expr(i.peer)})"
         each = product(shape[:along] + shape[along + 1 :])
         return local if each == Size() else f"{local} * {self.integers.factor(each)}"
 
     def shared(self, name: str, along: int) -> str:
-        """A dim that the ranks of a channel share, and the elements of one index of it."""
+        """A dim that the ranks of a channel share, and the number of elements per index of it."""
         shape = self.type_of(name).shape
         return self.integers.shape((shape[along], product(shape[:along] + shape[along + 1 :])))
 
     def cuts(self, cuts: Cuts) -> str:
-        """`hw::Blocks{{A}, {M, 4}}`"""
+        """C++ of the cuts of a packed tensor: `hw::Blocks{{A}, {M, 4}}`."""
         return f"hw::Blocks{{{', '.join(map(self.cut, cuts))}}}"
 
     def cut(self, cut: Cut) -> str:
@@ -438,11 +441,11 @@ class Emitter:
         with self.integers.given(i.condition):
             body = self.body(i.body)
         orelse = self.body(i.orelse)
-        is_chain = [type(one) for one in i.orelse] == [ir.If] and orelse.startswith("if (")  # without a comment before it
+        is_chain = [type(one) for one in i.orelse] == [ir.If] and orelse.startswith("if (")  # no comment stands before the inner if
         return lay_out("branch", condition=condition, body=body, orelse=orelse, is_chain=is_chain)
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
-        """Nothing where the body only allocates."""
+        """Emits the body under the mesh's flag, or nothing if the body only allocates."""
         flag = self.context.flag(i.mesh)
         for axis, _ in i.mesh.axes:
             self.integers.coordinates[i.mesh, axis] = self.names.of(f"{axis}_in_{i.mesh.label}", f"coordinate in {i.mesh}")
@@ -452,7 +455,7 @@ class Emitter:
 
 
 def _joined(body: tree.Body) -> tree.Body:
-    """Bodies of one mesh with nothing but allocations between them as one."""
+    """Merges bodies on the same mesh that have only allocations and deallocations between them."""
     result: list[tree.Instruction] = []
     between: tree.Body = ()  # allocations since the last body
     for i in body:
@@ -468,7 +471,7 @@ def _joined(body: tree.Body) -> tree.Body:
 
 
 def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
-    """By buffer the values that are computed into all of its bytes under names of their own: in place, or as a view has them."""
+    """Other names of each buffer: values that are written over all of its bytes in place or through a view."""
     roots, found = tree.AliasRoots(), dict[str, list[str]]()
     for i in tree.walk(program.body):
         if i.shows:
@@ -480,7 +483,7 @@ def _other_names(program: ir.HostProgram) -> dict[str, list[str]]:
 
 
 def _comment(location: Location) -> str:
-    """One line of C++ whatever the source has in it: at its end there is nothing that would join the next line to it."""
+    """Source line as a one-line C++ comment. Ends in nothing that would continue the comment on the next line."""
     whole = re.sub(r"[^ -~]", "?", f"// {location}  {location.text.strip()}")
     kept = re.sub(r"(\\|\?\?/| )+$", "", whole[:LONGEST_COMMENT])
     return kept if kept == whole else f"{kept} ..."
@@ -488,6 +491,6 @@ def _comment(location: Location) -> str:
 
 @tree.per_kind
 def method_of(kind: type[tree.Instruction]) -> Callable[[Emitter, Any], str | Words]:
-    """`emit_on_stream` of OnStream: a method for what a template cannot decide."""
+    """Emission method of an instruction class: `emit_on_stream` for OnStream. The default lays out the class's template."""
     names = ("emit" + re.sub("[A-Z]", lambda letter: f"_{letter[0].lower()}", base.__name__) for base in kind.__mro__)
     return next((getattr(Emitter, name) for name in names if hasattr(Emitter, name)), Emitter.lay_out)

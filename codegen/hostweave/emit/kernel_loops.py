@@ -1,4 +1,4 @@
-"""The loops of a kernel: which thread iterates over which elements, how many consecutive ones at once, and their offsets."""
+"""Loops of a kernel: the mapping of elements to threads, vector widths, and element offsets."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,32 +18,32 @@ from hostweave.types.size import Factor, Size, product
 from hostweave.types.tensor import BufferType, row_major, strides_of
 
 ZERO, ONE = Size(0), Size()
-SMALL = 32  # terms that one thread adds up alone although they lie side by side
-ACCESS = 16  # bytes that a thread reads or writes at once
+SMALL = 32  # a shorter contiguous reduction is done by one thread
+ACCESS = 16  # bytes per vectorised access
 WARP = 32  # threads
-ROW_THREADS = 512  # at most, that share a row of known length
-LANES = (1, 2, 4, 8, 16, 32)  # threads that share a shorter one: a warp has several
-LINE = 8  # threads that read 128 bytes together: preferably no fewer
-EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses of a thread to such a row: the first that comes out even
-HELD = 20  # accesses, at most, whose elements a thread holds: 80 registers
-HELD_ROWS = 5  # of unknown length, at most, that a thread holds its part of: hw::kRowAccesses accesses each
-TILE = 32  # columns of which a block takes rows together: hw::kTile
+ROW_THREADS = 512  # maximum number of threads that share a row of known length
+LANES = (1, 2, 4, 8, 16, 32)  # threads that share a short row, so that a warp has several rows
+LINE = 8  # threads that read 128 bytes together: the preferred minimum
+EACH = (4, 3, 5, 2, 6, 7, 8, 1)  # accesses per thread to such a row: the first that divides it
+HELD = 20  # maximum number of accesses whose elements a thread holds: 80 registers
+HELD_ROWS = 5  # maximum number of held rows of unknown length: hw::kRowAccesses accesses each
+TILE = 32  # columns per block tile: hw::kTile
 TILE_THREADS, MOST_THREADS = 512, 1024
-FEW_COLUMNS = 132 * TILE  # at most one tile for each multiprocessor: these take all the threads that a block may have
-OUTERMOST = "outermost"  # the size that a size becomes
-SHORT = 1 << 30  # elements, at most, whose indices hw::fits_int32
+FEW_COLUMNS = 132 * TILE  # at most one tile per multiprocessor, so blocks use MOST_THREADS
+OUTERMOST = "outermost"  # atom that replaces the outermost size
+SHORT = 1 << 30  # maximum number of elements for which hw::fits_int32
 
 
 @dataclass(frozen=True)
 class ThreadSchedule:
-    """How threads share what a kernel walks, as C++ with places for what they walk."""
+    """Distribution of a kernel's iteration space over threads, as C++ templates with placeholders for the loops."""
 
-    loop: str  # the loop over what is kept
-    grid: str  # of the launch
-    inner: str = ""  # the innermost loop over what is reduced, of which they take parts
-    reduce: str = ""  # how their totals are reduced
-    reduce_last: str = ""  # and where only the threads that store need them, if that takes less
-    leader_if: str = ""  # the condition under which a thread stores what they come to
+    loop: str  # head of the loop over the kept dims
+    grid: str  # launch grid
+    inner: str = ""  # head of the innermost reduction loop, which threads share
+    reduce: str = ""  # call that reduces the threads' accumulators
+    reduce_last: str = ""  # cheaper call if only the storing threads need the result
+    leader_if: str = ""  # condition under which a thread stores the result
 
 
 BY_THREAD = ThreadSchedule("for ({number} {element} : hw::over_grid{walk}({count}))", "hw::grid_of_elements{width}({count})")
@@ -86,7 +86,7 @@ ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
 
 @dataclass(frozen=True)
 class Lane:
-    """The elements of a dim that no loop walks."""
+    """A dim that no loop iterates over: its size and the stride of its elements."""
 
     size: Size
     stride: Size
@@ -94,16 +94,16 @@ class Lane:
 
 @dataclass(frozen=True)
 class Dim:
-    """One dim of the loops: its size, and how far apart its elements lie in each place: inputs, results, indices."""
+    """A dim of the loops: its size, and the stride of its elements in each place (inputs, results, index values)."""
 
     size: Size
     strides: tuple[Size, ...]
-    position: int = 0  # among the dims of the operands: indices are named in this order
-    indices: tuple[str, ...] = ()  # of the iteration, that it stands for
+    position: int = 0  # position among the operands' dims; indices are named in this order
+    indices: tuple[str, ...] = ()  # indices of the iteration that it merges
 
 
 def merged(dims: Sequence[Dim]) -> list[Dim]:
-    """Neighbours that one stride covers in every operand become one dim; dims of one element go."""
+    """Merges adjacent dims that one stride covers in every operand, and drops dims of size 1."""
     result: list[Dim] = []
     for dim in dims:
         if dim.size == ONE:
@@ -116,22 +116,22 @@ def merged(dims: Sequence[Dim]) -> list[Dim]:
 
 
 def stored(result: str) -> str:
-    """The place that a result has in memory, beside those of other values."""
+    """Key of a result in memory, in contrast to the value of that name."""
     return f"{result} stored"
 
 
 def reversed_at(op: Op, dim: int) -> str:
-    """The place that is an index of a dim of what an op reverses."""
+    """Key of the index of a dim that an op reverses."""
     return f"{op.result.name} {dim}"
 
 
 class Loops:
-    """Of what a kernel keeps, and inside of what it reduces.
+    """Loops over the dims that a kernel keeps, and inside them over the dims that it reduces.
 
-    Threads may hold rows of so many inputs in registers: `held`.
+    Threads hold rows of `held` inputs in registers, if they fit.
     """
 
-    closing = ""  # what ends the loop over what is kept
+    closing = ""  # text after the body of the loop over the kept dims
 
     def __init__(
         self, kernel: ir.Kernel, walked: Iteration, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, held: int = 0
@@ -141,17 +141,17 @@ class Loops:
         self.memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
         self.stores = set(map(stored, results))
         self.takes_lanes = any(OPS[op.kind].lane for op in kernel.ops)
-        self.moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims of which a part is written
+        self.moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes in part
         self.lanes = self.lie_unwalked((*inputs, *results))
         self.places = self.lie((*inputs, *results))
         self.dims()
         self.name_indices(names)
         self.schedule = self.shared(inputs, results)
-        self.along = (self.reduced if self.schedule == BY_BLOCK else self.kept)[-1]  # the dim of which a thread takes neighbours
-        self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # read or written together
+        self.along = (self.reduced if self.schedule == BY_BLOCK else self.kept)[-1]  # the vectorised dim
+        self.packed = {place for place in self.memory if self.stride(place, self.along) == ONE}  # places with vectorised access
         self.width = self.taken_together()
         self.lane = names.of("e", "element of a thread") if self.width > 1 else ""
-        self.row_threads = 0  # that share a row of known length
+        self.row_threads = 0  # number of threads that share a row of known length
         if self.schedule == BY_BLOCK and self.width > 1 and len(self.reduced) == 1:
             self.share_row(held)
         self.row = names.of("row", "shared") if self.schedule in ROWS else ""
@@ -161,7 +161,7 @@ class Loops:
     # --- dims ---
 
     def lie(self, named: Sequence[str]) -> dict[str, dict[str, Size]]:
-        """How far apart neighbours along each index are: in every input and result, and in the values that are indices."""
+        """Stride of each index in every input, result and index value."""
         places: dict[str, dict[str, Size]] = {}
         for name, (place, buffer) in zip(named, self.memory.items(), strict=True):
             own = enumerate(zip(self.walked.indices[name], strides_of(buffer), strict=True))
@@ -184,7 +184,7 @@ class Loops:
         return places
 
     def lie_unwalked(self, named: Sequence[str]) -> dict[str, Lane]:
-        """The dims that no loop walks, by place: how many elements there are, and how far apart. Also those that are written in part."""
+        """Size and stride of each dim that no loop iterates over, by place. Includes the dims that an update writes in part."""
         moved = {
             f"{place} {i}": Lane(self.memory[place].shape[i], strides_of(self.memory[place])[i])
             for place, axes in self.moved.items()
@@ -197,7 +197,7 @@ class Loops:
         }
 
     def dims(self) -> None:
-        """The dims that the kernel keeps and those that it reduces, from the outermost in."""
+        """Computes the dims that the kernel keeps and those that it reduces, outermost first."""
         order = list(self.walked.sizes)
 
         def dim(index: str) -> Dim:
@@ -211,9 +211,10 @@ class Loops:
         self.named = self.name_outermost()
 
     def name_outermost(self) -> dict[Factor, Size]:
-        """Makes an outermost dim_size such as `4*B` a size of its own, which may be another multiple in another launch.
+        """Replaces an outermost size such as `4*B` by a parameter, so that launches with other multiples share the kernel.
 
-        Not where an inner dim_size has one of its sizes: strides would be written in two ways. Gives what the new size stands for.
+        Does nothing if an inner dim contains one of its sizes, because strides would then have two spellings. Returns the size
+        that the new parameter stands for.
         """
         dim_size, *inner = (dim.size for dim in (*self.kept, *self.reduced))
         if len(self.kept) < 2 or dim_size.coefficient == 1 or dim_size.divisor > 1 or dim_size.is_int:
@@ -230,12 +231,12 @@ class Loops:
         return {OUTERMOST: dim_size}
 
     def own(self, size: Size) -> Size:
-        """Writes a size with the one that the kernel has for its outermost dim."""
+        """Rewrites a size in terms of the parameter for the outermost dim."""
         quotient = size.divided_by(self.outer) if self.outer else None
         return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
 
     def name_indices(self, names: Names) -> None:
-        """Names the index of every dim, in the order of the operands' dims, and of the element of the result."""
+        """Names the index of every dim, in the order of the operands' dims, and the index of the result's element."""
         order = sorted([*self.kept, *self.reduced], key=lambda dim: dim.position)
         letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
         self.names = {dim: names.of(letter, "index") for letter, dim in zip(letters, order, strict=False)}
@@ -244,10 +245,14 @@ class Loops:
     def stride(self, place: str, dim: Dim) -> Size:
         return dim.strides[list(self.places).index(place)]
 
-    # --- who walks what ---
+    # --- schedules ---
 
     def shared(self, inputs: Sequence[str], results: Sequence[str]) -> ThreadSchedule:
-        """A block for an element where what is reduced to it lies side by side, else for a tile of them; a thread where that is little."""
+        """Chooses the schedule.
+
+        A block reduces one element if the reduced dim is contiguous, and otherwise a tile of columns. A thread reduces alone if
+        the reduced dim is short.
+        """
         if self.takes_lanes:
             if self.lanes[stored(results[0])].stride == ONE:
                 return BY_CLUSTER_LANES if any(OPS[op.kind].in_clusters for op in self.kernel.ops) else BY_BLOCK_LANES
@@ -255,14 +260,14 @@ class Loops:
         if not self.reduced or (self.reduced[-1].size.is_int and int(self.reduced[-1].size) < SMALL):
             return BY_THREAD
         whole = [name for name in inputs if all(any(self.stride(name, dim) != ZERO for dim in of) for of in (self.kept, self.reduced))]
-        if any(self.stride(name, self.reduced[-1]) == ONE for name in whole or inputs):  # vectors are read as they lie
+        if any(self.stride(name, self.reduced[-1]) == ONE for name in whole or inputs):  # contiguous along the reduced dim
             return BY_BLOCK
         columns = product(tuple(dim.size for dim in self.kept))
-        in_tiles = columns.is_int and int(columns) % TILE == 0  # no thread walks a column that another one stores
+        in_tiles = columns.is_int and int(columns) % TILE == 0  # whole tiles: no thread reads a column that another thread stores
         return BY_COLUMNS if in_tiles or not any(map(self.walked.is_whole, results)) else BY_THREAD
 
     def taken_together(self) -> int:
-        """How many neighbours a thread takes: as many as one access reads or writes of each place that has them side by side."""
+        """Vector width: number of consecutive elements per access, at most 16 bytes, in every place where they are contiguous."""
         scattered = any(self.stride(place, self.along) not in (ZERO, ONE) for place in self.stores)
         helpful = self.packed - self.stores if self.reduced else self.packed  # a reduction reads more than it stores
         if not helpful or scattered or self.takes_lanes or self.moved:
@@ -273,14 +278,14 @@ class Loops:
         return width
 
     def divided(self) -> list[Size]:
-        """What the number of neighbours that a thread takes has to divide: how many there are, and how far apart rows of them lie."""
+        """Sizes that the vector width must divide: the vectorised dim, and the strides of its rows."""
         others = [dim for dim in (*self.kept, *self.reduced) if dim != self.along]
         rows = [self.stride(place, dim) for dim in others for place in self.memory if place in self.packed]
         jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
         return list(dict.fromkeys([self.along.size, *rows, *jumps]))
 
     def share_row(self, held: int) -> None:
-        """By the threads of a block, or by fewer of a warp, where each takes the same number of times what it takes together."""
+        """Splits a row evenly over the threads of a block, or of part of a warp. Rows of unknown length are held if they may fit."""
         if self.along.size.is_int:
             self.row_threads = self.threads_of_row(int(self.along.size) // self.width, held)
         if self.row_threads:
@@ -289,7 +294,7 @@ class Loops:
             self.schedule = BY_ANY_ROW
 
     def threads_of_row(self, accesses: int, held: int) -> int:
-        """The number of threads that share a row of known length; 0 if none divides it evenly."""
+        """Number of threads that share a row of known length, or 0 if none divides it evenly."""
         for least, each in itertools.product((LINE, 1), EACH):
             threads = accesses // each
             fits = (threads % WARP == 0 and threads <= ROW_THREADS) or (threads in LANES and threads >= min(least, accesses))
@@ -298,27 +303,27 @@ class Loops:
         return 0
 
     def is_wide(self, pointers: Iterable[str]) -> str:
-        """The condition under which a thread takes neighbours together."""
+        """C++ condition for vectorised access: sizes are multiples of the width, and pointers are aligned."""
         unsure = [size for size in self.divided() if size.divisor > 1 or size.coefficient % self.width]
         texts = [f"{self.integers.first_factor(size)} % {self.width} == 0" for size in unsure]
         return " && ".join([*texts, f"hw::aligned({', '.join(pointers)})"])
 
     @property
     def has_wide_totals(self) -> bool:
-        """Whether what is taken together is of what is kept, so that each of those elements has totals of its own."""
+        """True if the reduction keeps the vectorised dim, so that each vector element has an accumulator of its own."""
         return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
 
     @property
     def calls_lanes(self) -> bool:
-        """Whether it reads or writes where data say: other elements are at indices that its loops have."""
+        """True if the kernel gathers or scatters by indices that are data."""
         return not self.walked.lanes.keys().isdisjoint(name for op in self.kernel.ops if op.kind != "reverse_second" for name in op.tensors)
 
     def is_inside(self, value: str) -> bool:
-        """Whether a value differs among the elements of the innermost loop."""
+        """Returns True if a value differs between iterations of the innermost loop."""
         return self.are_inside(self.walked.indices[value])
 
     def moves_inside(self, op: Op) -> bool:
-        """Whether the place differs among these at which an op reads its operand."""
+        """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
         labels = self.walked.indices[op.result.name]
         return self.are_inside((labels[op[AXIS]], labels[op[HALVES]])) if op.kind == "reverse_second" else self.is_inside(op.tensors[1])
 
@@ -330,7 +335,7 @@ class Loops:
     # --- text ---
 
     def text(self, pattern: str, width: str = "kWidth", named: Mapping[Factor, Size] = MappingProxyType({})) -> str:
-        """What the schedule has for these loops, in which the number of neighbours that a thread takes has this name; `named` differ."""
+        """Fills in a template of the schedule. `width` is the C++ name of the vector width, and `named` replaces sizes."""
         width, number = width if self.width > 1 else "", self.number
 
         def size(*sizes: Size) -> str:
@@ -355,7 +360,7 @@ class Loops:
 
     @property
     def length(self) -> Size | None:
-        """Of what a block takes together: elements of the result, or where threads meet of the operand."""
+        """Size of the dim that a block processes together, or None. With lanes, it is that of the result or of the operand."""
         if self.takes_lanes:
             of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
             return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
@@ -363,23 +368,23 @@ class Loops:
 
     @property
     def loop(self) -> str:
-        """The head of the loop over what is kept."""
+        """Head of the loop over the kept dims."""
         return self.text(self.schedule.loop)
 
     @property
     def grid(self) -> str:
-        """The grid that walks it, for the launch."""
+        """Launch grid of the kernel."""
         return self.text(self.schedule.grid, str(self.width), self.named)
 
     @property
     def inner(self) -> tuple[str, ...]:
-        """The heads of the loops over what is reduced, of which threads may share the innermost one."""
+        """Heads of the loops over the reduced dims. Threads may share the innermost loop."""
         walked = [(self.names[dim], self.integers.size(dim.size)) for dim in self.reduced]
         heads = [f"for (int64_t {i} = 0; {i} < {count}; ++{i})" for i, count in walked]
         return (*heads[:-1], self.text(self.schedule.inner)) if self.schedule.inner else tuple(heads)
 
     def type_of_number(self) -> str:
-        """Of an element: of 32 bits, where these hold it and it is taken apart."""
+        """Index type: 32 bits if the index fits and is decomposed."""
         if self.schedule != BY_THREAD or not self.parts:
             return "int64_t"
         count = product(tuple(dim.size for dim in self.kept))
@@ -387,14 +392,14 @@ class Loops:
 
     @property
     def varied(self) -> dict[str, str]:
-        """What differs between numbers of neighbours and types of indices: parameters of a template, each with what it is deduced from."""
+        """Template parameters of the kernel, each with the function parameter from which it is deduced."""
         if self.row:
             return {"class Row": f"const Row& {self.row}"}
         width = {"int kWidth": "hw::Width<kWidth>"} if self.width > 1 else {}
         return width | ({"class Index": "Index"} if self.number == "Index" else {})
 
     def variants(self, pointers: Iterable[str]) -> list[tuple[str, str]]:
-        """Arguments for what is varied, each with the condition under which they are taken, the last ones without."""
+        """Arguments for the template parameters, each with its condition. The last variant is unconditional."""
         if not self.varied:
             return []
         is_wide, length = self.is_wide(pointers), self.integers.size(self.along.size)
@@ -419,7 +424,7 @@ class Loops:
 
     @property
     def threads(self) -> str:
-        """Of a block, at most."""
+        """Maximum number of threads per block."""
         if self.schedule == BY_COLUMNS:
             columns = product(tuple(dim.size for dim in self.kept))
             return str(MOST_THREADS if columns.is_int and int(columns) <= FEW_COLUMNS else TILE_THREADS)
@@ -428,16 +433,16 @@ class Loops:
 
     @property
     def bounds(self) -> str:
-        """`__launch_bounds__`: with 1 thread block per multiprocessor the compiler may use all of its registers."""
+        """Arguments of `__launch_bounds__`. With 1 block per multiprocessor the compiler may use all registers."""
         return f"{self.threads}, 1" if self.threads == str(MOST_THREADS) else self.threads
 
     def reduce(self, is_last: bool) -> str:
-        """How the totals of several threads are reduced, which nothing but stores may need."""
+        """Call that reduces the accumulators of several threads. After the last loop, only the storing threads need the result."""
         return self.text((is_last and self.schedule.reduce_last) or self.schedule.reduce)
 
     @property
     def leader_if(self) -> str:
-        """The condition under which a thread stores what several have reduced."""
+        """Condition under which a thread stores a reduced result."""
         return self.text(self.schedule.leader_if)
 
     @property
@@ -445,22 +450,22 @@ class Loops:
         return self.integers.size(product(tuple(dim.size for dim in self.reduced)))
 
     def terms(self, place: str) -> list[tuple[str, Size]]:
-        """The indices that lead to an element, with their strides."""
+        """Indices that address an element, each with its stride."""
         number = list(self.places).index(place)
         kept = [(self.element, ONE)] if self.is_linear(number) else [(self.names[dim], dim.strides[number]) for dim in self.kept]
         terms = [*kept, *((self.names[dim], dim.strides[number]) for dim in self.reduced)]
         return [(index, stride) for index, stride in terms if stride != ZERO]
 
     def first(self, place: str) -> str:
-        """Where an element lies, as `i * N + j`: the first of those that a thread takes together."""
+        """Offset of the first element of a vector, such as `i * N + j`."""
         return self.sum_of(self.terms(place))
 
     def row_of(self, place: str) -> str:
-        """Where a row begins."""
+        """Offset of the first element of a row."""
         return self.sum_of([term for term in self.terms(place) if term[0] != self.names[self.along]])
 
     def offset(self, place: str) -> str:
-        """Where an element lies: each of those that a thread takes together, as `i * N + j + e`."""
+        """Offset of an element, such as `i * N + j`, or `i * N + j + e` for element `e` of a vector."""
         terms = self.terms(place)
         if self.width == 1:
             return self.sum_of(terms)
@@ -473,11 +478,11 @@ class Loops:
         return " + ".join([*wide, *(index for index, stride in terms if stride == ONE)]) or "0"
 
     def is_linear(self, number: int) -> bool:
-        """Whether the number of an element of the result is also its offset in this place."""
+        """Returns True if the linear index of a result's element is also its offset in this place."""
         return tuple(dim.strides[number] for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
 
     def declarations(self) -> tuple[str, ...]:
-        """Of the indices of the result's dims that are needed: `element / (m * N) % 4`."""
+        """Declarations of the indices of the result's dims, such as `element / (m * N) % 4`."""
         declared = []
         for i in self.parts:
             inner = product(tuple(dim.size for dim in self.kept[i + 1 :]))
@@ -487,12 +492,12 @@ class Loops:
         return tuple(declared)
 
     def taken_apart(self) -> list[int]:
-        """The dims of the result whose indices are taken from the number of its element, because some offset needs them."""
+        """Dims of the result whose indices are computed from the linear index, because an offset needs them."""
         if len(self.kept) == 1:
             return []
         scattered = [number for number in range(len(self.places)) if not self.is_linear(number)]
         return [i for i, dim in enumerate(self.kept) if any(dim.strides[number] != ZERO for number in scattered)]
 
     def divisor(self, size: Size) -> str:
-        """Of an element's number, in its type."""
+        """Divisor of a linear index, in the type of that index."""
         return self.integers.factor(size) if size.is_int or self.number != "Index" else f"Index({self.integers.size(size)})"

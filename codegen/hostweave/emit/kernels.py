@@ -1,4 +1,4 @@
-"""Kernels: which thread computes which elements, and the C++ of one element."""
+"""Emission of kernels: loops, statements of one element, and the parameters of a launch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, bool_
 
-LATE_BYTES = 16 << 10  # of rows, at most, that a block loads before it needs them: they take registers from other blocks
+LATE_BYTES = 16 << 10  # maximum bytes of rows that a block prefetches; they occupy registers
 
-# Of the op table: what kernels call by a name without a qualifier.
+# C functions of the op table, which kernels call without a qualifier.
 C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
 
 
@@ -32,7 +32,7 @@ Lines = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Walk:
-    """One walk over what is reduced, which some reductions need."""
+    """One loop nest over the reduced dims. A kernel has several if one reduction needs the result of another."""
 
     before: Lines
     starts: Lines
@@ -41,10 +41,10 @@ class Walk:
 
 
 class Kernel:
-    """For the template: threads walk what is kept, and inside of that, where there are reductions, what is reduced.
+    """A kernel as its template sees it: loops over the kept dims, and inside them loops over the reduced dims.
 
-    Neighbouring threads read side by side: those of elements, or those that share the innermost loop. `stores` are of results that have
-    the kept dims alone, and the `last` walk is for results of every element. `before` stands before its indices.
+    Accesses of neighbouring threads are coalesced. `stores` write results that have only the kept dims. `last` is the body of a
+    final loop that writes results with all dims. `before` precedes the declarations of indices.
     """
 
     def __init__(
@@ -57,23 +57,26 @@ class Kernel:
         )
         self.params = (*pointers, *(f"int64_t {size}" for size in of.sizes))
         self.touches = tuple(of.touches())
-        self.sizes = tuple(of.sizes.values())  # what a launch gives it after the buffers
+        self.sizes = tuple(of.sizes.values())  # arguments of a launch after the buffers
         packed = [pointer for name, pointer in of.pointers.items() if name in of.loops.packed]
         packed += [pointer for name, pointer in of.results.items() if stored(name) in of.loops.packed]
         self.variants = tuple(of.loops.variants(packed))
-        held = sorted(of.held, key=lambda name: name in of.terms)  # what others send comes last
+        held = sorted(of.held, key=lambda name: name in of.terms)  # terms that other ranks send come last
         rows = ((of.elements(name), shifted(of.pointers[name], of.loops.row_of(name))) for name in held)
         kept_rows = (f"const auto {elements} = {of.loops.row}.load({first});" for elements, first in rows)
-        # Declarations of the indices that its own stands for, and of what threads hold.
+        # Declarations of decomposed indices and of held rows.
         self.indices = (*before, *of.loops.declarations(), *kept_rows)
         self.body, self.walks, self.stores, self.last = body, tuple(walks), stores, last
-        # The parameter that kernels of several ranks add up.
+        # The parameter whose terms the kernels of several ranks reduce.
         self.terms = next((of.pointers[name] for name in of.inputs if name in of.terms), "")
-        self.form = of.form(self)  # the same for kernels that differ in names alone
+        self.form = of.form(self)  # equal for kernels that differ only in names
 
 
 def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
-    """The kernel of this number for these buffers: its inputs, then its results. Raises ProgramError for ops that are not one kernel."""
+    """Emits a kernel for the types of its inputs, then its results.
+
+    `number` tells kernels of one name apart. Raises ProgramError if the ops do not fit in one kernel.
+    """
     name = names.of(kernel.name, f"kernel {number}", C_FUNCTIONS)
     try:
         walked = iteration(kernel)
@@ -94,15 +97,15 @@ def emit_kernel(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppE
 
 
 class KernelEmitter:
-    """Writes one kernel. A value is a C++ text: a number, an element in memory, or a local of its name.
+    """Writes one kernel. A value is C++ text: a literal, an element in memory, or a local variable.
 
-    What a reduction needs is computed where the reduction walks it, and again where something walks it later. Its inputs are then
-    in the cache. Rows of those named by `held` threads keep in registers, and the compiler what it computed from them; they are loaded
-    before the first walk, so that none is waited for after a reduction.
+    Operands of a reduction are computed in its loop, and again in any later loop that needs them; by then the inputs are in
+    cache. Threads keep the rows of the inputs named by `held` in registers. Those rows are loaded before the first loop, so that
+    no load follows a reduction.
     """
 
     loops_type = Loops
-    own_sizes: tuple[Size, ...] = ()  # that its text names beside those of its loops
+    own_sizes: tuple[Size, ...] = ()  # sizes that its text names besides those of the loops
 
     def __init__(
         self,
@@ -119,7 +122,9 @@ class KernelEmitter:
         self.inputs = [p.name for p in kernel.inputs]
         self.made = {op.result.name: op for op in kernel.ops}
         exchange = kernel.exchanges
-        self.terms = {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}  # and of how many ranks
+        self.terms = (
+            {exchange.tensors[0]: integers.program.size_of(exchange[MESH_AXES].names)} if exchange else {}
+        )  # input -> number of ranks that send terms
         self.is_small = all(buffer.dtype.itemsize <= 2 for buffer in buffers if buffer.dtype.kind == "float")
         self.names = Names((*integers.sizes.values(), name, *self.functions()))
         self.pointers = {name: self.names.of(name) for name in self.inputs}
@@ -127,13 +132,13 @@ class KernelEmitter:
         self.loops = self.loops_type(kernel, walked, buffers, integers, self.names, len(held))
         self.lies = {**dict(zip(self.inputs, buffers, strict=False)), **{name: self.loops.memory[stored(name)] for name in self.results}}
         self.held = held
-        self.walks = 0  # over what is reduced
-        self.loaded = Counter[str]()  # how often
-        self.late: list[str] = []  # what is loaded only when a walk is over
+        self.walks = 0  # loop nests over the reduced dims so far
+        self.loaded = Counter[str]()  # number of loads by input
+        self.late: list[str] = []  # inputs that are first loaded after a reduction
         self.uses = Counter(name for op in self.ops for name in self.used(op))
         self.uses.update(name for name in self.results if name in self.uses)
-        self.totals: dict[str, str] = {}  # what reductions have added up
-        self.row = Section(self)  # around the innermost loops
+        self.totals: dict[str, str] = {}  # accumulators by reduction
+        self.row = Section(self)  # statements outside the innermost loops
 
     def emit(self) -> Kernel:
         if self.loops.takes_lanes:
@@ -142,7 +147,7 @@ class KernelEmitter:
 
     @property
     def sizes(self) -> dict[str, str]:
-        """The parameters that are sizes, each with what a launch gives for it."""
+        """Parameters that are sizes, each with the argument that a launch passes."""
         dims, integers, lanes = (*self.loops.kept, *self.loops.reduced), self.loops.integers, self.loops.lanes.values()
         sizes = (
             *self.own_sizes,
@@ -157,27 +162,27 @@ class KernelEmitter:
         return {integers.sizes[name]: text for name, text in given.items()}
 
     def functions(self) -> set[str]:
-        """The C functions that the kernel calls, whose names no local may take."""
+        """C functions that the kernel calls; no local variable may have their names."""
         return {name for op in self.ops if op.tensors for name in re.findall(r"(\w+)\(", self.cpp(op))}
 
     def cpp(self, op: Op) -> str:
-        """The C++ of an op of tensors, with T(1) as a literal and std::exp as the C function, both of the compute type."""
+        """C++ of an op, with `T(1)` as a literal and `std::exp` as the C function, both in the compute type."""
         dtype = self.types[op.tensors[-1]].dtype
         text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), OPS[op.kind].cpp_for(dtype, self.is_small))
         return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
 
     def size_of_lane(self, name: str) -> str:
-        """How many elements a value has along the dim that no loop walks."""
+        """Size of the dim of a value that no loop iterates over."""
         size = self.types[name].shape[self.walked.lanes[name]]
         return self.loops.integers.factor(size)
 
     def jump(self, place: str, name: str) -> str:
-        """How far from its first element an input has the one of this place."""
+        """Offset of index `place` along an input's dim that no loop iterates over."""
         stride = self.loops.lanes[name].stride
         return place if stride == ONE else f"{place} * {self.loops.integers.factor(stride)}"
 
     def used(self, op: Op) -> Iterator[str]:
-        """The operands of an op, as often as its C++ names each."""
+        """Operands of an op, each as often as the C++ of the op mentions it."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
                 yield from [operand] * max(1, self.cpp(op).count(f"{{{i}}}"))
@@ -185,12 +190,12 @@ class KernelEmitter:
     # --- bodies ---
 
     def array_of(self, name: str) -> str:
-        """The type of the parameter that is an input."""
+        """C++ type of the parameter for an input."""
         cpp = self.types[name].dtype.cpp
         return f"hw::Terms<{cpp}, {self.terms[name]}>" if name in self.terms else f"const {cpp}*"
 
     def touches(self) -> Iterator[str]:
-        """The elements that it reads and writes, for the CPU device."""
+        """Elements that the kernel reads and writes, as arguments that the CPU device checks."""
         integers = self.loops.integers
         for verb, pointers in (("reads", self.pointers), ("writes", self.results)):
             for name, pointer in pointers.items():
@@ -199,14 +204,14 @@ class KernelEmitter:
                 yield pointer if name in self.terms else f"hw::{verb}({pointer}, {extent})"
 
     def extent(self, buffer: BufferType) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
-        """How many elements a buffer has, or the dims of a view and how far apart their elements lie."""
+        """Number of elements of a buffer. For a strided view, its dims and strides."""
         if buffer.strides is None:
             return (self.loops.own(product(buffer.shape)),), ()
         dims = merged([Dim(size, (stride,)) for size, stride in zip(buffer.shape, buffer.strides, strict=True)]) or [Dim(ONE, (ONE,))]
         return tuple(self.loops.own(dim.size) for dim in dims), tuple(self.loops.own(dim.strides[0]) for dim in dims)
 
     def form(self, kernel: Kernel) -> str:
-        """Its text with numbers in place of the names that it gives."""
+        """Canonical text of the kernel, in which numbers replace the names that it chose."""
         loops, walks = self.loops, [part for walk in kernel.walks for part in (walk.before, walk.starts, walk.body, walk.after)]
         head = (
             (loops.bounds, loops.loop, loops.leader_if),
@@ -226,11 +231,11 @@ class KernelEmitter:
         return re.sub(r"(?<![\w.:])[A-Za-z_]\w*", number, text)
 
     def elements(self, name: str) -> str:
-        """The local of an input's elements that a thread takes together."""
+        """Local variable for a vector of an input's elements."""
         return self.names.of(self.indexed(name, name), f"elements of {name}")
 
     def indexed(self, name: str, place: str) -> str:
-        """`x_ij`"""
+        """Name of an element with its indices: `x_ij`."""
         return "_".join([name, "".join(sorted(index for index, _ in self.loops.terms(place)))]).rstrip("_")
 
     def pointwise(self) -> Kernel:
@@ -239,16 +244,16 @@ class KernelEmitter:
             section.store_update(self.ops[-1])
         else:
             section.store(self.results)
-        lines = section.taken()  # before those that it hoists
+        lines = section.taken()  # first, because it may hoist statements into self.row
         return Kernel(self, (*self.row.taken(), *lines))
 
     def lanes(self) -> Kernel:
-        """A call for each lane, which one thread or all of a block make together."""
+        """One call per lane, made by one thread or by all threads of a block together."""
         (op,) = self.ops
         by_block = dict.fromkeys(OF_BLOCKS, "hw::BlockLanes()")
         group = {**by_block, BY_LANE_PARTS: self.loops.element}.get(self.loops.schedule, "hw::Lanes()")
         kind = self.types[op.tensors[0]].dtype
-        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # wraps around
+        total = f"hw::Sum<{accumulator_type(kind)}>" if kind.kind == "float" else "uint64_t"  # unsigned, so that integers wrap around
         facts = {"descending": "true" if op[DESCENDING] else "false", "total": total}
         lanes = [self.lane(self.pointers[name], name) for name in op.tensors]
         lanes.append(self.lane(self.results[op.result.name], stored(op.result.name)))
@@ -259,7 +264,7 @@ class KernelEmitter:
         return f"hw::lane({shifted(pointer, self.loops.offset(place))}, {size(lane.size)}, {size(lane.stride)})"
 
     def reduction(self) -> Kernel:
-        """Walks what is reduced once for all reductions that can be made then, and a last time for results of every element."""
+        """One loop nest for all reductions that are ready together, and a last one for results with all dims."""
         walks = []
         left = [op for op in self.ops if self.reduces(op)]
         totals = {op.result.name for op in left}
@@ -281,27 +286,27 @@ class KernelEmitter:
         return Kernel(self, self.row.taken(), walks, stores, last)
 
     def section(self) -> Section:
-        """The innermost loop, in which nothing is hoisted where each of its elements has totals of its own."""
+        """Statements of the innermost loop. Nothing is hoisted if each vector element has its own accumulator."""
         return Section(self, None if self.loops.has_wide_totals else self.row, self.loops.width)
 
     def reduces(self, op: Op) -> bool:
         return bool(reduced_indices(op, self.walked.indices))
 
     def count(self, op: Op) -> str:
-        """By what a mean is divided, where that is not how many elements it reduces here."""
+        """Divisor of a mean, if it differs from the number of elements that the kernel reduces."""
         count = op[COUNT] if COUNT in OPS[op.kind].attributes else Size(0)
         return self.loops.integers.size(count) if count != Size(0) else ""
 
     @cached_property
     def leads_to(self) -> dict[str, set[str]]:
-        """Every value that an op's result is computed from."""
+        """All values that an op's result depends on, by result."""
         found: dict[str, set[str]] = {}
         for op in self.ops:
             found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))
         return found
 
     def walk(self, ops: Sequence[Op], results: Sequence[str], is_last: bool) -> Walk:
-        """One loop over what is reduced, in which these reductions add up, and these results are stored."""
+        """Loop nest that accumulates these reductions and stores these results."""
         section = self.section()
         starts, after = [], []
         for op in ops:
@@ -314,7 +319,7 @@ class KernelEmitter:
                 op.result.name if is_value and op.result.name not in self.results else combine.total, f"total of {op.result.name}"
             )
             first = combine.starts[("float", "int", "uint").index("uint" if kind == bool_ else kind.kind)]
-            first = first.replace("64", str(8 * kind.itemsize))  # of no elements: a value of the dtype, wide as the total may be
+            first = first.replace("64", str(8 * kind.itemsize))  # identity element of the dtype, even if the accumulator is wider
             element = section.value(op.tensors[0])
             if OPS[op.kind].locates:
                 accumulator, first = f"hw::Indexed<{accumulator}>", f"{{{first}, INT64_MAX}}"

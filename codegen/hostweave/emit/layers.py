@@ -1,4 +1,4 @@
-"""A function that is called many times with weights of its own: an array of structs, and a loop over the calls."""
+"""Functions that are called many times with weights of their own: arrays of structs, and loops over the calls."""
 
 import re
 from collections import Counter
@@ -12,12 +12,12 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
 from hostweave.host_ir.expr import Const
 
-LOOP = 2  # calls that differ by their number alone are a loop from here on
+LOOP = 2  # minimum number of equal lines that become a loop
 
 
 @dataclass(frozen=True)
 class Element:
-    """`layers[3]`"""
+    """An element of an array: `layers[3]`."""
 
     array: str
     index: int
@@ -26,12 +26,12 @@ class Element:
         return f"{self.array}[{self.index}]"
 
 
-Words = tuple[str | Element, ...]  # of lines of C++
+Words = tuple[str | Element, ...]  # pieces of lines of C++
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """Names of the user's with the number of the call: `keys_0_updated`, `keys_1_updated`."""
+    """Names that contain the number of the call: `keys_0_updated`, `keys_1_updated`."""
 
     prefix: str
     first: int
@@ -41,7 +41,7 @@ class Numbered:
         return f"{self.prefix}{self.first + call}{self.suffix}"
 
     def cpp(self, index: str) -> str:
-        """That of a call whose number C++ has: `{"keys_", call, "_updated"}`"""
+        """C++ of the name in the call with index `index`: `{"keys_", call, "_updated"}`."""
         return braced([f'"{self.prefix}"', plus(index, self.first), *([f'"{self.suffix}"'] if self.suffix else [])])
 
     @property
@@ -51,30 +51,30 @@ class Numbered:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Arguments of the program one after another that calls of a function take in turn: `w_0, v_0, w_1, v_1` of `@layer(x, w, v)`."""
+    """Consecutive program arguments of which each call takes the next group: `w_0, v_0, w_1, v_1` for `@layer(x, w, v)`."""
 
-    positions: tuple[tuple[int, int], ...]  # of the function's parameters, and which member each is; none where one call takes another
-    patterns: tuple[Numbered, ...]  # of the user's names
-    names: tuple[tuple[str, ...], ...]  # as they follow one another
-    is_reversed: bool  # the last call takes the first of them
+    positions: tuple[tuple[int, int], ...]  # (parameter of the function, member of the struct); empty if an argument differs
+    patterns: tuple[Numbered, ...]  # one per member
+    names: tuple[tuple[str, ...], ...]  # one row per call, in the order of the arguments
+    is_reversed: bool  # the last call takes the first row
 
     @property
     def word(self) -> str:
-        """What the names have in common."""
+        """Common prefix of the names, in words."""
         columns = zip(*(pattern.field.split("_") for pattern in self.patterns), strict=False)
         return "_".join(column[0] for column in takewhile(lambda column: len({*column}) == 1, columns))
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Inputs, or outputs, of the program that calls of a function take in turn, as an array of structs."""
+    """Inputs or outputs of the program that calls of a function take one per call, as an array of structs."""
 
     side: str  # in, out
     function: str
-    base: str  # of the names of structs
-    parameter: str  # of the function, that is the struct
+    base: str  # prefix of the struct names
+    parameter: str  # parameter of the C++ function that is the struct
     struct: str
-    field: str  # of the program's inputs or outputs: the array
+    field: str  # the array, a field of the program's inputs or outputs
     members: tuple[str, ...]
     taken: InTurn
 
@@ -87,7 +87,7 @@ class Layers:
 
     @property
     def places(self) -> dict[str, Words]:
-        """Where each input or output is."""
+        """Path of each input or output: array element and member."""
         return {
             name: (Element(f"{self.side}.{self.field}", number), f".{member}")
             for number, names in enumerate(self.names)
@@ -96,11 +96,12 @@ class Layers:
 
 
 def layers_of(program: ir.HostProgram, names: Names) -> Iterator[Layers]:
-    """What the calls of a function take and give must stand in order, under names with a number that counts up or down with the calls.
+    """Arrays of structs for the arguments of repeated calls.
 
-    Of what is not in arrays then, all is looked at once more that calls take in turn, with what stands between.
+    Arguments must be listed in order, with a number in their names that counts up or down with the calls. A second round
+    considers the remaining arguments together with arguments between them.
     """
-    behind: dict[str, str] = {}  # views that begin where the buffer does
+    behind: dict[str, str] = {}  # views at offset 0 -> their buffer
     for view in program.body:
         if isinstance(view, ir.View) and view.offset == Const(0):
             behind[view.out] = behind.get(view.src, view.src)
@@ -118,13 +119,16 @@ def layers_of(program: ir.HostProgram, names: Names) -> Iterator[Layers]:
 
 
 def _layers(function: ir.Function, side: str, taken: InTurn, number: int, names: Names) -> Layers:
-    """The first of a side bear the name of the function, the others what their names have in common, or a number."""
+    """Names an array and its structs.
+
+    The first array of a side has the name of the function. Others have the common prefix of their names, or a number.
+    """
     word = taken.word or f"{function.name}_{number + 1}" if number else function.name
     field = names.of(word if word.endswith("s") else f"{word}s", f"array of structs of @{function.name}")
     base = "".join(word[:1].upper() + word[1:] for word in word.split("_"))
     parameters = (*function.inputs, *function.outputs)
     fields = [each.field for each in taken.patterns] if taken.positions else ["tensor"]
-    for at, member in taken.positions:  # results bear names of the user's, which may begin with where they are from
+    for at, member in taken.positions:  # a result's name may have its origin as a prefix
         if side == "in" or fields[member].endswith(f"_{parameters[at].name}"):
             fields[member] = parameters[at].name
     own = Names()
@@ -145,7 +149,7 @@ def _calls(body: Iterable[tree.Instruction], function: ir.Function) -> Iterator[
 
 
 def in_turn(program: ir.HostProgram, function: ir.Function) -> set[int]:
-    """The positions of parameters of a function of which each call takes another argument."""
+    """Positions of a function's parameters that receive a different argument in each call."""
     calls = [tree.names(i, "read", "write") for i in _calls(program.body, function)]
     return {at for at, column in enumerate(zip(*calls, strict=True)) if len({*column}) == len(calls) > 1}
 
@@ -153,8 +157,10 @@ def in_turn(program: ir.HostProgram, function: ir.Function) -> set[int]:
 def _taken_in_turn(
     arguments: Sequence[ir.Parameter], calls: Sequence[tuple[str, ...]], placed: set[str], with_others: bool
 ) -> Iterator[InTurn]:
-    """What are arguments of the program in turn, in their order; `with_others` with what stands between those of one call and of the next,
-    and what all calls take but the first or the last. Adds them to what is `placed`.
+    """Groups of program arguments that calls take in order, one group per call.
+
+    With `with_others`, a group also contains arguments between those of one call and of the next, and arguments that all calls
+    but the first or last take. Adds the names to `placed`.
     """
     number = {argument.name: at for at, argument in enumerate(arguments)}
     for is_reversed, rows in ((False, calls), (True, calls[::-1])):
@@ -167,7 +173,7 @@ def _taken_in_turn(
             own = {at: first for at, first in firsts.items() if strides[at] == stride and first < begin + max(stride, 1)}
             firsts = {at: first for at, first in firsts.items() if at not in own}
             starts = range(max(own.values()) + 1 - stride, begin + 1) if with_others or len({*own.values()}) == stride else ()
-            for start in starts:  # a row may begin with what calls do not take in turn
+            for start in starts:  # a row may begin with arguments that no call takes
                 array = _array(arguments, start, stride, len(rows))
                 positions = tuple((at, first - start) for at, first in own.items())
                 if array and placed.isdisjoint(chain(*array[1])) and all(columns[at] == column(array[1], of) for at, of in positions):
@@ -189,7 +195,10 @@ def column(rows: Sequence[tuple[str, ...]], at: int) -> tuple[str, ...]:
 def _array(
     arguments: Sequence[ir.Parameter], begin: int, stride: int, count: int
 ) -> tuple[tuple[Numbered, ...], tuple[tuple[str, ...], ...]] | None:
-    """The patterns and names of so many rows of arguments: in each those of the row before, with the next number, of the same types."""
+    """Patterns and names of `count` rows of arguments, or None.
+
+    Each row has the names of the row before with the next number, and the same types.
+    """
     if count < 2 or begin < 0 or stride < 1 or begin + stride * count > len(arguments):
         return None
     rows = [arguments[at : at + stride] for at in range(begin, begin + stride * count, stride)]
@@ -201,13 +210,13 @@ def _array(
 
 
 def _pattern(name: str, following: str) -> Numbered | None:
-    """What two names have in common but for a number that counts on."""
+    """Pattern of two names that differ only in one number, which increases by 1."""
     patterns = (Numbered(name[: match.start()], int(match[0]), name[match.end() :]) for match in re.finditer(r"\d+", name))
     return next((pattern for pattern in patterns if (pattern.of(0), pattern.of(1)) == (name, following)), None)
 
 
 def rolled(units: Sequence[Words], index: str) -> str:
-    """Lines are a loop where they differ by the numbers of elements alone, which count up or down."""
+    """C++ of these lines. Consecutive lines become a loop if they differ only in indices of array elements that count up or down."""
     text, run = "", list[Words]()
     for unit in units:
         steps = _steps(run[-1], unit) if run else ()
@@ -218,7 +227,7 @@ def rolled(units: Sequence[Words], index: str) -> str:
 
 
 def _steps(one: Words, other: Words) -> tuple[int, ...]:
-    """By how much the number of each element is greater in the other line; none where these differ in anything else, or not at all."""
+    """Increment of each element's index from one line to the other; empty if the lines differ otherwise or not at all."""
     if [_apart(word) for word in one] != [_apart(word) for word in other]:
         return ()
     pairs = [(a.index, b.index) for a, b in zip(one, other, strict=True) if isinstance(a, Element) and isinstance(b, Element)]
@@ -227,7 +236,7 @@ def _steps(one: Words, other: Words) -> tuple[int, ...]:
 
 
 def in_loop(rows: Sequence[Words], index: str) -> Words | None:
-    """What stands for all of them, one a turn of a loop from 0 on; nothing where no loop has them."""
+    """Words of a loop's body that stand for all rows, with the index from 0. None if the rows do not form a loop."""
     if not any(rows):
         return ()
     steps = {_steps(one, other) for one, other in pairwise(rows)}
@@ -239,7 +248,7 @@ def _apart(word: str | Element) -> object:
 
 
 def _lines(run: Sequence[Words], index: str) -> str:
-    """The loop counts as the greatest of the numbers does that count up."""
+    """C++ of a run of lines. The loop variable is the largest index that increases."""
     if len(run) < LOOP:
         return "".join(str(word) for unit in run for word in unit)
     steps = _steps(*run[:2])
@@ -250,7 +259,7 @@ def _lines(run: Sequence[Words], index: str) -> str:
 
 
 def _in_loop(words: Words, steps: Sequence[int], index: str, begin: int) -> tuple[str, ...]:
-    """The words of the first turn of a loop that begins there, with numbers that count on as its index does."""
+    """Body of a loop that starts at `begin`: the first row, with indices that depend on the loop variable."""
 
     def number(element: Element, step: int) -> str:
         if step < 0:
@@ -266,7 +275,10 @@ def plus(index: str, offset: int) -> str:
 
 
 def arrays_of(program: ir.HostProgram) -> dict[str, tuple[str, int]]:
-    """Temporaries that calls of a function give in turn: name -> the first of them, and its number. As many as make a loop."""
+    """Temporaries that calls of a function write one per call: name -> (name of the first, index).
+
+    Only functions with enough calls for a loop have such arrays.
+    """
     allocated = {name: type for i in program.body if tree.names(i, "allocate") for name, type in i.defined({}).items()}
     found: dict[str, tuple[str, int]] = {}
     for function in program.functions:

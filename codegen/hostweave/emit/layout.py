@@ -1,5 +1,8 @@
-"""Lines of C++ as clang-format lays them out, so that templates need not care: indented by their braces, broken at commas
-or behind = where they are too long, trailing comments aligned. And the templates, a file of C++ each, with a macro for each instruction."""
+"""Layout of generated C++ as clang-format would do it, and access to the Jinja templates.
+
+Templates write one statement per line. This module indents by braces, breaks long lines at commas or after `=`, and aligns
+trailing comments.
+"""
 
 import re
 from collections.abc import Callable, Iterable
@@ -16,10 +19,10 @@ INDENT = "  "
 
 
 def format_cpp(text: str) -> str:
-    """C++ text with one statement a line, indented and broken."""
+    """Formats C++ text that has one statement per line: indents it and breaks long lines."""
     lines: list[str] = []
-    indents = [""]  # of the blocks around the line
-    function = 0  # where the present one begins
+    indents = [""]  # of the enclosing blocks
+    function = 0  # first line of the current function
     for line in map(str.strip, text.splitlines()):
         is_code = bool(line) and not line.startswith(("//", "#"))
         if is_code and line.startswith("}") and len(indents) > 1:
@@ -41,7 +44,7 @@ def format_cpp(text: str) -> str:
 
 
 def _short_function(lines: list[str]) -> list[str]:
-    """A function with at most one statement, closed on the line that opens it; nothing where that is too long."""
+    """Puts a function with at most one statement on one line. Returns an empty list if the line is too long."""
     opening = next((i for i, line in enumerate(lines) if line.endswith(") {")), -1)
     body = lines[opening + 1 :]
     if opening < 0 or len(body) > 1 or (body and (opening > 0 or body[0].lstrip().startswith(("if ", "for ")))):
@@ -52,7 +55,7 @@ def _short_function(lines: list[str]) -> list[str]:
 
 # --- long lines -------------------------------------------------------------------------------------------------------
 
-# What begins a line of its own behind a head, and how far it is indented: what a condition is of, a kernel, initializers.
+# Patterns of (head, rest on a line of its own), with the steps of indentation: bodies of conditions, kernels, initialisers.
 _HEADS = (
     (r"((?:if|for) \(.*?\)) (\w.*)", 1),
     (r"(__global__ void __launch_bounds__\(.*?\)) (.*)", 2),
@@ -61,7 +64,7 @@ _HEADS = (
 
 
 def _broken(line: str, indent: str) -> list[str]:
-    """One statement on as many lines as it needs."""
+    """Breaks one statement into as many lines as it needs."""
     if len(indent + line) <= COLUMNS:
         return [indent + line]
     if line.startswith("//"):
@@ -71,7 +74,7 @@ def _broken(line: str, indent: str) -> list[str]:
     for head, steps in _HEADS:
         if parts := re.fullmatch(head, line):
             return [indent + parts[1], *_broken(parts[2], indent + INDENT * steps)]
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # brackets and commas in strings are none
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', lambda literal: "_" * len(literal[0]), line)  # ignore brackets and commas in strings
     depths = list(accumulate(((sign in "([{") - (sign in ")]}") for sign in bare), initial=0))
     if line.startswith(": "):
         first, *rest = _pieces(line, bare, depths, 0)
@@ -85,7 +88,7 @@ def _broken(line: str, indent: str) -> list[str]:
         return [f"{indent}{choice[1]} {choice[2]}", " " * len(f"{indent}{choice[1]} ") + choice[3]]
     if not outer:
         return [indent + line]
-    # Inside of a call that is a sole argument itself: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
+    # Break inside a call that is itself the sole argument: `HW_CHECK(cudaMemcpyAsync(` or `allocate({`.
     while (inner := re.compile(r"[^,({]*[({]").match(bare, start)) and _end(depths, inner.end()) == _end(depths, start) - 1:
         start = inner.end()
     if start > outer and len(indent + INDENT * 2 + line[outer:]) <= COLUMNS:
@@ -108,12 +111,12 @@ def _filled(line: str, words: list[str], margin: str) -> list[str]:
 
 
 def _end(depths: list[int], start: int) -> int:
-    """The index of the bracket that closes the one before `start`."""
+    """Index of the bracket that closes the innermost one open at `start`."""
     return next((i for i in range(start, len(depths) - 1) if depths[i + 1] < depths[start]), len(depths) - 1)
 
 
 def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
-    """Arguments from `start` on with their commas; the last one with all that follows."""
+    """Arguments from `start` on with their commas. The last piece contains the rest of the line."""
     cuts = [i + 1 for i in range(start, _end(depths, start)) if bare[i] == "," and depths[i] == depths[start]]
     return [line[begin:end].strip() for begin, end in zip([start, *cuts], [*cuts, len(line)], strict=True)]
 
@@ -122,8 +125,8 @@ def _pieces(line: str, bare: str, depths: list[int], start: int) -> list[str]:
 
 
 def _with_aligned_comments(lines: list[str]) -> list[str]:
-    """Comments of neighbours in one column, as long as all of them fit there."""
-    runs: list[list[tuple[str, str]]] = []  # code and comment of neighbours
+    """Aligns trailing comments of adjacent lines, as long as all fit in the line width."""
+    runs: list[list[tuple[str, str]]] = []  # (code, comment) of adjacent lines
     for line in lines:
         code, slashes, comment = (line, "", "") if line.lstrip().startswith(("//", "}", "#")) else line.partition("  // ")
         run = [*runs[-1], (code, slashes + comment)] if runs and runs[-1][-1][1] and slashes else []
@@ -136,20 +139,20 @@ def _with_aligned_comments(lines: list[str]) -> list[str]:
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
-# They lay out what Python decided: a file of C++ each, and a macro for each instruction.
+# One template per C++ file, and one macro per instruction.
 
 
-COMMON = "common"  # the file of macros that belong to no transport
+COMMON = "common"  # file with the macros that do not depend on a transport
 
 
 def rendered(path: str, **values: object) -> str:
-    """The text of one file: its template, laid out as clang-format would where it is C++."""
+    """Renders one file from its template. C++ files are formatted."""
     text = _environment().get_template(f"{path}.j2").render(values)
     return format_cpp(text) if path.endswith((".h", ".cpp", ".cu")) else text
 
 
 def lay_out(macro: str, file: str = COMMON, **values: object) -> str:
-    """The C++ lines of an instruction, by the macro of its name."""
+    """C++ of an instruction, by the template macro of that name."""
     return _macros(file)[macro](**values)
 
 

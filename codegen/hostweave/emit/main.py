@@ -1,4 +1,4 @@
-"""main.cpp of an exported project."""
+"""Contents of main.cpp in an exported project."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,22 +20,22 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, f16, f32
 from hostweave.types.zigzag import Zigzag
 
-SIZE = 64  # of every symbolic dim, where the user gives no other: the next multiple that the program takes
+SIZE = 64  # default of a symbolic dim, rounded up to the multiple that the program needs
 RANK, INDEX = "r", "i"
-# Targets that are CMake's own or the runtime's, and folders of a build.
+# Names that CMake, the runtime or a build folder already use.
 _OF_CMAKE = """
 CMakeFiles all clean edit_cache help hostweave_cpu_device install list_install_components package rebuild_cache runtime test
 """
 
 
 class RankChannel:
-    """How rank r finds its channel: ranks of one color are a process group, in the order of their numbers in it."""
+    """Position of rank r in a channel. Ranks with the same color form a process group, ordered by `rank_in_group`."""
 
     def __init__(self, of: context.ChannelMember, program: Mesh):
         mesh, axes = of.ir.mesh, of.ir.axes
         others = tuple(name for name, _ in mesh.axes if name not in axes)
         self.of, self.color, self.rank_in_group = of, rank_in_group(mesh, others, RANK), rank_in_group(mesh, axes, RANK)
-        self.on = _condition(mesh, program)  # that rank r is in its mesh
+        self.on = _condition(mesh, program)  # condition that rank r is in its mesh
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Tensor:
     cpp: str
     dtype: str
     dims: str
-    number: int  # among the inputs
-    twin: str  # the first rank that holds the same
-    on: str  # the condition that rank r has it
+    number: int  # index among the inputs
+    twin: str  # first rank that holds the same shard
+    on: str  # condition that rank r holds it
 
     @property
     def initializer(self) -> str:
@@ -55,12 +55,12 @@ class Tensor:
 
 
 class TensorsInTurn:
-    """An array of structs that have what each call of a function takes and gives of its own."""
+    """Array of structs that hold the arguments that each call of a function takes."""
 
     def __init__(self, view: Program, arrays: Sequence[Layers], tensors: Mapping[str, Tensor]):
         fields = Names()
         sides: dict[str, list[Tensor]] = {"in": [], "out": []}
-        self.members_of: dict[str, list[Tensor]] = {}  # an array of the program's inputs or outputs, by the first name that it has
+        self.members_of: dict[str, list[Tensor]] = {}  # members of an array, keyed by its first name
         for each in arrays:
             labelled = [(tensors[name], pattern.cpp(INDEX)) for name, pattern in zip(each.names[0], each.taken.patterns, strict=True)]
             own = [replace(tensor, label=label, field=fields.of(tensor.field, tensor.label)) for tensor, label in labelled]
@@ -72,22 +72,23 @@ class TensorsInTurn:
 
 
 class Reference:
-    """What the results are compared with: the same math on one device, emitted as a program of its own.
+    """Reference for the results: the same computation on one device, emitted as a program of its own.
 
-    With values of these dtypes. Both programs round, each in an order of its own.
+    The tolerance follows from the coarsest of `dtypes` and of the matmul precisions, because both programs round in different
+    orders.
     """
 
     def __init__(self, program: Program, dtypes: Iterable[DType]):
         floats = [dtype for dtype in dtypes if dtype.kind == "float"]
         matmuls = [i for body in bodies(program.ir) for i in tree.walk(body.body) if isinstance(i, ir.Matmul)]
-        floats += [f16 for i in matmuls if i.precision]  # TF32 has the digits of f16
-        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # which says how close results are
+        floats += [f16 for i in matmuls if i.precision]  # TF32 has the significand of f16
+        coarsest = max(floats, key=lambda dtype: dtype.roundoff, default=f32)  # sets the tolerance
         self.program, self.coarsest, self.roundoff = program, coarsest.name, coarsest.roundoff.hex()
-        self.roundoffs = 4**coarsest.itemsize  # that are allowed
+        self.roundoffs = 4**coarsest.itemsize  # tolerance in units of roundoff
 
 
 class Main:
-    """What main.cpp says beside the program itself: with a reference, or why there is none."""
+    """Contents of main.cpp, with a reference program or the reason why there is none."""
 
     def __init__(self, view: Program, reference: Reference | str):
         program, mesh = view.ir, view.mesh
@@ -105,7 +106,7 @@ class Main:
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
         of_calls = groupby(sorted(view.layers, key=_calls), key=_calls)
         self.layers = tuple(TensorsInTurn(view, [*arrays], tensors) for _, arrays in of_calls)
-        # Without those in arrays.
+        # Inputs and outputs that are not in arrays.
         self.inputs = tuple(tensors[x.name] for x in view.inputs if x.name not in view.context.places)
         self.outputs = tuple(tensors[y.name] for y in view.outputs if y.name not in view.context.places)
 
@@ -115,7 +116,7 @@ class Main:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What may be set when it is called: the name, and where the value is."""
+        """Command-line settings: name and address of each value."""
         sizes = (f'{{"{label}", &shared.sizes.{name}}}' for label, name, _ in self.sizes)
         return (*sizes, *(f'{{"{name}", &shared.{name}}}' for name in ("repetitions", *(("roundoffs",) if self.has_reference else ()))))
 
@@ -125,7 +126,7 @@ class Main:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The files of kernels, which are CUDA or C++."""
+        """Files with kernels, compiled as CUDA or as C++."""
         return tuple(f"{folder}kernels.cu" for folder, program in self.programs.items() if program.kernel_names)
 
     @property
@@ -141,7 +142,7 @@ class Main:
 
 
 def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, integers: CppExprPrinter) -> Tensor:
-    cpp = parameter.type.dtype.cpp.replace("bool", "uint8_t")  # a std::vector<bool> has no data()
+    cpp = parameter.type.dtype.cpp.replace("bool", "uint8_t")  # std::vector<bool> has no data()
     own = parameter.type.mesh_in(mesh)
     shards = [(str(own.size_of(dim.axes)), rank_in_group(own, dim.axes, RANK)) if dim.axes else () for dim in parameter.type.dims]
     shards = [(*of, "true") if isinstance(dim.axes, Zigzag) else of for of, dim in zip(shards, parameter.type.dims, strict=True)]
@@ -150,22 +151,22 @@ def _tensor(number: int, parameter: Parameter, argument: Argument, mesh: Mesh, i
 
 
 def _calls(layers: Layers) -> tuple[str, int]:
-    """Of which function, and how many."""
+    """Sort key: the function, and the number of its calls."""
     return layers.function, len(layers.names)
 
 
 def executable_of(program: str) -> str:
-    """The name of the program's executable."""
+    """Name of the program's executable."""
     return f"{program}_program" if program in _OF_CMAKE.split() else program
 
 
 def _condition(mesh: Mesh, program: Mesh) -> str:
-    """Whether rank r is in a mesh, nothing where all are."""
+    """C++ condition that rank r is in a mesh; empty for the program's mesh."""
     return "" if mesh is program else membership(mesh, program.size, RANK)
 
 
 def _twin(parameter: Parameter, program: Mesh) -> str:
-    """The first rank that holds what rank r holds of an output; r itself where that is no matter of arithmetic."""
+    """First rank that holds the same shard of an output, computed at run time. Rank r itself if no formula gives it."""
     mesh = parameter.type.mesh_in(program)
     if not parameter.type.axes:
         return str(mesh.all_ranks[0])

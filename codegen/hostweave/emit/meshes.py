@@ -1,4 +1,4 @@
-"""Meshes in C++: whether this rank is in one, its coordinates, and local sizes. Ranks are row-major."""
+"""C++ of meshes: membership of a rank, its coordinates, and local sizes. Ranks are row-major."""
 
 from dataclasses import dataclass
 from math import prod
@@ -14,7 +14,7 @@ RANK = "rank_.index()"
 
 
 def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
-    """Whether a rank is in it."""
+    """C++ condition that a rank is in a mesh."""
     first, end = min(mesh.all_ranks), max(mesh.all_ranks) + 1
     if end - first != mesh.size:
         return f"{_index_in(mesh, rank)} >= 0"
@@ -25,7 +25,7 @@ def membership(mesh: Mesh, world: int, rank: str = RANK) -> str:
 
 
 def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
-    """The coordinate along an axis of a rank that is in the mesh."""
+    """C++ of a rank's coordinate along an axis. The rank must be in the mesh."""
     at = [name for name, _ in mesh.axes].index(axis)
     inner = prod(size for _, size in mesh.axes[at + 1 :])
     further = (f" / {inner}" if inner > 1 else "") + (f" % {mesh.axes[at][1]}" if at else "")
@@ -33,7 +33,7 @@ def coordinate(mesh: Mesh, axis: str, rank: str = RANK) -> str:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
-    """The number of a rank among the ranks that differ along these axes."""
+    """C++ of a rank's number in its process group, the ranks that differ along these axes."""
     if axes == tuple(name for name, _ in mesh.axes):
         return index(mesh, rank)
     text = ""
@@ -45,7 +45,7 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...], rank: str = RANK) -> str:
 
 
 def index(mesh: Mesh, rank: str = RANK) -> str:
-    """The number of a rank in the mesh."""
+    """C++ of a rank's number in a mesh."""
     if not mesh.is_run:
         return _index_in(mesh, rank)
     first = mesh.all_ranks[0]
@@ -65,14 +65,14 @@ def _factor(text: str) -> str:
 
 @dataclass(frozen=True)
 class Local:
-    """An integer that a function names: the greatest local size of a size that ranks share, this rank's local size, or a coordinate."""
+    """An integer constant of a function: the largest local size of a dim, this rank's local size, or a coordinate."""
 
     name: str
     value: str
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """The sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
+    """Sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
@@ -81,14 +81,14 @@ def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
 
 
 def part_name(part: Share) -> str:
-    """`M_block_8`, `M_x` and `M_x_of_ranks_2_3`; of an int `block_8_of_10` and `x_of_10`."""
+    """Name of a local size: `M_block_8`, `M_x` or `M_x_of_ranks_2_3`; for an int `block_8_of_10` or `x_of_10`."""
     on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
     along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*part.axes, *on))
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
 
 
 def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) -> Local:
-    """`hw::local_size(M, 8, rank_.index())`"""
+    """Local size with its C++, such as `hw::local_size(M, 8, rank_.index())`."""
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))

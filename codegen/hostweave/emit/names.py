@@ -1,4 +1,4 @@
-"""Names of generated C++: the user's own, unless C++ or the generated program uses them for something else."""
+"""Names in generated C++. A name of the user stays unless C++ or the generated program reserves it."""
 
 import errno
 import re
@@ -12,14 +12,14 @@ operator or or_eq private protected public register reinterpret_cast requires re
 static_cast struct switch template this thread_local throw true try typedef typeid typename union unsigned using virtual void
 volatile wchar_t while xor xor_eq
 """
-# What templates and emitters declare, and call without a qualifier.
+# Names that templates and emitters declare, or call without a qualifier.
 _USED = """
 hw std programs Program Inputs Outputs OutputShapes Sizes kMesh kWorld in out caller stream sizes shapes memory guard check compute
 prepare take_over run arena
 int8_t int16_t int32_t int64_t uint8_t uint16_t uint32_t uint64_t size_t blockIdx blockDim threadIdx gridDim warpSize source target kSources
 kTargets Row Index kWidth sample Tensors Findings user_kernels kAxes kRanks kChannels kSubmeshChannels kOneSidedChannels
 """
-# Macros of the headers that they include, the functions of CUDA's, and what templates number: families of them, then others.
+# Macros of the included headers, functions of CUDA, and numbered names of the templates: patterns first, then single names.
 _MACROS = re.compile(
     r"""(?:ADJ|ATOMIC|BC|CLOCK|CLONE|CPU|CU|FD|FP|HUGE_VAL|LC|MATH|MOD|NL|NV|PTHREAD|SCHED|SEEK|STA|TIMER)_[A-Z0-9_]+[a-z]?
     | (?:CUBLAS|CUDA|HOSTWEAVE|HW_|NCCL|SNAN|SYS_|hw_|pthread_)\w*
@@ -43,14 +43,14 @@ _RESERVED = frozenset((*f"{_KEYWORDS} {_USED} {_OTHER_MACROS}".split(), *filter(
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a name means something else in generated C++, or in the headers that it includes."""
+    """Returns True if a name has another meaning in generated C++ or in the headers that it includes."""
     return name in _RESERVED or _MACROS.fullmatch(name) is not None
 
 
 class Names:
-    """C++ names of one scope. The same name always gives the same C++ name; different ones never share one.
+    """C++ names of one scope. Equal names give equal C++ names, and different names give different ones.
 
-    A name that cannot stay as it is gets the first free number: `int` is `int_1`. All names get `suffix`, as members do.
+    A name that is reserved or taken gets the first free number: `int` becomes `int_1`. Every name gets `suffix`, for members `_`.
     """
 
     def __init__(self, taken: Iterable[str] = (), suffix: str = ""):
@@ -63,9 +63,9 @@ class Names:
         return self._given.values()
 
     def of(self, name: str, kind: str = "", apart: Container[str] = ()) -> str:
-        """The C++ name of `name`, which is none of those in `apart`. Names of different kinds are different names.
+        """C++ name of `name`, which differs from all names in `apart`. Names of different kinds are different names.
 
-        A name that is composed, as `M_x` and `x_i` are, may be that of another value: its kind names the value.
+        Pass a kind that identifies the value if the name is composed, such as `M_x`, and may be the name of another value.
         """
         if (kind, name) not in self._given:
             free = self._free(name, apart)
@@ -74,7 +74,7 @@ class Names:
         return self._given[kind, name]
 
     def _free(self, name: str, apart: Container[str]) -> str:
-        # Two underscores in a row, and one in front, belong to the compiler; one at the end says that it is a member.
+        # C++ reserves double and leading underscores; a trailing one marks a member.
         base = re.sub("[^A-Za-z0-9]+", "_", name).strip("_") or "v"
         if _MACROS.fullmatch(base):
             base = f"v_{base}"

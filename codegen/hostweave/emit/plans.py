@@ -1,4 +1,4 @@
-"""Plans of matmuls and attention: what they are made with and prepared with, and the names of products."""
+"""Constructor and prepare arguments of matmul and attention plans, and the names of matmul plans."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,10 +41,10 @@ def _scales(types: Sequence[BufferType]) -> Iterator[str]:
 
 
 class Products:
-    """What the matmuls of a program make, those together that may share a plan: they differ in names alone."""
+    """Results of a program's matmuls, grouped by plan: matmuls share a plan if they differ only in names."""
 
     def __init__(self, program: ir.HostProgram):
-        self._results: dict[object, dict[str, str]] = {}  # one for each operand that they multiply with
+        self._results: dict[object, dict[str, str]] = {}  # by matmul signature: right operand -> result
         for uses in map(def_use, bodies(program)):
             for i in (place.instruction for place in uses.places):
                 if isinstance(i, ir.Matmul):
@@ -52,7 +52,7 @@ class Products:
                     results.setdefault(uses.root(i.b), uses.roots.all_of(i.dst)[-1])  # where a condition decides, the last
 
     def name(self, i: ir.Matmul, types: Sequence[BufferType]) -> str:
-        """`g_and_u`, or of more `q_and_2_others`."""
+        """Name of a plan after the results that it computes: `g_and_u`, or `q_and_2_others`."""
         first, *others = self._results[_alike(i, types)].values()
         return first if not others else f"{first}_and_{others[0] if len(others) == 1 else f'{len(others)}_others'}"
 
@@ -65,11 +65,11 @@ def _alike(i: ir.Matmul, types: Sequence[BufferType]) -> object:
 
 EitherAttention = ir.Attention | ir.AttentionBackward
 Names = tuple[str, ...]
-Named = Sequence[tuple[str, str]]  # what buffers are, and their names
+Named = Sequence[tuple[str, str]]  # (role, name) of optional operands
 
 
 def attention_made_with(i: EitherAttention, type: BufferType, blind: str, streams: int) -> tuple[str, str]:
-    """The type of its elements, the pattern, and on how many streams it runs at once: what holds for every size."""
+    """Constructor arguments of an attention plan, which hold for every size: dtype, pattern and number of concurrent streams."""
     pattern = {
         "scale": repr(i.scale) if i.scale != 1 else "",
         "causal": i.diagonal is not None,
@@ -90,7 +90,7 @@ def attention_made_with(i: EitherAttention, type: BufferType, blind: str, stream
 def attention_prepared_with(
     i: EitherAttention, operands: Names, beside: Named, type_of: Callable[[str], BufferType], integers: CppExprPrinter
 ) -> Names:
-    """The shapes of its operands, the diagonal, and those of what lies beside, by what it is."""
+    """Prepare arguments of an attention plan: operand shapes, the diagonal, and the layouts of optional operands."""
 
     def view(name: str) -> str:
         return f"hw::Strided{integers.strided(type_of(name)).removeprefix('hw::Strided')}"

@@ -1,4 +1,4 @@
-"""Kernels beside those of pointwise ops and reductions: products of few rows, as hw::few_rows computes them, copies and fills."""
+"""Kernels for matmuls with few rows (hw::few_rows), strided copies and fills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def multiplies(kernel: ir.Kernel) -> bool:
 
 
 def emit_products(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: CppExprPrinter, names: Names, number: int) -> Kernel:
-    """The kernel of this number for these buffers: its inputs, then its results. It begins with its products."""
+    """Emits a kernel that begins with matmuls of few rows, for the types of its inputs, then its results."""
     products = [op for op in kernel.ops if op.kind == "matmul"]
     made = [ir.Parameter(op.result.name, op.result.type) for op in products]
     operands = {name for op in products for name in op.tensors}
@@ -35,9 +35,9 @@ def emit_products(kernel: ir.Kernel, buffers: Sequence[BufferType], integers: Cp
 
 
 class _EachElement(Loops):
-    """Of one element at a time, which hw::few_rows gives."""
+    """Loop over the elements that hw::few_rows passes to its epilogue, one at a time."""
 
-    head = ""  # of the call
+    head = ""  # of the call of hw::few_rows
     launched_with = ""
     closing = ");"
 
@@ -64,7 +64,7 @@ class _EachElement(Loops):
 
 
 class _Emitter(KernelEmitter):
-    """Ends products: what they come to are locals."""
+    """Emits the epilogue of matmuls, whose results are local variables."""
 
     loops_type = _EachElement
     loops: _EachElement
@@ -101,12 +101,12 @@ class _Emitter(KernelEmitter):
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
-# Those and fills that do not stem from an op of the fusion: row by row, or by a kernel for other strides.
+# Copies and fills that no op of the fusion made: row by row if possible, else by a kernel.
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A copy of rows of contiguous elements, whose beginnings lie `pitch` elements apart."""
+    """Copy of rows of contiguous elements. The starts of adjacent rows are `pitch` elements apart."""
 
     rows: Size
     elements: Size
@@ -115,7 +115,7 @@ class Rows:
 
 
 def copied(src: BufferType, dst: BufferType) -> Rows | None:
-    """How a copy goes row by row, or None where its elements are scattered more than that."""
+    """Row-wise form of a copy, or None if the strides do not allow one."""
     strides = zip(strides_of(src), strides_of(dst), strict=True)
     dims = merged([Dim(size, pair) for size, pair in zip(src.shape, strides, strict=True)])
     if not dims or dims[-1].strides != (ONE, ONE):
@@ -126,11 +126,11 @@ def copied(src: BufferType, dst: BufferType) -> Rows | None:
 
 
 def copy_kernel(name: str, buffer: BufferType) -> ir.Kernel:
-    """A kernel that copies between strided views of this shape."""
+    """Kernel that copies between strided views of this shape."""
     type = unsharded(buffer)
     return ir.Kernel(name, (ir.Parameter("src", type),), (Op("copy", ("src",), Value("dst", type)),))
 
 
 def fill_kernel(name: str, buffer: BufferType, value: int | float) -> ir.Kernel:
-    """A kernel that sets every element of a view."""
+    """Kernel that sets every element of a view to a value."""
     return ir.Kernel(name, (), (Op("fill", (), Value("dst", unsharded(buffer)), (("value", value),)),))

@@ -1,4 +1,4 @@
-"""A host program as the templates see it: what its class has, and what its functions do."""
+"""A host program as the templates see it: the members of its class and the bodies of its functions."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -23,14 +23,14 @@ from hostweave.types.size import Atom
 
 
 class Function:
-    """A function of the program: a member function that enqueues."""
+    """A function of the host program, as a member function that enqueues its work."""
 
     def __init__(self, function: ir.HostProgram, context: ProgramContext):
         emitter, integers = Emitter(function, context, function.name), context.integers
         parameters, layers = (*function.inputs, *function.outputs), context.layers_at(function.name)
         self.name = context.functions[function.name]
         self.body = emitter.body(function.body)
-        self.plan = context.memory_of[function.name]  # which tells the arena what it allocates
+        self.plan = context.memory_of[function.name]  # member function that plans its memory
         self.memory = arena_plan(emitter.steps, context)
 
         def param(at: int, parameter: ir.Parameter) -> str:
@@ -41,21 +41,21 @@ class Function:
             return f"{'const ' if buffer.read_only else ''}{buffer.type.dtype.cpp}* {name}"
 
         self.params = (*dict.fromkeys(param(at, parameter) for at, parameter in enumerate(parameters)), f"cudaStream_t {CALLER}")
-        self.members = tuple(  # pointers to what its structs have
+        self.members = tuple(  # pointers to the members of its structs
             lay_out("argument", place=f"{each.parameter}.{each.members[member]}", buffer=emitter.buffers[parameters[at].name])
             for each in dict.fromkeys(layers.values())
             for at, member in sorted(each.taken.positions, key=lambda position: position[1])
             if parameters[at].name in emitter.used
         )
-        sizes = tuple(integers.sizes.values())  # all of the program's, or none where none is named
+        sizes = tuple(integers.sizes.values())  # all sizes of the program, or none if the body uses none
         self.sizes, self.memory_sizes = (sizes if _words(text) & set(sizes) else () for text in (self.body, self.memory))
-        self.memory_takes_sizes = bool(self.memory_sizes) or "sizes" in _words(self.memory)  # also to hand them on
+        self.memory_takes_sizes = bool(self.memory_sizes) or "sizes" in _words(self.memory)  # also if it only passes them on
         self.coordinates = _coordinates(integers, self.body)
 
 
 @dataclass(frozen=True)
 class Text:
-    """C++ of the user, and where it stands: lines to include before it, and the others as they are, each at its place."""
+    """C++ source of a user kernel with its position. Includes are separate, because they belong before the namespace."""
 
     includes: tuple[str, ...]
     lines: tuple[str, ...]
@@ -64,7 +64,7 @@ class Text:
 
 
 class UserFunction:
-    """A function of the user, and the one that the CPU target has in its place."""
+    """A user kernel, and its replacement on the CPU target."""
 
     def __init__(self, source: UserKernel):
         assert source.signature is not None
@@ -74,10 +74,10 @@ class UserFunction:
 
 
 class Program:
-    """What the generated sources say of a host program. Raises ProgramError for what has no C++."""
+    """Contents of the generated sources. Raises ProgramError for an op that cannot be written in C++."""
 
     def __init__(self, program: ir.HostProgram, structs: bool = True):
-        """With arrays of `structs` for what calls of a function take in turn."""
+        """Emits all bodies. With `structs`, arguments of repeated calls are arrays of structs."""
         names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
@@ -91,9 +91,9 @@ class Program:
         self.checks = tuple(checks_of(self.inputs, context))
         self.outputs = tuple(argument(program, p, emitter, set(sizes)) for p in program.outputs)
         self.checks_of_outputs = tuple(checks_of([y for y in self.outputs if not y.memory], context))
-        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # those with the memory of inputs
+        self.taken_over = tuple(checks_of([y for y in self.outputs if y.memory], context))  # outputs in the memory of donated inputs
         self.sizes = tuple(sizes.values())
-        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs tell the others
+        unnamed = [part for part in parts_of(flat) if not part.size.name]  # inputs bind the others
         self.parts = tuple(part_view(program, integers, part) for part in unnamed if part.size.is_int)
         self.parts_of_sums = tuple(part_view(program, integers, part) for part in unnamed if not part.size.is_int)
         self.coordinates = _coordinates(integers, self.body)
@@ -103,10 +103,10 @@ class Program:
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
         told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
-        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # what prepare tells the arena
+        self.memory = "".join(told) + arena_plan(emitter.steps, context)  # plan of the arena in prepare
         self.kernels = tuple(context.kernels.values())
         self.user_kernels = tuple(map(UserFunction, {source.function: source for source in program.user_kernels}.values()))
-        self.requirements = tuple(requirements_of(flat, integers))  # calls that check sizes once all are known
+        self.requirements = tuple(requirements_of(flat, integers))  # checks of sizes after all are bound
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
@@ -132,28 +132,28 @@ class Program:
         return [layers.names for layers in self.layers]
 
     def fields(self, arguments: Iterable[Argument]) -> Iterable[Argument | Layers]:
-        """Of the struct of inputs or outputs."""
+        """Fields of the struct of inputs or outputs: arguments, and arrays of structs."""
         layers = {name: layers for layers in self.layers for names in layers.names for name in names}
         return dict.fromkeys(layers.get(x.name, x) for x in arguments)
 
     def members(self, layers: Layers) -> Iterable[Argument]:
-        """What the first call takes."""
+        """Members of an array's struct, as the arguments of the first call."""
         return (x for x in (*self.inputs, *self.outputs) if x.name in layers.names[0])
 
     @property
     def kernel_names(self) -> list[str]:
-        """What is launched."""
+        """Names of all kernels that the program launches."""
         return [*(kernel.name for kernel in self.kernels), *(kernel.name for kernel in self.user_kernels)]
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of templates that are the program itself: its kernels, where it has some, and those of the user."""
+        """Generated files of the program, with kernel files only if there are kernels."""
         kernels, own = ("kernels.h", "kernels.cu") if self.kernel_names else (), ("user_kernels.cuh",) if self.user_kernels else ()
         return ("program.h", "program.cpp", *kernels, *own)
 
     @property
     def texts(self) -> Iterable[UserFunction]:
-        """One source for each text: several functions may stand in one."""
+        """User kernels without duplicates of the same text: one source text may define several functions."""
         return {(kernel.text, kernel.cpu): kernel for kernel in self.user_kernels}.values()
 
     @property
@@ -162,22 +162,22 @@ class Program:
 
     @property
     def window_channels(self) -> list[str]:
-        """The members that are channels whose ranks touch each other's memory."""
+        """Members of the channels whose transport accesses memory of other ranks."""
         return [channel.member for channel in self.channels if channel.ir.transport.shares_memory]
 
     @property
     def prepares_together(self) -> bool:
-        """Whether ranks wait for one another when they prepare."""
+        """True if `prepare` is collective, because ranks exchange addresses in it."""
         return bool(self.window_channels or self.context.exchanges)
 
     @property
     def arena(self) -> str:
-        """The class of the memory of its temporaries."""
+        """Class of the arena that holds the temporaries."""
         return "WindowArena" if self.window_channels else "Arena"
 
     @property
     def own(self) -> list[tuple[str, str, str, str]]:
-        """The members of its class as they are made: type, name, what each is made of, where it is not by default, and a comment."""
+        """Members of the class in order of construction: type, name, constructor arguments (if any), comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
         calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "which peers write to and read from"
         flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
@@ -193,7 +193,7 @@ class Program:
 
 
 def _lookup(channel: ChannelMember) -> str:
-    """What the constructor takes for it."""
+    """Initialiser of a channel member."""
     found = f"rank.channel({channel.key}, {channel.ir.size}{channel.transport})"
     return f"{channel.flag} ? {found} : hw::kNoChannel" if channel.flag else found
 
@@ -203,7 +203,7 @@ def _ranks_of(channel: ChannelMember) -> str:
 
 
 def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
-    """The coordinates of this rank that a body names, computed once."""
+    """Coordinates of this rank that a body names, each computed once."""
     words = _words(body)
     return tuple(
         Local(name, coordinate(mesh, axis) if axis else RANK) for (mesh, axis), name in integers.coordinates.items() if name in words
@@ -211,12 +211,12 @@ def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:
 
 
 def _words(text: str) -> set[str]:
-    """Every name in C++ that is no member's."""
+    """Identifiers in C++ text, except those after `.` or `::`."""
     return set(re.findall(r"(?<![\w.:])[A-Za-z_]\w*", re.sub("//.*", "", text)))
 
 
 def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str, ...]:
-    """What program.cpp includes for its calls."""
+    """Headers that program.cpp includes."""
     instructions = list(tree.walk(flat.body))
     optional = (
         ("blocks.h", any(i.packed for i in instructions)),
@@ -234,14 +234,14 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
 
 
 def _function_of(source: UserKernel) -> str:
-    """The name that its C++ gives it, which has to stay."""
+    """C++ name of a user kernel's function. Raises ProgramError if generated code uses that name."""
     if is_reserved(source.function) or source.function in ("rank", *C_FUNCTIONS):
         raise ProgramError(f"kernel: generated code uses the name {source.function}; rename the function", source.location)
     return source.function
 
 
 def _text(lines: Sequence[str], location: Location | None, function: str) -> Text:
-    """The lines with those blank that belong before the namespace."""
+    """Source of a user kernel. Include lines move to `includes` and leave blank lines, which keeps line numbers."""
     is_include = [line.lstrip().startswith("#include") for line in lines]
     kept = tuple("" if included else line for line, included in zip(lines, is_include, strict=True))
     file, line = (location.file, location.line) if location else (f"the source of {function}", 1)

@@ -1,4 +1,4 @@
-"""Statements of a kernel: what a thread loads, computes and stores in one scope, and the C++ of one element."""
+"""Statements of a kernel: loads, computation and stores of one scope, and the C++ of one element."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 if TYPE_CHECKING:
     from hostweave.emit.kernels import KernelEmitter
 
-COUNTED = ("index", "start")  # ops that take of their second operand how many elements it has
+COUNTED = ("index", "start")  # ops that use only the size of their second operand
 
 
 class Section:
-    """Statements of one scope. A value is computed where it is first asked for: outside of the loops where it can be.
+    """Statements of one scope. A value is computed at its first use, outside the loops if possible.
 
-    Where a thread takes several elements together, the statements are about each of them, between loads and stores of all.
+    With vectorised access, the statements are in a loop over the elements of a vector, between vector loads and stores.
     """
 
     def __init__(self, kernel: KernelEmitter, outer: Section | None = None, width: int = 1):
         self.kernel, self.outer, self.is_wide = kernel, outer, width > 1
-        self.texts: dict[str, str] = {}  # of values
-        self.loads: dict[str, str] = {}  # of inputs, the local that holds the elements
-        # The statements in their order: of all elements, of each one, and of all again.
+        self.texts: dict[str, str] = {}  # C++ by value
+        self.loads: dict[str, str] = {}  # input -> local variable with its vector
+        # Statements in order: vector loads, statements per element, vector stores.
         self.begin: list[str] = []
         self.lines: list[str] = []
-        self.adds: list[str] = []  # to totals, and to what is stored
+        self.adds: list[str] = []  # additions to accumulators and to stored vectors
         self.stores: list[str] = []
 
     def taken(self) -> tuple[str, ...]:
-        """The statements since the last time."""
+        """Returns the statements since the last call."""
         lines, self.lines = [*self.lines, *self.adds], []
         stores, self.adds = self.taken_stores(), []
         begin, self.begin = self.begin, []
@@ -51,12 +51,12 @@ class Section:
         return stores
 
     def join(self, total: str, combine: Combine, element: str, wraps: bool) -> None:
-        """Adds an element to a total. An int with a sign `wraps` around in the functor, and not in an operator of C++."""
+        """Adds an element to an accumulator. Signed integers that must wrap around use the functor instead of the C++ operator."""
         by_sign = combine.sign and not wraps
         self.adds.append(f"{total} {combine.sign}= {element};" if by_sign else f"{total} = {combine.functor}()({total}, {element});")
 
     def store(self, results: Iterable[str]) -> None:
-        """What the section ends with. Nothing is read after the first store: a result may lie where an input did."""
+        """Stores results at the end of the section. No load follows the first store, because a result may lie over an input."""
         values = [(name, self.stored(self.kernel.made[name])) for name in results]
         if len(values) > 1 and not self.is_wide:
             values = [(name, self.read(name, text) if "[" in text else text) for name, text in values]
@@ -71,7 +71,7 @@ class Section:
                 self.stores.append(f"{pointer}[{self.kernel.loops.offset(place)}] = {value};")
 
     def store_update(self, op: Op) -> None:
-        """Stores an element of what goes into the result where numbers say, if the rank has that place."""
+        """Stores an element of an update at the indices that its operands give, if this rank holds that row."""
         _, update, *places = op.tensors
         kernel, loops, place = self.kernel, self.kernel.loops, stored(op.result.name)
         dtype = op.result.type.dtype
@@ -92,11 +92,11 @@ class Section:
         self.stores.append(f"{condition}{kernel.results[op.result.name]}[{loops.sum_of(terms)}] = {value};")
 
     def value(self, name: str, is_hoisted: bool = False) -> str:
-        """A value in the type that computes it: a local, or the text itself where it is needed once."""
+        """C++ of a value in its compute type: a local variable, or the expression itself if it is used once."""
         if self.outer and not self.kernel.loops.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
-            path = [(name, self.operands(name))]  # ops may be more than Python has room for on its stack
+            path = [(name, self.operands(name))]  # iterative: chains of ops may exceed Python's recursion limit
             while path:
                 at, rest = path[-1]
                 if below := next((operand for operand in rest if operand not in self.texts), None):
@@ -113,19 +113,19 @@ class Section:
         return self.texts[name]
 
     def operands(self, name: str) -> Iterator[str]:
-        """What a value is computed of in this scope, where it is an expression of all of it."""
+        """Operands of a value in this scope, if the value is an expression of all of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED:
             yield from (o for o in op.tensors if not self.outer or self.kernel.loops.is_inside(o))
 
     def read(self, result: str, text: str) -> str:
-        """A local that holds what is to be stored."""
+        """Declares a local variable with an element that is to be stored."""
         local = self.local(result)
         self.lines.append(f"const {self.kernel.types[result].dtype.cpp} {local} = {text};")
         return local
 
     def element(self, name: str) -> str:
-        """An input's element: as it lies in memory, or of those that are loaded together."""
+        """C++ of an input's element, from memory or from a loaded vector."""
         loops, pointer = self.kernel.loops, self.kernel.pointers[name]
         if not self.is_wide or name not in loops.packed:
             text = f"{pointer}[{loops.offset(name)}]"
@@ -135,7 +135,7 @@ class Section:
         return f"{self.loads[name]}[{loops.lane}]"
 
     def load(self, name: str) -> str:
-        """Loads what a thread takes together of an input, unless it holds it."""
+        """Loads a vector of an input, unless the thread holds that row in registers."""
         kernel, local = self.kernel, self.kernel.elements(name)
         if kernel.walks and name not in kernel.loaded:
             kernel.late.append(name)
@@ -146,7 +146,7 @@ class Section:
         return local
 
     def local(self, name: str) -> str:
-        """`h`, or `x_ij` of an input or a result; `x_e` of one of several elements."""
+        """Name of a local variable: `h`; `x_ij` for an input or result; `x_e` for an element of a vector."""
         if name not in self.kernel.pointers and name not in self.kernel.results:
             return self.kernel.names.of(name, "local")
         place = name if name in self.kernel.pointers else stored(name)
@@ -155,7 +155,7 @@ class Section:
         return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
 
     def computed(self, name: str) -> tuple[str, bool]:
-        """A value's text, and whether it reads well inside another."""
+        """C++ of a value, and True if the text is short enough to stand inside another expression."""
         dtype = self.kernel.types[name].dtype
         if name in self.kernel.pointers:
             element = self.element(name)
@@ -163,12 +163,12 @@ class Section:
         op = self.kernel.made[name]
         text, computed = self.expression(op)
         is_short = not OPS[op.kind].cost or text in self.kernel.totals.values()
-        if _is_small_float(dtype):  # in registers floats are rounded only by a cast
+        if _is_small_float(dtype):  # small floats stay f32 in registers and are rounded only by an explicit cast
             return (f"float({_converted(text, computed, dtype)})" if op.kind == "astype" else text), is_short
         return _converted(text, computed, dtype), is_short and dtype != bool_
 
     def stored(self, op: Op) -> str:
-        """The value of one element of a result, as memory holds it."""
+        """C++ of one element of a result, in its storage type."""
         if self.kernel.uses[op.result.name]:
             return _converted(self.value(op.result.name), op.result.type.dtype, op.result.type.dtype)
         if self.is_same(op) and op.tensors[0] in self.kernel.pointers:
@@ -179,17 +179,17 @@ class Section:
         return _converted(text, computed, op.result.type.dtype)
 
     def is_same(self, op: Op) -> bool:
-        """Whether an op gives the element of its operand: it moves elements, or reduces one alone."""
+        """Returns True if an op passes its operand's element through: it only moves elements, or reduces a dim of size 1."""
         if not op.tensors or OPS[op.kind].target == "dtype":
             return False
-        if op.kind == "all_reduce":  # the operand is no pointer
+        if op.kind == "all_reduce":  # the operand is hw::Terms, not a pointer
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
         return self.kernel.cpp(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
-        """What an op computes, and the dtype that this is in before it is converted to the result's."""
+        """C++ of an op, and its dtype before the conversion to that of the result."""
         dtype = op.result.type.dtype
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
@@ -214,8 +214,10 @@ class Section:
         return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def place(self, op: Op) -> tuple[str, str]:
-        """Where in its operand an element is that an op reads, and the condition under which it is there, of which none is needed
-        where all rows are."""
+        """Index at which an op reads its operand, and the condition that this rank holds it.
+
+        The condition is empty if the rank holds all rows.
+        """
         if self.outer and not self.kernel.loops.moves_inside(op):
             return self.outer.place(op)
         if (name := f"{op.result.name} place") not in self.texts:
@@ -229,7 +231,7 @@ class Section:
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")
 
     def number_in_order(self, op: Op) -> str:
-        """A local with the index along the axis, which counts from the last one on in the second half."""
+        """Local variable with the index along the axis, which runs backwards in the second half."""
         half, index = (self.kernel.loops.offset(reversed_at(op, dim)) for dim in (op[HALVES], op[AXIS]))
         local, size = self.kernel.names.of(f"{op.result.name}_from", "place"), self.kernel.size_of_lane(op.tensors[0])
         last = int(size) - 1 if size.isdecimal() else f"{size} - 1"
@@ -237,13 +239,13 @@ class Section:
         return local
 
     def taken_at(self, op: Op) -> str:
-        """The element that an op reads at another place, as it is computed with; 0 where the rank does not hold it."""
+        """C++ of a gathered element in its compute type; 0 if this rank does not hold it."""
         (element, held), dtype = self.moved_element(op), op.result.type.dtype
         element = f"float({element})" if _is_small_float(dtype) else element
         return f"{held} ? {element} : {compute_type(dtype)}(0)" if held else element
 
     def moved_element(self, op: Op) -> tuple[str, str]:
-        """The element itself, and the condition under which it is there. Neighbours are loaded together where one place is of all."""
+        """C++ of a gathered element, and the condition that this rank holds it. Uses a vector load if one index serves a vector."""
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
@@ -258,9 +260,9 @@ class Section:
         return (f"hw::truth({element})" if dtype == bool_ else element), held
 
     def total(self, op: Op) -> tuple[str, DType]:
-        """What a reduction comes to, in the dtype that it adds up in."""
+        """C++ of a reduction's result, and the dtype of its accumulator."""
         source = self.kernel.types[op.tensors[0]].dtype
-        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # of one element
+        total = self.kernel.totals.get(op.result.name) or self.value(op.tensors[0])  # a reduction of one element
         wide = {"float": f64 if source == f64 else f32, "int": i64}.get(source.kind, u64)
         combine = OPS[op.kind].combine
         if not combine or not combine.is_mean:
@@ -278,7 +280,7 @@ def _literal(value: Scalar, dtype: DType) -> str:
 
 
 def _converted(value: str, computed: DType, dtype: DType) -> str:
-    """A value of the compute type of `computed` as an element of `dtype`."""
+    """Converts a value from the compute type of `computed` to the storage type of `dtype`."""
     if _is_small_float(dtype):
         return f"{dtype.cpp}({value})" if compute_type(computed) == "float" else f"{dtype.cpp}(float({value}))"
     if dtype == bool_:
@@ -289,7 +291,7 @@ def _converted(value: str, computed: DType, dtype: DType) -> str:
         return f"hw::to_f32({value})"
     if computed.kind == "float" and dtype.kind in ("int", "uint"):
         return f"hw::to_int<{dtype.cpp}>({value})"
-    return f"{dtype.cpp}({value})"  # narrower ints are computed as int
+    return f"{dtype.cpp}({value})"  # C++ promotes narrower ints to int
 
 
 def _is_small_float(dtype: DType) -> bool:
