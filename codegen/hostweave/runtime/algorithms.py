@@ -1,4 +1,4 @@
-"""The algorithms of `Options(tune=True)`: what the native library has measured is kept in the cache, and is the same on all ranks."""
+"""cuBLASLt algorithms that `Options(tune=True)` measured: kept in the cache, and the same on all ranks."""
 
 import contextlib
 import json
@@ -11,29 +11,32 @@ from hostweave.base.forks import renewed
 from hostweave.build.cache import lookup, name_of, replace
 
 _FILE = "algorithms.json"
-_MOST = 10_000  # problems that are kept: some 2 MB
+_MOST = 10_000  # maximum number of problems in the cache, about 2 MB
 
-_keeping = renewed(threading.Lock())  # ranks that are threads
+_keeping = renewed(threading.Lock())  # ranks may be threads of this process
 
-Algorithms = dict[str, str]  # by problem: the bytes of a cublasLtMatmulAlgo_t in hex
+Algorithms = dict[str, str]  # problem -> bytes of a cublasLtMatmulAlgo_t in hex
 
 
 class Measured:
-    """Those of a process, on devices of one name."""
+    """Measured algorithms of this process, for devices of one name."""
 
     def __init__(self, module: ModuleType, device: str):
-        """With what was found before."""
+        """Loads the algorithms that earlier processes measured."""
         self._module = module
         self._entry = name_of("algorithms", device, str(module.blas_version()))
         self._take(self._kept())
 
     def agree(self, gather: Callable[[str], list[str]]) -> None:
-        """Has all ranks take what the first of those took that knows a problem. `gather` gives the records of all, by rank."""
+        """Makes all ranks use the same algorithms: for each problem, those of the lowest rank that has measured it.
+
+        `gather` returns the records of all ranks, by rank.
+        """
         for record in reversed(gather(json.dumps(self._known()))):
             self._take(json.loads(record))
 
     def keep(self) -> None:
-        """Writes down what is new."""
+        """Writes new algorithms to the cache."""
         with _keeping:
             kept, known = self._kept(), self._known()
             if new := {problem: algorithm for problem, algorithm in known.items() if kept.get(problem) != algorithm}:
@@ -47,7 +50,7 @@ class Measured:
         self._module.set_measured_algorithms({problem: bytes.fromhex(algorithm) for problem, algorithm in algorithms.items()})
 
     def _kept(self) -> Algorithms:
-        with contextlib.suppress(FileNotFoundError):  # another process writes it anew
+        with contextlib.suppress(FileNotFoundError):  # another process is rewriting it
             if folder := lookup(self._entry):
                 return dict(json.loads((folder / _FILE).read_text()))
         return {}

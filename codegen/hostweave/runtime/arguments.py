@@ -1,4 +1,4 @@
-"""Whether an array fits a parameter of a program, at any size; and inputs that a program holds: `Program.bind`."""
+"""Checks of arrays against the parameters of a program, and inputs that a program holds (`Program.bind`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from hostweave.types.zigzag import Zigzag
 def in_order(
     program: str, parameters: Sequence[Parameter], bound: Container[str], given: Sequence[Array], named: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """The inputs of a call that gives the first ones by position, and others by name, as a Python function takes them.
+    """Inputs of a call in the order of the parameters, from positional and named arguments, without those that are bound.
 
-    Those that are bound are none of them. Raises ArgumentError with the program's and the argument's name where one is missing, unknown
-    or given twice.
+    Raises ArgumentError with the names of program and argument if one is missing, unknown, bound or given twice.
     """
     names = [parameter.name for parameter in parameters]
     arrays = dict(zip(names, given, strict=False))
 
-    def signature() -> str:  # in errors: to write it takes longer than all the rest
+    def signature() -> str:  # only for errors: slower than all the rest
         return f"the program takes {', '.join(f'{p.name}: {p.type}' for p in parameters)}"
 
     if len(given) > len(names):
@@ -44,17 +43,17 @@ def in_order(
 
 
 def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequence[Array]) -> None:
-    """Raises ArgumentError where a call gives more arrays than there are inputs, or fewer."""
+    """Raises ArgumentError if a call gives more or fewer arrays than there are inputs."""
     if len(arrays) != len(parameters):
         signature = ", ".join(f"{p.name}: {p.type}" for p in parameters)
         raise ArgumentError(f"{program}: takes {len(parameters)} arrays ({signature}), not {len(arrays)}")
 
 
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
-    """The library of an array, and the array as that works with it, not copied where that can be.
+    """Library of an array, and the array in the form that the library object uses, without a copy if possible.
 
-    Raises ArgumentError with the program's and the parameter's name where it is no array, or has another dtype or number of
-    dims, or is on a device that is not the target's.
+    Raises ArgumentError with the names of program and parameter if the value is not an array, has another dtype or number of
+    dims, or is not on a device of the target.
     """
     try:
         library = library_of(array)
@@ -83,9 +82,9 @@ def accept(program: str, target: Target, name: str, type_: TensorType, array: Ar
 
 
 def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Array) -> Array:
-    """What this rank holds of a DTensor of torch, in a call; any other array as it is.
+    """Local block of a torch DTensor; any other array unchanged.
 
-    Raises ArgumentError where it is not placed as the program's type says.
+    Raises ArgumentError if the DTensor's mesh or placements differ from the program's type.
     """
     if not hasattr(type(array), "to_local"):
         return array
@@ -112,26 +111,26 @@ def local_part(program: str, name: str, type_: TensorType, mesh: Mesh, array: Ar
 
 
 def expect_writable(where: str, library: Library, array: Array) -> None:
-    """Raises ArgumentError for an array that is donated, and cannot be written to."""
+    """Raises ArgumentError if a donated array is read-only."""
     if not library.is_writable(array):
         raise ArgumentError(f"{where}: is donated, and cannot be written to; pass an array that can, as a copy of it")
 
 
 # --- inputs that a program holds --------------------------------------------------------------------------------------
-# So that calls take only the others: `Program.bind`.
+# Calls then take only the other inputs: `Program.bind`.
 
 
 class Bound:
-    """The arrays that a program holds, by name, and the inputs that are left to its calls.
+    """Arrays that a program holds, by name, and the inputs that its calls still take.
 
-    They are checked here as far as that needs neither the other inputs nor the rank's device, and for the rest in the first call.
+    Checks here need neither the other inputs nor the rank's device. The first call does the rest.
     """
 
     def __init__(self, host: HostProgram, target: Target, arrays: Mapping[str, Array], before: Bound | None = None):
-        """Raises ArgumentError for an array that the program does not take, has already, or that does not fit."""
+        """Raises ArgumentError for an array that does not fit, and for an input that is unknown, donated or already bound."""
         self._host = host
         types = {parameter.name: parameter.type for parameter in host.inputs}
-        self.arrays: dict[str, tuple[Library, Array]] = dict(before.arrays) if before else {}  # as their library works with them
+        self.arrays: dict[str, tuple[Library, Array]] = dict(before.arrays) if before else {}  # in the form that their library object uses
         for name, array in arrays.items():
             where = f"{host.name}: bind: {name}"
             if name in self.arrays:
@@ -150,14 +149,14 @@ class Bound:
 
     @cached_property
     def blocks(self) -> list[dict[str, View]]:
-        """What every rank has of them, where they are global arrays."""
+        """Every rank's block of each bound array, for arrays that are global."""
         types = {parameter.name: parameter.type for parameter in self._host.inputs}
         ranks = range(self._host.mesh.size)
         return [{name: block(*held, types[name], self._host.mesh, rank) for name, held in self.arrays.items()} for rank in ranks]
 
 
 def block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: int) -> View:
-    """What a rank has of a global array."""
+    """A rank's block of a global array."""
     if not holds(type_, mesh, rank):
         return View(tuple(array.shape))
     own = array[block_of(type_, mesh, rank, array.shape)] if type_.axes else array
@@ -165,7 +164,7 @@ def block(library: Library, array: Array, type_: TensorType, mesh: Mesh, rank: i
 
 
 def _check_sizes(where: str, type_: TensorType, mesh: Mesh, shape: Shape) -> None:
-    """Of dims that the type gives a number: it is that, or in an array of one rank the size of some rank's block."""
+    """Checks dims with constant sizes: each must have the global size, or the local size of some rank."""
     mesh = type_.mesh_in(mesh)
     for index, (dim, size) in enumerate(zip(type_.dims, shape, strict=True)):
         if not dim.size.is_int:

@@ -1,6 +1,6 @@
 """Arrays of the caller's library: NumPy, PyTorch, CuPy, JAX, and others that support DLPack.
 
-Each library is one object with the same few methods. Arrays are sliced and assigned to the way all of them share.
+One object per library implements the same few methods. Slicing and assignment use the syntax that all libraries share.
 """
 
 import sys
@@ -16,37 +16,41 @@ from hostweave.targets.target import CPU_DEVICE
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType
 
-Array = Any  # of some library
+Array = Any  # of any supported library
 
 
 class Library(Protocol):
-    """What Hostweave needs of an array library; what most of them have in common is here."""
+    """Operations that Hostweave needs from an array library, with common defaults."""
 
-    gives_copies: bool = False  # what `give` gives does not change with the array
+    gives_copies: bool = False  # `give` returns a copy, which does not follow later writes to the array
 
     def accept(self, array: Array) -> Array:
-        """The array as this object works with it, without a copy where that can be. Raises TypeError with a reason."""
+        """Returns the array in the form that the other methods take, without a copy if possible. Raises TypeError with a reason."""
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        """All that a call asks of an array, its memory included, where that is quickly told: arrays of one state are one to it."""
+        """Key of all properties of an array that a call checks, including its address. Arrays with equal keys are
+        interchangeable.
+
+        None if the key cannot be computed quickly.
+        """
         return None
 
     def give(self, array: Array) -> Array:
-        """A result as the caller wants it."""
+        """Converts a result to the caller's form."""
         return array
 
     def dtype(self, array: Array) -> DType | str:
-        """The element type, or its name where Hostweave has none like it."""
+        """Element type, or its name if Hostweave has no such dtype."""
         return dtype_of_name(array.dtype.name)
 
     def device(self, array: Array) -> int:
-        """The number of the GPU, or CPU_DEVICE."""
+        """Index of the GPU, or CPU_DEVICE."""
 
     def address(self, array: Array) -> int: ...
 
     def contiguous(self, array: Array) -> Array:
-        """The array, or a row-major copy on the same device."""
+        """Returns the array, or a row-major copy on the same device if it is not contiguous."""
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: int) -> Array: ...
 
@@ -57,19 +61,19 @@ class Library(Protocol):
         return True
 
     def stream(self, device: int) -> int:
-        """The cudaStream_t that is the caller's current one on that GPU."""
+        """The caller's current cudaStream_t on that GPU."""
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
-        """Inside, `empty` is for use on that cudaStream_t of the GPU; None is the current one."""
+        """Inside, `empty` allocates for use on that cudaStream_t of the GPU. None means the current stream."""
 
     def wait(self, device: int) -> None:
-        """Waits for what the caller's current stream on that device holds."""
+        """Waits for all work on the caller's current stream on that device."""
 
 
 class View(NamedTuple):
-    """A contiguous array: what the glue takes of it, and last the array itself, which is kept alive with it. By default nothing."""
+    """Contiguous array, as the native glue takes it. The array itself is last, to keep it alive. The default is an absent array."""
 
-    global_shape: tuple[int, ...]  # the shape of the global array of which this is a block
+    global_shape: tuple[int, ...]  # shape of the global array that this is a block of
     address: int = 0
     shape: tuple[int, ...] = ()
     bytes: int = 0
@@ -83,7 +87,7 @@ def view(library: Library, array: Array, dtype: DType, global_shape: tuple[int, 
 
 
 class Buffer(NamedTuple):
-    """A contiguous array that somebody else owns, who says where it is."""
+    """Contiguous array that other code owns, given by its address."""
 
     address: int
     shape: tuple[int, ...]
@@ -92,16 +96,16 @@ class Buffer(NamedTuple):
 
 
 def _no_memory(what: object, shape: Iterable[int], error: Exception | None = None) -> ExecutionError:
-    """The error of an array that is too large, with the first line of what its library says."""
+    """Error for a failed allocation, with the first line of the library's message."""
     said = f" ({str(error).partition(chr(10))[0]})" if error else ""
     return ExecutionError(f"there is no memory for {what}{list(shape)}{said}; pass smaller arrays")
 
 
 def library_of(array: Array) -> Library:
-    """The library of an array. Raises TypeError where it is no array."""
+    """Library object of an array. Raises TypeError if the value is not an array."""
     if isinstance(array, np.ndarray):
         return _NUMPY
-    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # subclasses of other packages, too
+    if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):  # also subclasses that other packages define
         return _TORCH
     if isinstance(array, Buffer):
         return _BUFFERS
@@ -116,10 +120,10 @@ def library_of(array: Array) -> Library:
 
 
 def states_of(arrays: Iterable[Array]) -> tuple[Any, ...] | None:
-    """The states of arrays, of which some may be None; nothing where one has none that is quickly told, or is no array."""
+    """Keys of arrays, of which some may be None. None if some array has no quick key or is not an array."""
     try:
         states = tuple(() if array is None else library_of(array).state(array) for array in arrays)
-    except (TypeError, RuntimeError):  # as of arrays without memory
+    except (TypeError, RuntimeError):  # such as for arrays without memory
         return None
     return None if None in states else states
 
@@ -133,10 +137,10 @@ class NumpyLibrary(Library):
         return array
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
-        if isinstance(array, np.ma.MaskedArray):  # has a mask beside the memory that it shares with others
+        if isinstance(array, np.ma.MaskedArray):  # its mask is not part of the key
             return None
         at = array.__array_interface__
-        return array.dtype, at["shape"], at["strides"], at["data"]  # and whether it can be written to
+        return array.dtype, at["shape"], at["strides"], at["data"]  # data has the address and the read-only flag
 
     def device(self, array: Array) -> int:
         return CPU_DEVICE
@@ -193,7 +197,7 @@ class _Buffers(NumpyLibrary):
 
 
 class _Jax(NumpyLibrary):
-    """Its arrays cannot be written to, so they go through NumPy."""
+    """JAX arrays. They are immutable, so they are converted to NumPy."""
 
     gives_copies: bool = True
 
@@ -210,7 +214,7 @@ class _Jax(NumpyLibrary):
 
 
 class _AnyDLPack(NumpyLibrary):
-    """Arrays in host memory of a library that is not known by name."""
+    """Arrays in host memory of any other library that supports DLPack."""
 
     gives_copies: bool = True  # perhaps
 
@@ -223,7 +227,7 @@ class _AnyDLPack(NumpyLibrary):
     def accept(self, array: Array) -> Array:
         try:
             return np.from_dlpack(array)
-        except Exception as error:  # whatever a library of others raises
+        except Exception as error:  # the library may raise anything
             raise TypeError(f"its library's DLPack cannot pass it on ({error}); pass a NumPy, PyTorch, CuPy or JAX array") from error
 
     def give(self, array: Array) -> Array:
@@ -283,7 +287,7 @@ class _Torch(Library):
         return bool(array.is_contiguous())
 
     def stream(self, device: int) -> int:
-        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # current_stream makes an object, which takes longer
+        return int(sys.modules["torch"]._C._cuda_getCurrentRawStream(device))  # faster than current_stream, which creates an object
 
     def on_stream(self, stream: int | None, device: int) -> AbstractContextManager[Any]:
         if stream is None:
@@ -298,8 +302,8 @@ class _Torch(Library):
 
 
 def _has_memory(tensor: Array) -> bool:
-    """Whether there are bytes behind a tensor: tensors that wrap others, or stand in for some, have none, and some say so by raising."""
-    plain = type(tensor) is sys.modules["torch"].Tensor  # one that stands in warns when it is asked for its address
+    """Returns True if a tensor has storage of its own. Wrapper and meta tensors have none; some raise when asked."""
+    plain = type(tensor) is sys.modules["torch"].Tensor  # fake tensors warn if they are asked for their address
     try:
         return bool((plain or tensor.untyped_storage().device == tensor.device) and (tensor.numel() == 0 or tensor.data_ptr() != 0))
     except RuntimeError:

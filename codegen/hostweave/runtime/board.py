@@ -1,4 +1,4 @@
-"""A board in the shared memory of one host, on which ranks that are processes compare a number in a few microseconds."""
+"""Shared memory of one host in which ranks that are processes compare a number within a few microseconds."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import os
 import time
 from collections.abc import Callable
 
-_BITS = 48  # of a number; those above them count the exchanges
-_WORD = 8  # bytes, which are written and read at once
-_SPINS = 200  # looks without a pause
-_LOOK = 0.05  # seconds between calls of `waits`, and at most between looks
+_BITS = 48  # of the value; the upper bits hold the number of the exchange
+_WORD = 8  # bytes, read and written atomically
+_SPINS = 200  # polls without a pause
+_LOOK = 0.05  # seconds between calls of `waits`
 
 
 class Board:
-    """Two words for each rank, which it uses in turn: a rank writes its next but one when all have read its last."""
+    """Two words per rank, used alternately. A rank may overwrite a word because every rank has read it one exchange earlier."""
 
     def __init__(self, rank: int, count: int, path: str = ""):
-        """Makes the memory, or maps that of another process by its path. Raises OSError if that is out of reach."""
+        """Creates the memory, or maps that of another process by its path. Raises OSError if the path cannot be mapped."""
         self._rank, self._count, self._number = rank, count, 0
         size = 2 * count * _WORD
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else os.memfd_create("hostweave", os.MFD_CLOEXEC)
@@ -33,16 +33,19 @@ class Board:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not come to the present exchange."""
+        """Ranks that have not reached the current exchange."""
         place = self._number % 2 * self._count
         return [rank for rank in range(self._count) if self._words[place + rank] >> _BITS != self._number % (1 << 64 - _BITS)]
 
     def forget_path(self) -> None:
-        """Closes the file, when all ranks have mapped it."""
+        """Closes the file. Call it after all ranks have mapped it."""
         os.close(self._file)
 
     def agree(self, value: int, waits: Callable[[], None]) -> bool:
-        """Returns whether all ranks give this value, the same on all. Calls `waits`, which may raise, every 50 ms until they have come."""
+        """Returns True if all ranks give this value; the answer is the same on all.
+
+        Calls `waits` every 50 ms until all ranks have come. `waits` may raise.
+        """
         self._number += 1
         count, place = self._number % (1 << 64 - _BITS), self._number % 2 * self._count
         own = count << _BITS | value & (1 << _BITS) - 1

@@ -1,4 +1,4 @@
-"""One call of a program on global arrays: checks them, splits them into the ranks' blocks, and joins the results."""
+"""One call of a program on global arrays: checks them, splits them into local blocks, and joins the results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hostweave.types.tensor import Shape, TensorType, bind_sizes, block_of, bloc
 
 @dataclass(frozen=True)
 class Result:
-    """Where a global output goes."""
+    """Destination of a global output."""
 
     library: Library
     device: int
-    array: Array = None  # what was donated for it, and as the caller gave it
+    array: Array = None  # the donated array, in the form of its library object, and as the caller gave it
     given: Array = None
 
 
@@ -31,42 +31,45 @@ LocalArrays = tuple[tuple[View, ...], ...]  # [rank][parameter]
 
 @dataclass(frozen=True)
 class Call:
-    """The local arrays of one call, and what is needed to make global results of them."""
+    """Local arrays of one call, and the data needed to join the global results."""
 
     program: HostProgram
     sizes: Mapping[str, int]
     inputs: LocalArrays
     outputs: LocalArrays
-    results: tuple[Result, ...]  # of each output
+    results: tuple[Result, ...]  # one per output
 
     def global_shapes(self) -> list[Shape]:
-        """Of the inputs."""
+        """Shapes of the global inputs."""
         return [view.global_shape for view in self.inputs[0]]
 
     def places(self, rank: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-        """Address, bytes and device of each of the rank's inputs and outputs."""
+        """Address, size in bytes and device of each input and output of a rank."""
         inputs, outputs = ([(view.address, view.bytes, view.device) for view in views[rank]] for views in (self.inputs, self.outputs))
         return inputs, outputs
 
     def expect_shapes_of(self, other: Call) -> None:
-        """Raises ArgumentError where the arrays of two calls that are run together differ in shape."""
+        """Raises ArgumentError if two calls that run together have inputs of different shapes."""
         for i, parameter in enumerate(self.program.inputs):
             if any(own[i].shape != others[i].shape for own, others in zip(self.inputs, other.inputs, strict=True)):
                 raise ArgumentError(f"{self.program.name}: {parameter.name}: calls that are run together have one shape")
 
     def local_results(self) -> list[Any]:
-        """Of every rank its local output, or a tuple of them where there are several; None for one that it does not have."""
+        """Local output of every rank, or a tuple of them if there are several. None for an output that the rank does not hold."""
         return [
             _bare(tuple(None if v.array is None else to.library.give(v.array) for v, to in zip(rank, self.results, strict=True)))
             for rank in self.outputs
         ]
 
     def global_results(self) -> Any:
-        """The global output, or a tuple of them where there are several. Of replicated ones a rank's copy; donated arrays hold theirs."""
+        """Global output, or a tuple of them if there are several.
+
+        A replicated output is the copy of one rank. An output in a donated input is that array.
+        """
         return _bare(tuple(self._global_result(i, p) for i, p in enumerate(self.program.outputs)))
 
     def hand_back(self) -> None:
-        """Has donated arrays hold the results."""
+        """Writes results into the arrays that were donated for them."""
         for i, parameter in enumerate(self.program.outputs):
             if parameter.memory:
                 self._global_result(i, parameter)
@@ -74,7 +77,7 @@ class Call:
     def _global_result(self, index: int, parameter: Parameter) -> Array:
         ranks, to = parameter.type.mesh_in(self.program.mesh).all_ranks, self.results[index]
         if not parameter.type.axes and (parameter.type.mesh is None or to.device in (CPU_DEVICE, *ranks)):
-            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # a copy that is where the result goes
+            own = self.outputs[to.device if to.device in ranks else ranks[0]][index].array  # the copy on the destination's device
             if to.array is None:
                 return to.library.give(own)
             ranks = ranks[:1]
@@ -83,17 +86,17 @@ class Call:
         result = to.array if fits else to.library.empty(shape, parameter.type.dtype, to.device)
         for rank in ranks:
             result[block_of(parameter.type, self.program.mesh, rank, shape)] = self.outputs[rank][index].array
-        if to.array is not None and not fits:  # the dims are in another order
+        if to.array is not None and not fits:  # the donated array has the dims in another order
             to.array[...] = result.reshape(tuple(to.array.shape))
         to.library.wait(to.device)
         return to.given if fits else to.library.give(result)
 
 
 def make_call(program: HostProgram, target: Target, bound: Bound, given: Sequence[Array], named: Mapping[str, Array]) -> Call:
-    """A call with these global arrays beside those that are bound, the first ones by position and others by name.
+    """Call with these global arrays and the bound ones. Arrays may be given by position or by name.
 
-    Raises ArgumentError with the program's and the argument's name where an array is missing, unknown, of another dtype,
-    number of dims, device or size than the program's types say, LoopsDoNotDivide where loops that were chosen cannot take its sizes.
+    Raises ArgumentError with the names of program and argument if an array is missing or unknown, or has another dtype, number of
+    dims, device or size than the parameter's type. Raises LoopsDoNotDivide if the chosen chunk loops do not divide its sizes.
     """
     expected = {p.name: p.type for p in program.inputs}
     arrays = in_order(program.name, bound.free, bound.arrays, given, named)
@@ -130,7 +133,7 @@ def _shape_of_output(program: HostProgram, parameter: Parameter, sizes: Mapping[
 
 
 def _result_of(program: HostProgram, name: str, accepted: Mapping[str, tuple[Library, Array]], given: Mapping[str, Array]) -> Result:
-    """Where an output goes: to the input of this name, which was given for it, else to a new array of the input's library."""
+    """Destination of an output: the donated input of this name, else a new array of the input's library."""
     library, array = accepted[name]
     if not given:
         return Result(library, library.device(array))

@@ -1,4 +1,4 @@
-"""Schedules of the CPU target: in parallel, or, inside `seeded`, one operation at a time in an order by a seed."""
+"""Schedules of the CPU target: in parallel, or inside `seeded` one operation at a time in an order that a seed chooses."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from hostweave.base.errors import ArgumentError
 
-PICKERS = ("mixed", "uniform", "pct", "hosts")  # in the order of hw_cpu_picker
+PICKERS = ("mixed", "uniform", "pct", "hosts")  # same order as hw_cpu_picker
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What hw_cpu_config has to say about schedules."""
+    """Schedule settings of hw_cpu_config."""
 
     seeded: bool = False
     seed: int = 0
@@ -24,7 +24,7 @@ class Schedule:
 
     @property
     def is_special(self) -> bool:
-        """Whether anything but the usual is asked for, which the ranks of one process can do."""
+        """True if settings differ from the default in a way that only ranks in one process support."""
         return self.seeded or self.buffered_sends == 1 or self.check_dependencies == 1
 
 
@@ -32,7 +32,7 @@ _schedule: ContextVar[Schedule] = ContextVar("hostweave_schedule", default=Sched
 
 
 def schedule() -> Schedule:
-    """The schedule of the calls made here."""
+    """Schedule for calls from this context."""
     return _schedule.get()
 
 
@@ -44,14 +44,16 @@ def seeded(
     buffered_sends: bool | None = None,
     check_dependencies: bool | None = None,
 ) -> AbstractContextManager[None]:
-    """Inside, programs of the CPU target run one operation at a time, in an order chosen by `seed`: the same seed, the same order.
+    """Runs programs of the CPU target one operation at a time, in an order that `seed` determines.
 
-    `picker` says how the next operation is chosen: `uniform`, at random; `pct`, by random priorities that change at a few random moments
-    (probabilistic concurrency testing, Burckhardt et al., 2010); `hosts`, host threads before streams; `mixed`, one of these by the
-    seed, mostly pct. `ordered_launches` says whether the operations of one communicator run in the order of their calls, across
-    streams; `buffered_sends` whether a send completes before its recv starts; the seed decides what is None.
-    `check_dependencies`, on by default, reports conflicting accesses that nothing orders, also if this order hides them.
-    Raises ArgumentError for another picker.
+    `picker` chooses the next operation. `uniform` chooses at random. `pct` uses random priorities that change at a few random
+    moments (probabilistic concurrency testing, Burckhardt et al., 2010). `hosts` prefers host threads to streams. `mixed` selects
+    one of these by the seed, mostly pct.
+
+    With `ordered_launches`, the operations of one communicator run in the order of their calls, across streams. With
+    `buffered_sends`, a send may complete before its recv starts. If either is None, the seed decides. `check_dependencies`, on by
+    default, reports conflicting accesses that are not ordered, even if this order hides the conflict. Raises ArgumentError for an
+    unknown picker.
 
     Example: `with cpu.seeded(7): y = program.run(x, w)`.
     """
@@ -64,9 +66,9 @@ def seeded(
 def parallel(
     *, check_dependencies: bool = False, buffered_sends: bool = False, timeout_seconds: float = 120.0
 ) -> AbstractContextManager[None]:
-    """Inside, programs of the CPU target run at once what is ready, as by default.
+    """Runs ready operations of the CPU target in parallel, as by default.
 
-    On both targets `run` and its like give up, with a report, where the ranks stand still for `timeout_seconds`.
+    On both targets, `run` and similar calls raise with a report if no rank makes progress for `timeout_seconds`.
     """
     return _using(Schedule(buffered_sends=int(buffered_sends), check_dependencies=int(check_dependencies), timeout_seconds=timeout_seconds))
 

@@ -1,4 +1,4 @@
-"""Groups: the ranks that call programs together, each a thread or process that the application started."""
+"""Groups: ranks that call programs together. Each rank is a thread or process that the application started."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ T = TypeVar("T")
 
 INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
-_ABORTING = 15.0  # seconds at most that aborting takes
-_TELLING = 1.0  # seconds for the store to take what the other ranks are told
-_STORE = 10.0  # seconds for it to say whether the group has failed
-_LONGEST = 1e8  # seconds: a time limit beyond is none, and clocks take no larger one
+_ABORTING = 15.0  # maximum seconds for aborting
+_TELLING = 1.0  # seconds for the store to take a message to the other ranks
+_STORE = 10.0  # seconds for the store to answer whether the group has failed
+_LONGEST = 1e8  # seconds; clocks accept no longer limit
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.groups: dict[str, Group] = {}  # of a thread that is a rank
+        self.groups: dict[str, Group] = {}  # for a thread that is a rank
 
 
 _thread = _Thread()
@@ -70,17 +70,18 @@ def init(
     call_timeout: float = CALL_TIMEOUT,
     device: int | None = None,
 ) -> Group:
-    """Makes this process, or with `hw.Threads` this thread, a rank of a group, in which programs can be called.
+    """Makes this process a rank of a group, in which programs can be called. With `hw.Threads` the rank is this thread.
 
-    All ranks call it; it returns when all have joined. If this process or thread is in the group already, and it has not failed,
-    that group is returned; a failed group is made anew. `provider` says which rank this is and where the ranks meet: by
-    default the environment of torchrun, mpirun or srun, or without one this process alone.
+    All ranks call it; it returns when all have joined. If this process or thread is already in the group, that group is returned;
+    a failed group is replaced by a new one. `provider` gives the rank and the place where the ranks meet. By default it is the
+    environment of torchrun, mpirun or srun, or this process alone if there is none.
 
-    `timeout` is in seconds, for the ranks to join and for their first call of a program; `call_timeout`, in seconds, for a call to
-    end. `device` is the index of this rank's GPU; by default its local rank, modulo the number of visible GPUs.
+    `timeout`, in seconds, limits how long ranks may take to join and to make their first call of a program. `call_timeout`, in
+    seconds, limits the duration of a call. `device` is the index of this rank's GPU; by default its local rank, modulo the number
+    of visible GPUs.
 
-    Raises ExecutionError if ranks do not join in time or expect another number of ranks, ArgumentError if this process is already
-    in the group as another rank, or with another number of ranks, and for arguments of other types.
+    Raises ExecutionError if ranks do not join in time or expect another number of ranks. Raises ArgumentError if this process is
+    already in the group as another rank or with another number of ranks, and for arguments of wrong types.
 
     Example: `group = hw.init()` under `torchrun --nproc-per-node 8`.
     """
@@ -118,7 +119,7 @@ def init(
 
 
 def current(group: str = "default") -> Group | None:
-    """The group of that name that this thread, or else this process, has joined; None if there is none."""
+    """Group of that name that this thread, or else this process, has joined; None if there is none."""
     for joined in (_thread.groups, _process_groups):
         if (one := joined.get(group)) and not one.closed:
             return one
@@ -126,9 +127,9 @@ def current(group: str = "default") -> Group | None:
 
 
 class Group:
-    """The ranks that call programs together, seen from one of them. Made by `hw.init`.
+    """Ranks that call programs together, seen from one of them. `hw.init` makes groups.
 
-    `rank` is this rank, of `count`; `local_rank` its index among the ranks of its host. A failed group cannot be reused.
+    `rank` is this rank, of `count`. `local_rank` is its index among the ranks of its host. A failed group cannot be reused.
 
     Example: `torch.cuda.set_device(hw.init().local_rank)`.
     """
@@ -138,25 +139,27 @@ class Group:
         self.timeout, self.call_timeout = timeout, call_timeout
         self.in_process = isinstance(provider, Threads) or count == 1
         self._device, self._provider = device, provider
-        self._parts: list[Group] = []  # that were split off, which end with it
+        self._parts: list[Group] = []  # groups split from this one, which are closed with it
         self._splits = 0
         self._communicators = provider.communicators if isinstance(provider, Communicators) else None
         self._members: dict[str, Any] = {}  # by target
         self._watches: list[Watch] = []
         self.windows = Windows(weakref.proxy(self))
-        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # that were called here
+        self.programs: weakref.WeakKeyDictionary[object, LocalProgram] = weakref.WeakKeyDictionary()  # programs called in this group
         self._failure: str | None = None
-        self._aborted = threading.Event()  # after it has failed
-        self._calls = 0  # that this rank has made, as all of them do
-        self._board: tuple[Board | None] | None = None  # once it is made, if it can be
-        self._waits_on_board = False  # for ranks that have not come at once
-        self.compared_calls = 0  # those of programs whose sizes ranks compare
+        self._aborted = threading.Event()  # set when the abort after a failure is done
+        self._calls = 0  # number of calls made; the same calls on all ranks
+        self._board: tuple[Board | None] | None = None  # None until it is made; (None,) if it cannot be
+        self._waits_on_board = False  # true while it waits for late ranks
+        self.compared_calls = 0  # calls of programs whose sizes ranks compare
         self._numbers = count_from(0)
-        self.last_sizes: weakref.WeakKeyDictionary[object, LastSizes] = weakref.WeakKeyDictionary()  # by what variants of a program share
+        self.last_sizes: weakref.WeakKeyDictionary[object, LastSizes] = (
+            weakref.WeakKeyDictionary()
+        )  # by an object that the variants of a program share
         self._sizes: weakref.WeakValueDictionary[int, LastSizes] = weakref.WeakValueDictionary()  # by number
         self.closed = False
         self._lock = threading.RLock()
-        self.calling = threading.RLock()  # held by the thread that makes a call as this rank; the others take turns
+        self.calling = threading.RLock()  # held by the thread that makes a call as this rank
         self._store: Store | None = None
         self._world: World | None = None
         self.meeting = Meeting(rank, count)
@@ -176,17 +179,17 @@ class Group:
 
     @property
     def failure(self) -> str | None:
-        """Why the group has failed or is closed, or None."""
+        """Reason why the group has failed or is closed, or None."""
         return self._failure or ("closed" if self.closed else None)
 
     @property
     def can_meet(self) -> bool:
-        """Whether ranks can exchange messages: not if the application provides communicators (`hw.Communicators`)."""
+        """True if ranks can exchange messages. False if the application provides communicators (`hw.Communicators`)."""
         return type(self.meeting) is not Meeting
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are, as far as they have told each other."""
+        """Number of hosts of the ranks, as far as they have told each other."""
         return self._world.hosts if self._world else 1
 
     def check(self) -> None:
@@ -196,13 +199,14 @@ class Group:
         self.expect_working()
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """The group of the ranks that give this `color`, in the order of their keys, and of their ranks here where these are equal.
+        """Splits the group: ranks that give the same `color` form a new group, ordered by `key`, then by their rank here.
 
-        All ranks of the group call it together; one that gives None as its color gets None. Programs are called in the new group by
-        `program(x, group=part)`, in several such groups at once. It has channels of its own, fails by itself, and is closed with this one.
+        All ranks of the group call it together. A rank that gives None as its color gets None. Call programs in the new group by
+        `program(x, group=part)`; several such groups work at once. The new group has its own channels, fails independently, and
+        is closed with this one.
 
-        Raises ArgumentError for a color or key that is no int, and in a group of `hw.Communicators`, whose ranks exchange no messages;
-        ExecutionError if the group has failed, or where another rank calls something else or does not come in time.
+        Raises ArgumentError if a color or key is not an int, and in a group of `hw.Communicators`, whose ranks exchange no
+        messages. Raises ExecutionError if the group has failed, or if another rank calls something else or does not come in time.
 
         Example: `pair = group.split(group.rank // 2)` makes groups of ranks 0 and 1, 2 and 3, and so on.
         """
@@ -228,19 +232,19 @@ class Group:
         return made
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str = "cpu") -> Any:
-        """A contiguous array of this rank, not initialized, in a window: memory that the other ranks reach where it lies.
+        """Allocates a contiguous, uninitialised array of this rank in a window: memory that the other ranks access directly.
 
-        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs on the transports
-        peer and one_sided read such inputs from their peers and write such outputs where they lie, and copy others. For that the ranks
-        pass, as one argument, what one call of `empty` gave them, or a part of it that begins at the same place. The first call of a
-        program with other arguments in windows compiles it for these.
+        All ranks call it together, with shapes of their own and the same dtype, for `target` "cpu" or "cuda". Programs with the
+        transports peer and one_sided read such inputs from their peers and write such outputs in place; other arrays are copied.
+        For one argument, all ranks must pass arrays from the same call of `empty`, or parts of them that begin at the same
+        offset. The first call of a program with a new set of arguments in windows compiles it for these.
 
-        On the CPU target that is a NumPy array, of bf16 and f8 with the dtypes of `ml_dtypes`, which DLPack does not know; on CUDA an
-        array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Its memory,
-        in pieces of 2 MiB, is freed with the last array that uses it; after `close` it is that of this rank alone.
+        On the CPU target the result is a NumPy array; bf16 and f8 use the dtypes of `ml_dtypes`, which DLPack does not know. On
+        CUDA it is an array for `torch.from_dlpack`, `cupy.from_dlpack` and others. Memory is allocated in pieces of 2 MiB and
+        freed with the last array that uses it. After `close` only this rank can access it.
 
-        Raises ArgumentError for a shape, dtype or target that is none, and in a group of `hw.Communicators`; ExecutionError if ranks
-        cannot reach each other's memory, as on several hosts, if the group has failed, or if there is not as much memory.
+        Raises ArgumentError for an invalid shape, dtype or target, and in a group of `hw.Communicators`. Raises ExecutionError if
+        ranks cannot reach each other's memory (as on several hosts), if the group has failed, or if memory runs out.
 
         Example: `x = group.empty((M // group.count, K), hw.bf16)`, then `x[:] = rows` and `y = program(x, w)`.
         """
@@ -252,7 +256,7 @@ class Group:
             if self.closed:
                 return
             self.closed = True
-            self._tell(self._say_goodbye)  # first: to give a channel up may take until the others do so
+            self._tell(self._say_goodbye)  # first, because freeing a channel may wait for the others
             for part in self._parts:
                 part.close()
             for program in list(self.programs.values()):
@@ -267,13 +271,13 @@ class Group:
         self.meeting.leave(self._calls)
 
     def leave_to_parent(self) -> None:
-        """In a process that was forked from the rank's."""
+        """Marks the group as unusable in a process that was forked from the rank's."""
         self._lock, self.calling = threading.RLock(), threading.RLock()
         self.closed = True
         self._failure = "this process was forked from the rank's"
         self._aborted.set()
 
-    # --- what programs on this rank use
+    # --- used by programs on this rank
 
     def expect_working(self) -> None:
         if reason := self.failure:
@@ -283,7 +287,7 @@ class Group:
             raise ExecutionError(f"group {self.name!r} {state}; call hw.init again")
 
     def member(self, module: ModuleType, target: Target) -> Any:
-        """This rank on its device of that target, which any program's module can make for all of them."""
+        """This rank on its device of that target. Any program's module can make it, and all programs share it."""
         with self._lock:
             if target.name not in self._members:
                 expect_own_devices()
@@ -297,8 +301,8 @@ class Group:
     def agree(self, signature: CallSignature, waits_for: str, timeout: float, error: HostweaveError | None = None) -> list[CallSignature]:
         """Exchanges what each rank is about to do, which must be the same on all. Returns the signatures of all ranks, by rank.
 
-        Raises `error`, if given, after the exchange; ExecutionError if another rank fails, is about to do something else, or times
-        out: `waits_for` says what for.
+        Raises `error`, if given, after the exchange. Raises ExecutionError if another rank fails, is about to do something else,
+        or times out; `waits_for` is appended to that message.
         """
         try:
             records = self._gathered(str(signature), timeout)
@@ -317,10 +321,10 @@ class Group:
         return signatures
 
     def same_on_board(self, program: str, value: int, announce: Callable[[], None], waits_for: str) -> bool | None:
-        """Returns whether all ranks give the same value, by memory of their host; None if they have none in common.
+        """Returns True if all ranks give the same value, compared in shared memory of their host; None if they have none.
 
-        All ranks call it, and get the same answer. `announce` is called if a rank does not come at once. Raises ExecutionError if the group
-        fails, or a rank does not come within `call_timeout`: `waits_for` says what for.
+        All ranks call it, and get the same answer. `announce` is called if a rank does not come at once. Raises ExecutionError if
+        the group fails, or if a rank does not come within `call_timeout`; `waits_for` is appended to that message.
         """
         deadline = time.monotonic() + self.call_timeout
         try:
@@ -350,7 +354,7 @@ class Group:
             self._waits_on_board = False
 
     def _made_board(self) -> tuple[Board | None]:
-        """The board of all ranks, or none if some rank cannot map it, as on another host. All ranks make it together."""
+        """Board of all ranks, or None if some rank cannot map it, as on another host. All ranks make it together."""
         if self.hosts > 1 or not self._store:
             return (None,)
         board = None
@@ -366,12 +370,12 @@ class Group:
         return (board if all_have else None,)
 
     def _gathered(self, record: str, timeout: float) -> list[str]:
-        """The records of all ranks. Raises TimeoutError where the store does not answer, which may itself take longer to notice."""
+        """Records of all ranks. Raises TimeoutError if the store does not answer; noticing that may take up to a second more."""
         gather = partial(self.meeting.gather, record, timeout)
         return within(timeout + _TELLING, gather) if isinstance(self.meeting, StoreMeeting) and self.count > 1 else gather()
 
     def connected(self, member: Any, module: ModuleType, tune: bool = False) -> Any:
-        """The module's program on this rank. Makes the channels that it uses and the rank does not have; all ranks do so together."""
+        """The module's program on this rank. All ranks together make the channels that the program needs and the rank lacks."""
 
         def connect() -> Any:
             if self._communicators is not None:
@@ -385,7 +389,7 @@ class Group:
             return self.waiting(connect)
 
     def connect_all(self, member: Any, module: ModuleType, target: str) -> str:
-        """Makes the channel of all ranks, by which they share memory. Gives why they cannot, the same on all, or ""."""
+        """Makes the channel of all ranks through which they share memory. Returns the reason if they cannot, the same on all, or ""."""
 
         def connect() -> str:
             id = module.new_peer_id(member) if self.rank == 0 else None
@@ -396,26 +400,26 @@ class Group:
             return self.waiting(connect)
 
     def waiting(self, work: Callable[[], T]) -> T:
-        """Returns what `work` returns, which may wait for other ranks inside the runtime. Ctrl-C fails the group, which ends that."""
+        """Returns the result of `work`, which may wait for other ranks inside the runtime. Ctrl-C fails the group, which ends the wait."""
         return interruptibly(work, lambda why: self.fail(f"rank {self.rank}: {why}")) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """`run` for a call that returns when all ranks have made it."""
+        """Like `run`, for a call that returns only when all ranks have made it."""
         return self.run(program, member, lambda: self.waiting(partial(call, *arguments)))
 
     def run(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
-        """Makes a call that all ranks make. Where it fails here, it fails on all; but for one that could not be captured."""
+        """Makes a call that all ranks make. A failure here fails the group on all ranks, except for a failed capture."""
         self._calls += 1
         try:
             with native_calls:
                 return call(*arguments)
-        except CaptureError:  # of this call alone: nothing was enqueued
+        except CaptureError:  # affects only this call: nothing was enqueued
             raise
         except BaseException as error:
             reason = f"rank {self.rank}: {reason_of(error)}"
             first = self._failure or self._told() or member.stopped or reason
             self.fail(first)
-            if first != reason and isinstance(error, Exception):  # but led to it
+            if first != reason and isinstance(error, Exception):  # a consequence of the first failure
                 raise ExecutionError(f"{program}: {first}") from error
             raise
 
@@ -423,7 +427,7 @@ class Group:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """What fails inside, fails on all ranks."""
+        """Fails the group on all ranks if the code inside raises."""
         try:
             yield
         except BaseException as error:
@@ -431,11 +435,11 @@ class Group:
             raise
 
     def _told(self) -> str | None:
-        """Why the group has failed, as some rank reported, or because the store cannot be reached; or None."""
+        """Reason why the group has failed: some rank's report, or an unreachable store. None if it has not failed."""
         failure = self.meeting.failure
         try:
             return within(min(self.call_timeout, _STORE), failure) if isinstance(self.meeting, StoreMeeting) else failure()
-        except StoreClosed:  # rank 0 has ended, as it should: what it made with the others is done
+        except StoreClosed:  # rank 0 has ended normally, so all common calls are done
             return None
         except TimeoutError:
             return "the store in the process of rank 0 does not answer"
@@ -446,19 +450,19 @@ class Group:
         """Marks the group as failed, on this rank and all others."""
 
         def fail() -> None:
-            if not self._failure:  # else they know
+            if not self._failure:  # otherwise the others know already
                 self._tell(lambda: self.meeting.fail(reason))
             self.give_up(reason)
 
         interruptibly(fail)
 
     def _tell(self, tell: Callable[[], None]) -> None:
-        """Tells the other ranks something, if the store takes it."""
+        """Sends something to the other ranks, and ignores errors of the store."""
         with contextlib.suppress(ExecutionError, TimeoutError):
             within(_TELLING, tell)
 
     def give_up(self, reason: str) -> None:
-        """Aborts what waits for other ranks. Programs cannot be called in the group afterwards, and those of another have the devices."""
+        """Aborts all waits for other ranks. Programs can no longer be called in this group, and other groups can use its devices."""
         with self._lock:
             is_first, self._failure = not self._failure, self._failure or reason
             members = list(self._members.values())
@@ -473,7 +477,7 @@ class Group:
             self._aborted.set()
 
     def overdue(self) -> str | None:
-        """The call that exceeds `call_timeout`, as a message, or None."""
+        """Message about a call that exceeds `call_timeout`, or None."""
         for program in list(self.programs.values()):
             name, _, done, seconds = program.progress
             if seconds > self.call_timeout:
@@ -481,7 +485,7 @@ class Group:
         return None
 
     def deserted(self) -> str | None:
-        """The call that is never done, since a rank has left that has not made it, as a message, or None."""
+        """Message about a call that can never finish because a rank left without making it, or None."""
         call = self._calls + self._waits_on_board
         if call == self._calls and all(made == done for _, made, done, _ in (program.progress for program in list(self.programs.values()))):
             return None
@@ -491,17 +495,17 @@ class Group:
         return None
 
     def number(self, sizes: LastSizes) -> int:
-        """Gives the sizes of a program a number, by which other ranks name them."""
+        """Assigns a number to the sizes of a program, by which other ranks refer to them."""
         number = next(self._numbers)
         self._sizes[number] = sizes
         return number
 
     def announce(self, number: int = -1, call: int = 0, sizes: object = None) -> None:
-        """Tells the watchdogs of the other ranks of the next meeting: for these sizes of a call, or for the first call of a program."""
+        """Tells the watchdogs of the other ranks about the next meeting, for these sizes of a call or for a program's first call."""
         self._tell(lambda: self.meeting.announce(json.dumps((self.rank, self.compared_calls, number, call, sizes))))
 
     def diverged(self) -> str | None:
-        """A message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
+        """Message if this rank has begun a call before which another rank waits for it in a meeting; otherwise None."""
         if (announced := self.meeting.announced()) is None:
             return None
         meeting, text = announced
@@ -512,14 +516,14 @@ class Group:
         difference = sizes.differ_from(rank, call, given) if sizes else None
         if difference is None and self.compared_calls > calls:
             difference = other_call(rank, self.rank, calls + 1)
-        return difference if self.meeting.number < meeting else None  # read last: a rank meets the others before it begins the call
+        return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
 
     def progress(self) -> str:
-        """The number of calls that this rank has made and completed, for each program."""
+        """Number of calls that this rank has made and completed, for each program."""
         states = [program.progress for program in list(self.programs.values())]
         return "; ".join(f"{name}: {made} calls, {done} done" for name, made, done, _ in states) or "no call"
 
-    # --- making
+    # --- construction
 
     def _seat(self, provider: Provider, store: Store, world: World) -> Meeting:
         if isinstance(provider, Threads):
@@ -558,7 +562,7 @@ on_end(_interrupt_all)
 
 
 def _after_fork() -> None:
-    """The parent is the rank, not this process, which must not say goodbye to the others."""
+    """Marks all groups as unusable in a forked child. The parent remains the rank, so the child must not say goodbye."""
     for group in list(_all):
         group.leave_to_parent()
     _process_groups.clear()
@@ -579,11 +583,11 @@ def _close_all() -> None:
 
 
 def _ended_by() -> str | None:
-    """The exception by which this process ends, if it does; not one that a user at a prompt has seen."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # processes of multiprocessing end while it is raised
+    """Exception by which this process ends, or None. At an interactive prompt the user has seen it already, so it does not count."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # processes of multiprocessing end while it propagates
     if error is None or hasattr(sys, "ps1") or (isinstance(error, SystemExit) and not error.code):
         return None
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run what is registered with atexit
+Finalize(None, _close_all, exitpriority=10)  # processes of multiprocessing do not run atexit handlers

@@ -1,4 +1,4 @@
-"""Programs as custom calls of XLA, for jax.jit: what `Program.as_jax_ffi` gives."""
+"""Programs as custom calls of XLA for jax.jit: implements `Program.as_jax_ffi`."""
 
 import ctypes
 import threading
@@ -23,17 +23,17 @@ from hostweave.targets.target import CPU_DEVICE, find_target
 from hostweave.types.numpy_dtypes import dtype_of_name, numpy_dtype
 from hostweave.types.tensor import DType, local_outputs
 
-Program = Any  # of hostweave.api
+Program = Any  # hostweave.api.Program
 Array = Any
 Places = tuple[tuple[tuple[int, ...], DType], ...]  # shapes and dtypes
 
-_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # as XLA calls our targets
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # XLA's names of the targets
 _LIBRARY = "libhostweave_jax.so"
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What one custom call of a traced function does."""
+    """One custom call of a traced function."""
 
     program: Program
     group: Group
@@ -49,12 +49,12 @@ class _Call:
         self.program(*buffers[: len(self.inputs)], out=out if len(out) > 1 else out[0], stream=on, group=self.group)
 
 
-_calls: list[_Call] = []  # by key; functions that were compiled keep them
+_calls: list[_Call] = []  # by key; compiled functions refer to them forever
 _adding = renewed(threading.Lock())
 
 
 def jax_call(program: Program) -> Callable[..., Any]:
-    """The program as a function of JAX. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
+    """The program as a JAX function. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
     name, host = program.name, program._host
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.outputs if output.memory]:
@@ -108,7 +108,7 @@ def _place(name: str, parameter: Any, array: Array) -> tuple[tuple[int, ...], DT
 
 
 def _device(jax: Any, program: Program) -> int:
-    """Where JAX has this process's arrays."""
+    """Device on which JAX keeps this process's arrays."""
     backend, name = program.target.name, f"{program.name}: as_jax_ffi"
     try:
         devices = jax.local_devices(backend=backend)
@@ -126,7 +126,7 @@ def _device(jax: Any, program: Program) -> int:
 
 
 def _run(key: int, addresses: Any, stream: int | None, problem: int, size: int) -> int:
-    """Called by XLA's threads."""
+    """Runs a call. XLA calls it from its own threads."""
     try:
         _calls[key].run(addresses, stream)
         return 0
@@ -143,7 +143,7 @@ _native_run = ctypes.CFUNCTYPE(
 
 @cache
 def _register(jax: Any, target: str) -> str:
-    """The name of the custom call for programs of a target."""
+    """Registers the custom call for programs of a target, and returns its name."""
     library, name = _library(Path(jax.ffi.include_dir()), import_module("jaxlib").__version__), f"hostweave_jax_{target}"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library[name]), platform=_PLATFORMS[target])
     return name
@@ -151,7 +151,7 @@ def _register(jax: Any, target: str) -> str:
 
 @cache
 def _library(include: Path, version: str) -> ctypes.CDLL:
-    """Compiled on first use, with the headers of the JAX that is here. Raises BuildError where that fails."""
+    """Native handler, compiled on first use with the headers of the installed JAX. Raises BuildError if that fails."""
     toolchain = replace(find_target("cpu").toolchain(), include_folders=(include,), libraries=())
     made_by = *map(stamp_of, (BUILDER, RUNTIME)), toolchain.stamp, version
     files = [RUNTIME / "jax" / "ffi_handler.cpp"]

@@ -1,7 +1,7 @@
-"""Whether this process can run programs: not while its interpreter ends, nor after a fork from a process that ran some.
+"""Times when this process must not run programs: while its interpreter ends, and after a fork if the parent ran some.
 
-A thread that is inside the runtime when the interpreter is taken apart could never come back: Python ends such threads where they ask
-for the GIL, in the midst of C++. So what runs is stopped before, and nothing begins any more.
+A thread inside the runtime while the interpreter shuts down could never return: Python ends such threads when they request the
+GIL, in the middle of C++. So running calls are stopped first, and no new ones begin.
 """
 
 import os
@@ -15,15 +15,15 @@ from hostweave.base.interrupts import LOOK, expect_not_interrupted
 _PATIENCE = 15.0  # seconds for calls to stop
 
 _interrupts: list[Callable[[], None]] = []
-_used = False  # threads and devices, by this process or by the one that it was forked from
+_used = False  # true if this process, or the parent that it was forked from, has used threads or devices
 _forked = False
 
 
 class _Calls:
-    """The calls of the runtime that wait for devices or other ranks; `with calls:` is around each."""
+    """Calls of the runtime that wait for devices or other ranks. Each is inside `with calls:`."""
 
     def __init__(self) -> None:
-        self._inside: dict[int, int] = {}  # how many of them a thread is in; each thread writes its own entry
+        self._inside: dict[int, int] = {}  # nesting depth by thread; each thread writes its own entry
         self.ending = False
 
     def __enter__(self) -> None:
@@ -44,7 +44,7 @@ class _Calls:
             self._inside.pop(thread, None)
 
     def end(self) -> None:
-        """Stops the calls of other threads. An interrupt may have left an entry of this one, which is here."""
+        """Stops the calls of other threads. An interrupted call of this thread may have left an entry, which is ignored."""
         self.ending = True
         for interrupt in _interrupts if self._others else ():
             interrupt()
@@ -61,16 +61,19 @@ calls = _Calls()
 
 
 def expect_going_on() -> None:
-    """Raises ExecutionError where the interpreter is about to end, Interrupted where nobody waits. Asked by calls that wait, too."""
+    """Raises ExecutionError if the interpreter is about to end, Interrupted if no thread waits for the result.
+
+    Waiting calls poll it too.
+    """
     if calls.ending:
         raise ExecutionError("the interpreter is ending; join the threads that run programs before")
     expect_not_interrupted()
 
 
 def expect_own_devices() -> None:
-    """Raises ExecutionError where the devices are those of the process that this one was forked from. Else they are used from now on.
+    """Raises ExecutionError if the parent of this forked process ran programs. Otherwise marks devices as used.
 
-    Asked before anything is imported or made: another thread may have been in the midst of that when this process was forked.
+    Call it before anything is imported or made: another thread may have been in the middle of that at the fork.
     """
     global _used
     if _forked:
@@ -79,14 +82,14 @@ def expect_own_devices() -> None:
 
 
 def on_end(interrupt: Callable[[], None]) -> None:
-    """Has `interrupt` called where calls are under way when the interpreter ends, to stop those that do not ask."""
+    """Registers `interrupt`, called at the end of the interpreter if calls are running, to stop those that do not poll."""
     _interrupts.append(interrupt)
 
 
 def _after_fork() -> None:
     global _forked
     _forked = _used
-    calls.__init__()  # type: ignore[misc]  # threads that were inside are not here
+    calls.__init__()  # type: ignore[misc]  # the parent's threads do not exist here
 
 
 os.register_at_fork(after_in_child=_after_fork)

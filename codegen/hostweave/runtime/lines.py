@@ -1,4 +1,4 @@
-"""The user's line of an error that names a line of the generated program."""
+"""Source lines of the user in errors that name a line of the generated program."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import ModuleType
 from hostweave.base.errors import ExecutionError
 
 _PLACE = re.compile(r"\(program\.cpp:(\d+)\)")
-_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # above what a line of the user's became
+_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the code of a source line
 
 
 def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
-    """Puts the user's line before each line of `program.cpp` that the error names, if the file says it."""
+    """Inserts the user's source line before each line of `program.cpp` that the error names, if program.cpp has a comment with it."""
     if not _PLACE.search(str(error)) or module.__file__ is None:
         return
     try:

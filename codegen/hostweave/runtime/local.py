@@ -1,4 +1,4 @@
-"""A program on this rank of a group: what `program(*local_arrays)` does."""
+"""A program on this rank of a group: implements `program(*local_arrays)`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from hostweave.types.tensor import block_shape, holds
 
 T = TypeVar("T")
 
-LONGEST = 4096  # calls between two meetings for graphs, at most
-SPARE = 8  # of so many calls one may have arrays that are new
+LONGEST = 4096  # maximum number of calls between two decisions on graphs
+SPARE = 8  # one in so many calls may have new arrays
 
-_building = renewed(threading.Lock())  # ranks that are threads want the module at the same time
+_building = renewed(threading.Lock())  # ranks that are threads need the module at the same time
 
 
 class LocalProgram:
@@ -53,11 +53,12 @@ class LocalProgram:
         lacks: str = "",
         family: object = None,
     ):
-        """`module` builds and loads it where that is not done. `family` is an object that the variants of a program share. Where a rank
-        `lacks` calls of a library, for the reason given, no channel is made, and all ranks have that reason as `out_of_reach`.
+        """`module` builds and loads the native module on first use. The variants of a program share the object `family`.
 
-        Raises ArgumentError where the group cannot run the program, ExecutionError where its ranks do not agree on it,
-        CaptureError where the stream of the first call is being captured."""
+        A rank `lacks` calls of a library for the reason given. No channel is made if some rank has such a reason; all ranks then
+        have it as `out_of_reach`. Raises ArgumentError if the group cannot run the program. Raises ExecutionError if the ranks
+        disagree on it. Raises CaptureError if the stream of the first call is being captured.
+        """
         group.expect_working()
         self._host, self._target, self._group = host, target, group
         self._meets = group.count > 1 and (group.in_process or options.verify_calls)
@@ -70,8 +71,8 @@ class LocalProgram:
         self._makes = [holds(output.type, host.mesh, group.rank) and not output.memory for output in host.outputs]
         self._waits_for = _first_communication(host)
         self._intent = CallSignature(host.name, str(host.mesh), key_of(host.code, repr(options), target.name))
-        self._ready_for: Any = None  # the shapes of the last call
-        self._bound_spans: tuple[Span, ...] = ()  # of all ranks, in the last call
+        self._ready_for: Any = None  # shapes of the last call
+        self._bound_spans: tuple[Span, ...] = ()  # of all ranks, for the last call
         self._outputs: list[Shape] = []
         self._native_schedule: tuple[Schedule, Any] | None = None
 
@@ -92,10 +93,10 @@ class LocalProgram:
         self._device = self._target.device_of_arrays(self._member)
         self._arguments = Arguments(host, self._target, group.rank, self._device, self.module.Table, self._meets, group.windows)
         self._native: Any = None if lacking else group.connected(self._member, self.module, options.tune)
-        # Why its ranks cannot reach each other's memory; the same on all.
+        # Reason why ranks cannot reach each other's memory, or ""; the same on all.
         self.out_of_reach: str = lacking[0] if lacking else self._why_out_of_reach()
         self._measured = Measured(self.module, self._target.device_name()) if options.tune else None
-        self._asks = True  # the other ranks for what they have measured, when plans are made next: at a time when all ranks make some
+        self._asks = True  # exchange measured algorithms when plans are made next; true only when all ranks make plans
         compares = self._waits_for and group.can_meet and not (group.in_process or options.verify_calls)
         self._compared = None
         if compares:
@@ -103,11 +104,11 @@ class LocalProgram:
                 last = group.last_sizes[family] = LastSizes(group)
             sizes_of = partial(_sizes_of, host, self._arguments)
             self._compared = ComparedSizes(host, group, self._intent, self._waits_for, sizes_of, last)
-        # On the CPU target a call ends when all ranks have made it.
+        # On the CPU target a call returns only when all ranks have made it.
         self._run = group.run if target.is_asynchronous else group.run_and_wait
 
     def _why_out_of_reach(self) -> str:
-        """The first reason of any rank, of which some may be on channels whose ranks do reach each other."""
+        """First reason of any rank why peers cannot reach each other's memory. Only some channels may be affected."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
         if not self._host.memory_transports:
             return why
@@ -115,17 +116,17 @@ class LocalProgram:
 
     @property
     def progress(self) -> tuple[str, int, int, float]:
-        """The program's name, calls made, calls done, and for how many seconds the first of the others has been waited for."""
+        """The program's name, calls made, calls done, and seconds that the oldest unfinished call has taken."""
         native = self._native
         return self._host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def close(self) -> None:
-        """Frees what the program holds on the rank, when the call that uses it is done."""
+        """Frees what the program holds on the rank, after the current call."""
         self._native = self._member = None
         self._arguments.tables.clear()
 
     def _open(self) -> tuple[Any, Any]:
-        """The program and the rank in the runtime, for one call. Raises ExecutionError if another thread has closed them."""
+        """Native program and rank for one call. Raises ExecutionError if another thread has closed them."""
         native, member = self._native, self._member
         if native is None or member is None:
             self._group.expect_working()
@@ -133,13 +134,13 @@ class LocalProgram:
         return native, member
 
     def __call__(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Any:
-        """Calls the program with the rank's arrays, as `Program` says."""
+        """Calls the program with the rank's arrays; see `Program`."""
         with self._group.calling:
             _, outputs, _ = self._call(bound, arrays, out, stream, sizes)
         return self._given_back(bound, arrays, outputs) if out is None else out
 
     def prepare(self, bound: Bound, sizes: Sequence[Mapping[str, int]]) -> None:
-        """Makes what calls of these global sizes need, as `Program.prepare` says."""
+        """Prepares calls of these global sizes; see `Program.prepare`."""
 
         mesh, rank = self._host.mesh, self._group.rank
 
@@ -149,7 +150,7 @@ class LocalProgram:
             if self._compared:
                 self._compared.compare_prepared(global_shapes)
                 self._asks = True
-            global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # so that memory is taken once
+            global_shapes.sort(key=lambda shapes: -sum(map(prod, shapes)))  # largest first, so that memory grows once
             for shapes in global_shapes:
                 expect_divided(self._host, shapes)
             native, _ = self._open()
@@ -185,7 +186,7 @@ class LocalProgram:
                 self._open()
                 handle = self._arguments.handle(stream, taken.library)
                 self._compare(taken, shapes)
-                if self._meets and not self._target.is_asynchronous:  # which would take a rank that is late for one that never comes
+                if self._meets and not self._target.is_asynchronous:  # the CPU device would take a late rank for one that never comes
                     self._agreed(lambda: taken, self._group.call_timeout)
                 self._begin(taken, name, member, native.launch, graph, handle, self._schedule())
 
@@ -198,12 +199,12 @@ class LocalProgram:
     def _call(
         self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None
     ) -> tuple[Taken, Sequence[Output], tuple[int, ...]]:
-        """Makes a call. Returns also the outputs that were made for it, and where all of them are."""
+        """Makes a call. Also returns the new outputs and the addresses of all outputs."""
         try:
             return self._steps_of_call(bound, arrays, out, stream, sizes)
         except Exception:
             raise
-        except BaseException as interruption:  # between two steps
+        except BaseException as interruption:  # it may strike between two steps
             self._fail_by(interruption)
             raise
 
@@ -230,7 +231,7 @@ class LocalProgram:
         return taken, outputs, addresses
 
     def _begin(self, taken: Taken, *call: Any) -> None:
-        """Makes a call that all ranks make, whose sizes they have compared."""
+        """Makes a call that all ranks make, after they have compared its sizes."""
         if self._compared:
             self._compared.begin(taken)
         try:
@@ -241,7 +242,7 @@ class LocalProgram:
             raise
 
     def _decide_graphs(self, common: CommonGraphs, native: Any, taken: Taken, addresses: tuple[int, ...]) -> None:
-        """Decides with the other ranks whether this call and those that follow are graphs; not where one of them cannot capture it."""
+        """Decides with the other ranks if this call and the following ones are graphs. They are not if some rank cannot capture."""
         unseen = native.unseen
         wants = common.wants(unseen) and (common.agreed or self._can_capture(native, taken, addresses))
         answers = self._gathered("graphs", str(wants), self._waits_for, self._group.call_timeout)
@@ -257,7 +258,7 @@ class LocalProgram:
         return True
 
     def _given_back(self, bound: Bound, arrays: Sequence[Array], outputs: Sequence[Output]) -> Any:
-        """Results for the caller. A donated input gives the caller's array, or a view of it if the result has its dims in another order."""
+        """Results for the caller. A donated input gives the caller's array, or a reshaped view if the result has other dims."""
         given = dict(zip((p.name for p in bound.free), arrays, strict=True))
         results = tuple(
             _shaped(given[p.memory], shape) if p.memory else output[0].give(output[1]) if output else None
@@ -273,7 +274,7 @@ class LocalProgram:
             self._expect_fitting(taken.given[1])
             return (), taken.given[0]
         except BaseException as error:
-            if self._meets:  # the others are on their way
+            if self._meets:  # the others are about to call
                 self._group.fail(f"rank {self._group.rank}: {reason_of(error)}")
             raise
 
@@ -285,14 +286,14 @@ class LocalProgram:
             taken = take()
         ready_for = _shapes_of(taken)
         changed = self._ready_for != ready_for
-        if changed:  # before ranks compare: a variant without loops, which takes the call then, does so
+        if changed:  # before ranks compare: a variant without loops may take the call, and then compares
             self._expect_divided(taken)
         self._compare(taken, ready_for)
         if changed:
             before, self._ready_for = self._ready_for, None
             try:
                 self._prepare(native, taken, self._arguments.global_shapes(taken))
-            except CaptureError:  # nothing was done
+            except CaptureError:  # nothing was changed
                 self._ready_for = before
                 raise
             self._ready_for = ready_for
@@ -301,12 +302,12 @@ class LocalProgram:
     # --- with the other ranks
 
     def _compare(self, taken: Taken, shapes: object) -> None:
-        """Compares the sizes of a call with those of the other ranks, unless these shapes are the last call's."""
+        """Compares the sizes of a call with those of the other ranks, unless the shapes are those of the last call."""
         if self._compared and self._compared.compare(taken, shapes):
             self._asks = True
 
     def _ready_together(self, take: Callable[[], Taken], native: Any) -> Taken:
-        """Ranks tell each other what they have bound only when that has changed."""
+        """Checks a call together with the other ranks. Bound inputs are exchanged only if they have changed."""
         timeout = self._group.call_timeout
         taken, signatures = self._agreed(take, timeout)
         ready_for = tuple((signature.bound, signature.shapes) for signature in signatures)
@@ -334,7 +335,7 @@ class LocalProgram:
         return taken
 
     def _agreed(self, step: Callable[[], T], timeout: float) -> tuple[T, list[CallSignature]]:
-        """Does what may fail on some ranks only, and tells the others. Either all go on, or all raise."""
+        """Runs a step that may fail on some ranks only, and tells the others. Either all ranks continue, or all raise."""
         result, error = None, None
         try:
             result = step()
@@ -352,7 +353,7 @@ class LocalProgram:
         return result, signatures
 
     def _fail_by(self, interruption: BaseException) -> None:
-        """Fails the group if other ranks are on their way to where this one does not come."""
+        """Fails the group if other ranks are about to wait for this one."""
         if self._group.count > 1:
             self._group.fail(f"rank {self._group.rank}: {reason_of(interruption)}")
 
@@ -379,10 +380,11 @@ class LocalProgram:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Inside, plans are made. Ranks that are processes all take what one of them has measured, now or before.
+        """Inside, plans are made. Ranks that are processes all use the algorithms that one of them has measured, now or before.
 
-        They ask each other at their first plans and for sizes that all compare. They do not ask if one rank alone has other arrays, since
-        plans of the same sizes measure nothing new. Ranks of a program without communication ask at the first plans only.
+        Ranks exchange algorithms at their first plans, and for sizes that all of them compare. If only this rank has other
+        arrays, nothing is exchanged, since plans of the same sizes measure nothing new. Ranks of a program without communication
+        exchange at the first plans only.
         """
 
         def gathered(record: str) -> list[str]:
@@ -399,14 +401,14 @@ class LocalProgram:
         self._asks = False
 
     def _gathered(self, what: str, record: str, waits_for: str, timeout: float) -> list[str]:
-        """The records of all ranks."""
+        """Records of all ranks."""
         signature = CallSignature(f"{self._host.name}: {what}", str(self._host.mesh), "", bound=record)
         return [one.bound for one in self._group.agree(signature, waits_for, timeout)]
 
     # --- outputs
 
     def _made(self, taken: Taken, on_given_stream: bool) -> list[Output]:
-        """New outputs, for use on the stream of the call; None for those that take over an input."""
+        """New outputs, for use on the stream of the call. None for an output in a donated input."""
         held, library = self._makes, taken.library
         if library is None:
             if any(held):
@@ -440,55 +442,55 @@ class LocalProgram:
 
 
 class CommonGraphs:
-    """Whether a call is a graph where ranks signal each other, by `Options(graph="auto")`, which all decide together: signals of graphs are
-    counted apart from those of calls.
+    """Agreement of all ranks, for `Options(graph="auto")`, to run calls as graphs. Used if ranks signal each other.
 
-    A rank knows of its own arrays alone whether they come again. But all make the same calls. So the ranks meet before calls 3, 5, 9, 17
-    and so on, where each says whether its calls since the last time had arrays that it knew, but for a few. Where all say so, calls are
-    graphs until the next time, on every rank: for arrays that are new it captures one. Where one does not, they are calls until then.
+    Signals of graphs are counted separately from those of calls, so all ranks must decide alike. A rank only knows if its own
+    arrays repeat, but all ranks make the same calls. So the ranks meet before calls 3, 5, 9, 17 and so on. Each says if nearly
+    all of its calls since the last meeting used arrays that it had seen. If all say so, calls are graphs until the next meeting;
+    a rank captures a new graph for new arrays. Otherwise they are plain calls until then.
     """
 
     def __init__(self) -> None:
         self.agreed = False
         self._calls, self._meets_after = 0, 2
-        self._before = 1, 1  # calls, and those with new arrays, that were judged: the first, which nobody knew
+        self._before = 1, 1  # calls, and calls with new arrays, at the last vote; the first call is always new
 
     @property
     def is_due(self) -> bool:
         return self._calls >= self._meets_after
 
     def count(self) -> None:
-        """A call that all ranks make."""
+        """Counts a call that all ranks make."""
         self._calls += 1
 
     def wants(self, unseen: int) -> bool:
-        """What this rank says, of whose calls so many had new arrays."""
+        """Vote of this rank. `unseen` is its number of calls with new arrays so far."""
         calls, new = self._calls - self._before[0], unseen - self._before[1]
         return new * SPARE <= calls
 
     def decide(self, wanted: Sequence[bool], unseen: int) -> None:
-        """With what all ranks say."""
+        """Sets the decision from the votes of all ranks."""
         self.agreed = all(wanted)
         self._before = self._calls, unseen
         self._meets_after = self._calls + min(self._calls, LONGEST)
 
 
 class Captured:
-    """A call with fixed arrays, captured as a CUDA graph. Made by `Program.capture`.
+    """A call with fixed arrays, captured as a CUDA graph. `Program.capture` makes it.
 
-    Calling it computes `outputs` anew from what its input arrays hold. Each call writes the same memory. Several threads therefore
-    take turns by `with step:` around the call and all use of its inputs and outputs.
+    Calling it recomputes `outputs` from the current values of its input arrays. Each call writes the same memory. So several
+    threads must take turns: put the call, and all use of its inputs and outputs, inside `with step:`.
 
     Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
     """
 
     def __init__(self, launch: Callable[[Any], None], inputs: object, outputs: Callable[[], Any]):
-        self.launch = launch  # on a stream, or None; without a look at the outputs
-        self._inputs = inputs  # whose memory the graph reads
+        self.launch = launch  # takes a stream or None
+        self._inputs = inputs  # keeps the memory that the graph reads
         self._outputs = outputs
         self._turn = threading.RLock()
-        self._turns = 0  # that the thread in `with` has entered
-        self._last: tuple[threading.Thread, bool] | None = None  # that launched it, and whether by turns
+        self._turns = 0  # nesting depth of `with` in the current thread
+        self._last: tuple[threading.Thread, bool] | None = None  # thread of the last launch, and True if it was inside `with`
 
     def __enter__(self) -> Captured:
         self._turn.acquire()
@@ -501,15 +503,15 @@ class Captured:
 
     @property
     def outputs(self) -> Any:
-        """The array that the last launch wrote, or a tuple of them. They are always in the same memory."""
+        """Array that the last launch wrote, or a tuple of them. They are always in the same memory."""
         return self._outputs()
 
     def __call__(self, *arrays: NoReturn, stream: Any = None) -> Any:
-        """Launches the graph as a call of the program is enqueued: after what `stream` holds, by default the library's current one.
+        """Launches the graph, ordered as a call of the program: after all work on `stream`, by default the library's current one.
 
-        Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError where the group has failed or
-        the program is closed, or another thread launches it without `with step:`, CaptureError where the stream is being captured
-        itself, ArgumentError for arrays.
+        Returns `outputs`. On the CPU target it returns when the call is done. Raises ExecutionError if the group has failed, if
+        the program is closed, or if another thread launches it without `with step:`. Raises CaptureError if the stream is being
+        captured. Raises ArgumentError if arrays are passed.
         """
         if arrays:
             raise ArgumentError("a captured call takes no arrays: it reads those that it was captured with; write new values there")
@@ -530,12 +532,12 @@ def _shapes_of(taken: Taken) -> object:
 
 
 def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> Sizes:
-    """The sizes of a call. No method of the program: it would refer to itself, and live until Python looks for cycles."""
+    """Sizes of a call. A function, not a method, so that the program has no reference cycle and is freed at once."""
     return Sizes(taken.all_shapes, arguments.global_shapes(taken) or tuple(_even_shapes(host, taken.all_shapes)))
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes of the global arrays of which each rank holds blocks of these shapes."""
+    """Shapes of the global arrays, if every rank holds blocks of these shapes."""
     return [
         tuple(size * p.type.mesh_in(host.mesh).size_of(dim.axes) for dim, size in zip(p.type.dims, shape, strict=bool(shape)))
         for p, shape in zip(host.inputs, shapes, strict=True)
@@ -543,7 +545,7 @@ def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
-    """The native stream of a call with these arrays, 0 where there is no telling before it is checked."""
+    """Native stream of a call with these arrays, or 0 if it is unknown before the arrays are checked."""
     try:
         if (handle := target.stream(stream)) is not None:
             return handle
@@ -557,7 +559,7 @@ def stream_of_call(target: Target, stream: Any, arrays: Sequence[Array]) -> int:
 
 
 def _first_communication(host: HostProgram) -> str:
-    """What a rank waits at where others do not come."""
+    """Description of the first communication, at which a rank waits if others do not come."""
     instruction = next((i for i in walk(dedupe_functions(host).body) if isinstance(i, Communication)), None)
     if instruction is None:
         return ""

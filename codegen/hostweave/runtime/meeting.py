@@ -1,7 +1,7 @@
-"""Exchanges on the host: each rank of a group contributes a record, and all receive the records of all.
+"""Exchanges between ranks on the host: each rank contributes a record, and all receive the records of all.
 
-A failure that one rank tells ends the waiting of the others. A record is the signature of a call, by which ranks detect that they are
-about to make different ones.
+A failure that one rank reports ends the waits of the others. A record is the signature of a call, so ranks detect that they are
+about to make different calls.
 """
 
 from __future__ import annotations
@@ -15,72 +15,72 @@ from typing import NamedTuple
 
 from hostweave.runtime.stores import MemoryStore, Store, TcpStore
 
-_LOOK = 0.25  # seconds between looks at whether another rank has failed
-_LEFT = "-1 left"  # in place of a record; how many calls the rank has made comes after
+_LOOK = 0.25  # seconds between checks for a failure of another rank
+_LEFT = "-1 left"  # replaces a record; followed by the number of calls that the rank has made
 
 
 class PeerLost(Exception):
-    """Timed out while waiting for some ranks."""
+    """Timeout while waiting for some ranks."""
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = tuple(ranks)
 
 
 class Failed(Exception):
-    """Another rank has failed; the reason begins with which."""
+    """Failure of another rank. The message begins with that rank."""
 
 
 class Meeting:
-    """One rank's seat in the meetings of its group. Once a meeting has failed, the group is to be made again.
+    """One rank's endpoint for the meetings of its group. After a failed meeting the group must be made again.
 
-    This is the seat of a rank that has no way to meet the others: it takes it that they do as it does.
+    This base class is for ranks that cannot exchange messages. It assumes that the other ranks do the same as this one.
     """
 
     @property
     def waits_at_store(self) -> bool:
-        """True if `failure` waits without asking again and again."""
+        """True if `failure` blocks without polling."""
         return False
 
     def __init__(self, rank: int, count: int):
         self._rank, self._count = rank, count
-        self.number = 0  # of meetings that this rank has come to
+        self.number = 0  # number of meetings that this rank has joined
 
     def gather(self, record: str, timeout: float) -> list[str]:
-        """The records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed where another rank has failed."""
+        """Returns the records of all ranks, by rank. Raises PeerLost after `timeout` seconds, Failed if another rank has failed."""
         return [record] * self._count
 
     def fail(self, reason: str) -> None:
-        """Tells the others that the group has failed. The first reason counts."""
+        """Reports to the others that the group has failed. The first reason counts."""
 
     def leave(self, calls: int) -> None:
-        """Tells the others not to wait for this rank any more, which has made so many calls."""
+        """Tells the others that this rank leaves after `calls` calls, so that they do not wait for it."""
 
     def left(self) -> dict[int, int]:
-        """The ranks that have left, and how many calls each of them has made."""
+        """Ranks that have left -> number of calls that each made."""
         return {}
 
     def failure(self, timeout: float = 0) -> str | None:
-        """Why the group has failed, as some rank told. Waits up to `timeout` seconds for a reason."""
+        """Reason why the group has failed, as some rank reported. Waits up to `timeout` seconds for a reason."""
         time.sleep(timeout)
         return None
 
     def announce(self, text: str) -> None:
-        """Tells the watchdogs of the others of the next meeting, to which this rank goes."""
+        """Tells the watchdogs of the others that this rank goes to the next meeting."""
 
     def announced(self) -> tuple[int, str] | None:
-        """The number of the meeting that was announced last, and what was said of it."""
+        """Number of the last announced meeting, and the text of the announcement."""
         return None
 
     def note(self, text: str) -> None:
-        """Leaves word for the others of how far this rank came."""
+        """Publishes the progress of this rank."""
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        """Notes that the ranks have left. Waits up to `timeout` seconds for those whose process or thread has not ended."""
+        """Progress of all ranks. Waits up to `timeout` seconds for ranks whose process or thread has not ended."""
         return [None] * self._count
 
 
 class StoreMeeting(Meeting):
-    """By way of a store. Its keys are used again, so that it does not grow."""
+    """Meetings through a store. Keys are reused, so that the store does not grow."""
 
     def __init__(self, store: Store, prefix: str, rank: int, count: int):
         super().__init__(rank, count)
@@ -91,7 +91,7 @@ class StoreMeeting(Meeting):
         return isinstance(self._store, TcpStore | MemoryStore)
 
     def wills(self) -> dict[str, str]:
-        """The values that are to be set when this rank's process ends without `leave`."""
+        """Values that the store sets if this rank's process ends without `leave`."""
         reason = f"rank {self._rank}: its process has ended"
         return {f"{self._prefix}/{key}": reason for key in ("failed", f"ended/{self._rank}")}
 
@@ -102,7 +102,7 @@ class StoreMeeting(Meeting):
         try:
             if self._rank == 0:
                 records = [self._await(f"record/{rank}", deadline) for rank in range(self._count)]
-                if reason := self.failure():  # some may have given up waiting for this rank
+                if reason := self.failure():  # some may have timed out waiting for this rank
                     raise Failed(reason)
                 self._set("records", f"{self.number} {json.dumps(records)}")
                 return records
@@ -149,7 +149,7 @@ class StoreMeeting(Meeting):
         return [note(rank) for rank in range(self._count)]
 
     def _await(self, key: str, deadline: float) -> str:
-        """The record of the present meeting."""
+        """Waits for a record of the current meeting."""
         pause = 0.0002
         look_at = time.monotonic() + _LOOK
         while True:
@@ -185,21 +185,21 @@ class StoreMeeting(Meeting):
 
 
 class Table:
-    """What the threads of one world share to meet."""
+    """Shared state through which the threads of one world meet."""
 
     def __init__(self, threads: Sequence[threading.Thread | None]):
         self.threads = tuple(threads)  # by rank
         self.changed = threading.Condition()
-        self.number = 0  # of meetings that are over
-        self.records: dict[int, str] = {}  # of the present one
-        self.result: list[str] = []  # of the last one
-        self.left: dict[int, int] = {}  # how many calls each rank has made that has left
-        self.absent: list[int] = []  # when the first rank gave up waiting, which the others do then too
+        self.number = 0  # number of finished meetings
+        self.records: dict[int, str] = {}  # of the current meeting
+        self.result: list[str] = []  # of the last meeting
+        self.left: dict[int, int] = {}  # rank that has left -> number of calls that it made
+        self.absent: list[int] = []  # absent ranks when the first rank timed out; the others then time out too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
 
     def finish(self) -> None:
-        """Ends a meeting, all being here."""
+        """Ends a meeting after all ranks have come."""
         self.result = [record for _, record in sorted(self.records.items())]
         self.records = {}
         self.number += 1
@@ -212,7 +212,7 @@ class Table:
 
 
 class ThreadMeeting(Meeting):
-    """Among the threads of one process. It also sees when a thread has ended."""
+    """Meetings among the threads of one process. It also detects threads that have ended."""
 
     @property
     def waits_at_store(self) -> bool:
@@ -240,7 +240,7 @@ class ThreadMeeting(Meeting):
             return table.result
 
     def _wait(self, deadline: float) -> None:
-        """For another rank to come, a little while. Raises Failed where one never will."""
+        """Waits briefly for another rank to come. Raises Failed if one never will."""
         table = self._table
         absent = [rank for rank in range(self._count) if rank not in table.records]
         if gone := next(filter(None, map(self._gone, absent)), None):
@@ -253,7 +253,7 @@ class ThreadMeeting(Meeting):
             table.changed.notify_all()
 
     def _gone(self, rank: int) -> str | None:
-        """Why a rank will not come, if that is certain."""
+        """Reason why a rank will never come, or None."""
         thread = self._table.threads[rank]
         if rank in self._table.left:
             return f"rank {rank} has left"
@@ -295,7 +295,7 @@ Shape = tuple[int, ...]
 
 
 class Span(NamedTuple):
-    """The bytes of an argument, in the memory of the rank's process."""
+    """Byte range of an argument in the memory of the rank's process."""
 
     begin: int
     end: int
@@ -306,16 +306,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSignature:
-    """A program that a rank is about to make ready or to call; `error` says why it cannot."""
+    """A program that a rank is about to prepare or call. `error` is the reason if it cannot."""
 
     program: str
     mesh: str
-    digest: str  # of all that decides what the program does
-    shapes: tuple[Shape, ...] = ()  # of the rank's inputs, in a call
-    spans: tuple[Span, ...] = ()  # of the rank's arguments, where ranks share the memory of one process
+    digest: str  # of everything that determines the program
+    shapes: tuple[Shape, ...] = ()  # of the rank's inputs, for a call
+    spans: tuple[Span, ...] = ()  # of the rank's arguments, if ranks are threads of one process
     error: str = ""
-    bound: str = ""  # a digest of the inputs that are bound, which shapes and spans are then without
-    windows: tuple[tuple[int, int], ...] = ()  # where arguments lie in memory that ranks share
+    bound: str = ""  # digest of the bound inputs, which shapes and spans omit
+    windows: tuple[tuple[int, int], ...] = ()  # places of arguments in windows
     call: int = 0  # number of the call of the program whose sizes are compared
 
     def __str__(self) -> str:
@@ -335,7 +335,7 @@ class CallSignature:
 
 
 def disagreement(signatures: Sequence[CallSignature]) -> str | None:
-    """In what some rank differs from rank 0, or what keeps it from going on; None where they can all go on together."""
+    """First difference of some rank from rank 0, or the error of a rank. None if all can continue."""
     first = signatures[0]
     for rank, signature in enumerate(signatures):
         if signature.error:

@@ -1,4 +1,4 @@
-"""Providers: the rank of this process or thread, and the store of the group. One small class for each way to start ranks."""
+"""Providers of a rank and of the group's store: one small class for each way to start ranks."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ from hostweave.runtime.stores import Address, MemoryStore, Store, TcpServer, Tcp
 
 T = TypeVar("T")
 
-_servers: dict[str, TcpServer] = {}  # that this process keeps, by job, until it ends
+_servers: dict[str, TcpServer] = {}  # servers of this process by job, until it ends
 _servers_lock = renewed(threading.Lock())
 _PATIENCE = 10.0  # seconds for the threads of ranks to end after an interrupt
 MOST_THREADS = 1024
 
 
 class Provider(Protocol):
-    """What `hw.init` asks for the rank, and for a store in which the ranks exchange messages. An application may bring its own."""
+    """Interface through which `hw.init` gets the rank, and a store for messages between ranks. Applications may implement it."""
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
         """This rank of the group, and the number of ranks."""
 
     def store(self, group: str, timeout: float) -> Store | None:
-        """The store of the group, connected within `timeout` seconds, or None if the ranks have none.
+        """Store of the group, connected within `timeout` seconds, or None if the ranks have none.
 
-        It has `set(key, bytes)` and `get(key, timeout)`, which blocks until the key is set and raises TimeoutError.
-        Called on all ranks each time a group is made.
+        A store has `set(key, bytes)` and `get(key, timeout)`, which blocks until the key is set and raises TimeoutError. All
+        ranks call this each time a group is made.
         """
 
 
 class Threads:
-    """`count` threads of this process as ranks. `hw.init` is called in every thread with the same object; `run` starts the threads.
+    """`count` threads of this process as ranks. Call `hw.init` in every thread with the same object, or let `run` start the
+    threads.
 
-    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError for `count` below 1 or
-    above 1024.
+    A thread takes the first free rank; the rank is free again when the thread has ended. Raises ArgumentError if `count` is below
+    1 or above 1024.
 
     Example: `ys = hw.Threads(8).run(rank_main)`, where `rank_main(rank)` calls `hw.init(ranks)` and programs.
     """
@@ -61,8 +62,8 @@ class Threads:
             raise ArgumentError(f"hw.Threads: {count!r} ranks; a world has at least 1, and one of threads at most {MOST_THREADS}")
         self.count = count
         self.threads: list[threading.Thread | None] = [None] * count  # by rank
-        self.tables: dict[str, Table] = {}  # of the groups, by epoch
-        self.parts: dict[str, Threads] = {}  # of which a group of some of the ranks is made, by its name
+        self.tables: dict[str, Table] = {}  # of groups, by epoch
+        self.parts: dict[str, Threads] = {}  # providers of split groups, by name
         self.lock = threading.Lock()
         self._store = MemoryStore()
 
@@ -80,12 +81,12 @@ class Threads:
         return self._store
 
     def table(self, epoch: str) -> Table:
-        """Where the threads of a group meet."""
+        """Shared state through which the threads of a group meet."""
         with self.lock:
             return self.tables.setdefault(epoch, Table(self.threads))
 
     def part(self, name: str, ranks: Sequence[int]) -> Threads:
-        """Some of these threads, in this order: one object for all of them."""
+        """Some of these threads, in this order. All of them get the same object."""
         with self.lock:
             if name not in self.parts:
                 self.parts[name] = Threads(len(ranks))
@@ -93,7 +94,7 @@ class Threads:
             return self.parts[name]
 
     def fail(self, reason: str) -> None:
-        """Wakes all ranks that wait for others, which raise."""
+        """Wakes all ranks that wait for others; they raise."""
         with self.lock:
             self._store.fail(reason)
             for table in self.tables.values():
@@ -131,7 +132,7 @@ class Threads:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                ended.get()  # and not `join`: Python 3.11 takes a thread to have ended where that is interrupted
+                ended.get()  # not `join`: if it is interrupted, Python 3.11 considers the thread ended
         except BaseException as interruption:
             why = f"interrupted by {type(interruption).__name__}"
             interruptibly(lambda: self._end(threads, why))
@@ -143,7 +144,7 @@ class Threads:
         return results
 
     def _end(self, threads: Sequence[threading.Thread], why: str) -> None:
-        """Has ranks raise where they wait for others, and in their next call, and waits a while for their threads."""
+        """Makes ranks raise where they wait and in their next call, and waits briefly for their threads."""
         self.fail(why)
         deadline = time.monotonic() + _PATIENCE
         while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
@@ -151,7 +152,7 @@ class Threads:
 
 
 class Part:
-    """Some of the ranks of another provider, which are processes: ranks in this order."""
+    """Some of the ranks of another provider, which are processes, renumbered in this order."""
 
     def __init__(self, provider: Provider, rank: int, ranks: Sequence[int]):
         self._provider, self._rank, self._count = provider, ranks.index(rank), len(ranks)
@@ -165,12 +166,14 @@ class Part:
 
 @checked_arguments
 class Environment:
-    """Processes that torchrun, mpirun or srun started: ranks from its environment variables, and a store over TCP in rank 0's process.
+    """Processes that torchrun, mpirun or srun started: ranks come from environment variables, and rank 0 runs a TCP store.
 
-    The store listens on a port near MASTER_PORT, never on it, or on HOSTWEAVE_PORT, at MASTER_ADDR or HOSTWEAVE_BIND. Both ends
-    authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if the variables are incomplete.
+    The store listens at MASTER_ADDR or HOSTWEAVE_BIND, on HOSTWEAVE_PORT or a port near MASTER_PORT, never on MASTER_PORT itself.
+    Both ends authenticate each other with HOSTWEAVE_TOKEN. `environ` replaces os.environ. Raises ArgumentError if variables are
+    missing.
 
-    Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}))`.
+    Example: `hw.init(hw.Environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node0", "MASTER_PORT":
+    "29500"}))`.
     """
 
     def __init__(self, environ: Environ | None = None):
@@ -178,7 +181,7 @@ class Environment:
 
     @property
     def local_rank(self) -> int | None:
-        """The index of this process among those of its host, if the launcher says it."""
+        """Index of this process among those of its host, if the launcher sets it."""
         return self._launch.local_rank
 
     def rank_and_count(self, group: str) -> tuple[int, int]:
@@ -195,10 +198,10 @@ class Environment:
 
 @checked_arguments
 class TorchStore:
-    """The processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
+    """Processes of torch.distributed, with its default store or a given one. Nothing else of torch.distributed is used.
 
-    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then.
-    Raises ArgumentError if it has to be, and MissingPackage if PyTorch is not installed.
+    With a store, `rank` and `count` may be given too; torch.distributed need not be initialised then. Raises ArgumentError if
+    torch.distributed is needed and not initialised, MissingPackage if PyTorch is not installed.
 
     Example: `hw.init(hw.TorchStore())` after `torch.distributed.init_process_group("nccl")`.
     """
@@ -246,10 +249,10 @@ class _TorchKeys:
 
 @checked_arguments
 class MPI:
-    """The processes of an mpi4py communicator, MPI.COMM_WORLD by default.
+    """Processes of an mpi4py communicator, MPI.COMM_WORLD by default.
 
-    Rank 0 has a store over TCP; MPI sends the others its address and a random token, when `hw.init` is called on all ranks.
-    Raises MissingPackage if mpi4py is not installed.
+    Rank 0 runs a TCP store. MPI broadcasts its address and a random token when `hw.init` is called on all ranks. Raises
+    MissingPackage if mpi4py is not installed.
 
     Example: `hw.init(hw.MPI())`.
     """
@@ -283,10 +286,10 @@ class MPI:
 
 @checked_arguments
 class Communicators:
-    """NCCL communicators that the application has made and owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
+    """NCCL communicators that the application owns: `{"tp": pointer}`, or `{("dp", "tp"): pointer}` along two axes.
 
-    A pointer is an ncclComm_t as an int; it outlives the group. There is no store, so nothing compares the calls of the ranks: the
-    application makes sure that all ranks call the same programs.
+    A pointer is an ncclComm_t as an int, and must outlive the group. There is no store, so calls of the ranks are not compared:
+    the application must make sure that all ranks call the same programs.
 
     Example: `hw.init(hw.Communicators({"x": pointer}, rank, count))`.
     """
@@ -303,7 +306,7 @@ class Communicators:
 
 
 def _serve(job: str, addresses: Sequence[Address], token: str = "") -> TcpServer:
-    """The store of a job that this process keeps."""
+    """Starts the store of a job in this process, or returns the running one."""
 
     def serve() -> TcpServer:
         with _servers_lock:
@@ -321,7 +324,7 @@ def default_provider() -> Provider:
 
 @atexit.register
 def close_servers() -> None:
-    """Closes this process's stores at exit. A rank that is a little behind may still read the last records."""
+    """Closes this process's stores at exit, after a delay in which slower ranks may read the last records."""
     with _servers_lock:
         for server in _servers.values():
             server.close(linger=5)
@@ -329,14 +332,14 @@ def close_servers() -> None:
 
 
 def _after_fork() -> None:
-    _servers.clear()  # their threads are not here
+    _servers.clear()  # the parent's threads do not exist here
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses by which other hosts, and this one, may reach this process."""
+    """Names and addresses at which this process may be reachable from this and other hosts."""
     name = socket.gethostname()
     hosts = [name, socket.getfqdn()]
     with contextlib.suppress(OSError):
@@ -345,12 +348,12 @@ def _own_hosts() -> list[str]:
 
 
 # --- the environment variables of launchers ---------------------------------------------------------------------------
-# Of torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
+# Supports torchrun, mpirun (Open MPI, MPICH, Intel MPI) and srun.
 
 
 Environ = Mapping[str, str]
 
-# Far from the ports that people give to MASTER_PORT, and below those that the system gives out.
+# Away from usual values of MASTER_PORT, and below the ephemeral ports.
 _DEFAULT_PORT = 25000
 _PORT_OFFSET = 3000
 _PORTS = 16
@@ -358,7 +361,7 @@ _PORTS = 16
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names of a launcher's variables. It started this process where the first is set."""
+    """Names of a launcher's environment variables. The launcher started this process if `marker` is set."""
 
     marker: str
     rank: str
@@ -379,21 +382,21 @@ LAUNCHERS = (
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Launcher("PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
-    # A batch script that srun did not start has SLURM_PROCID too, but no step.
+    # A batch script outside srun has SLURM_PROCID too, but no step.
     Launcher("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
 )
 
 
 def launched(environ: Environ) -> bool:
-    """Whether a launcher started this process."""
+    """Returns True if a launcher started this process."""
     return any(launcher.marker in environ for launcher in LAUNCHERS)
 
 
 class Launch:
-    """The place of this process, and where the ranks of its job can meet: on one of a few ports of `host`."""
+    """Rank of this process, and the place where the ranks of its job meet: one of a few ports of `host`."""
 
     def __init__(self, environ: Environ):
-        """Raises ArgumentError where no launcher started this process, or where it does not say enough."""
+        """Raises ArgumentError if no launcher started this process, or if its variables are incomplete."""
         launcher = next((launcher for launcher in LAUNCHERS if launcher.marker in environ), None)
         if launcher is None:
             markers = ", ".join(launcher.marker for launcher in LAUNCHERS)
@@ -405,7 +408,7 @@ class Launch:
         self.local_rank = _number(environ, launcher.local_rank) if launcher.local_rank in environ else None
         self.host = _host(environ, launcher, self.count)
         self.bind = environ.get("HOSTWEAVE_BIND", self.host)  # where rank 0 listens
-        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # that ranks of the job alone know
+        self.token = environ.get("HOSTWEAVE_TOKEN", "")  # secret of the job's ranks
         self.ports, self.job = _ports_and_job(environ, launcher)
 
 
@@ -425,7 +428,7 @@ def _port(environ: Environ, name: str) -> int:
 
 
 def _host(environ: Environ, launcher: Launcher, count: int) -> str:
-    """The host of rank 0."""
+    """Host of rank 0."""
     if host := environ.get("MASTER_ADDR"):
         return host
     if nodes := environ.get("SLURM_STEP_NODELIST"):
@@ -436,14 +439,14 @@ def _host(environ: Environ, launcher: Launcher, count: int) -> str:
 
 
 def first_node(nodes: str) -> str:
-    """The first of SLURM's list of nodes: "gpu[03-05,9],login1" begins with gpu03."""
+    """First node of SLURM's node list: "gpu[03-05,9],login1" begins with gpu03."""
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
 def _ports_and_job(environ: Environ, launcher: Launcher) -> tuple[tuple[int, ...], str]:
-    """The ports to try and the name of the job, the same on all ranks. Never MASTER_PORT itself, which is torch.distributed's."""
+    """Ports to try and the name of the job, the same on all ranks. MASTER_PORT itself belongs to torch.distributed."""
     names = [name for name in (*launcher.job, "MASTER_PORT") if name in environ]
-    # MPICH's launcher gives the job no name; its processes on one host have one parent.
+    # MPICH's launcher does not name the job; its processes on one host have one parent.
     job = " ".join(environ[name] for name in names) or f"parent {os.getppid()}"
     if "HOSTWEAVE_PORT" in environ:
         return (_port(environ, "HOSTWEAVE_PORT"),), job

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in this process: a thread and a device each."""
+"""All ranks of a mesh in this process: one thread and one device each."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hostweave.runtime.lifetime import expect_going_on
 
 T = TypeVar("T")
 Work = Callable[[], None]
-Lease = Callable[[Any, float], Any]  # the turn of a member by some schedule, or None if it has not come in so many seconds
-Answer = tuple[int, Any, BaseException | None]  # a rank, and what its work gave or raised
+Lease = Callable[[Any, float], Any]  # (member, seconds) -> lease of the devices, or None after a timeout
+Answer = tuple[int, Any, BaseException | None]  # rank, result, exception
 
-_STOPPING = 60.0  # seconds for ranks that were stopped to answer: on the CPU target one may be in a long product
+_STOPPING = 60.0  # seconds for stopped ranks to answer; on the CPU target one may be in a long matmul
 
 _numbers = count()
 
 
 class Ranks:
-    """Members of one group, for all programs of a target. After an error that stopped them midway they are `broken`: make others.
+    """Members of one group, shared by all programs of a target. An error that stops them midway leaves them `broken`: make new
+    ones.
 
-    No signal strikes the thread that uses them: it is not the main thread (`interruptibly`).
+    Use them only from threads other than the main thread, which alone receives signals (`interruptibly`).
     """
 
     def __init__(self, module: ModuleType, size: int):
@@ -44,16 +45,17 @@ class Ranks:
         self._end_threads()
 
     def each(self, lease: Lease, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
-        """What `work` gives for each rank, on the rank's thread, when the devices are free.
+        """Returns the result of `work` for each rank, run on the rank's thread when the devices are free.
 
-        Where it raises on some rank, or `look`, which is asked now and then, all ranks are stopped wherever they wait, and this raises the
-        first error. With `alone` no rank waits for another: an error of one stops nobody and breaks nothing.
+        `look` is called periodically. If it raises, or if `work` raises on some rank, all ranks are stopped wherever they wait,
+        and the first error is raised. Use `alone` if no rank waits for another: an error of one then stops no other and breaks
+        nothing.
         """
         with self._turn(lease):
             return self._each(work, alone, look)
 
     def each_here(self, lease: Lease, work: Callable[[int], None]) -> None:
-        """Does `work` for one rank after another on this thread: less than it would take to wake others."""
+        """Runs `work` for one rank after another on this thread, which is cheaper than waking other threads."""
         with self._turn(lease):
             for rank in range(len(self.members)):
                 work(rank)
@@ -65,7 +67,7 @@ class Ranks:
         try:
             yield
         finally:
-            del turn  # which an error would keep
+            del turn  # an error's traceback would keep it
 
     def _each(self, work: Callable[[int], T], alone: bool, look: Work) -> list[T]:
         answers: SimpleQueue[Answer] = SimpleQueue()
@@ -84,7 +86,7 @@ class Ranks:
                 if error:
                     errors.append(error)
                     if self.broken and not is_of_rank:
-                        break  # they do not stop either
+                        break  # the timeout for stopping has passed
                     if not alone or not is_of_rank:
                         self._stop(error)
                         look = _until(time.monotonic() + _STOPPING)
@@ -93,13 +95,13 @@ class Ranks:
                 raise next((error for error in errors if first.endswith(str(error))), errors[0])
             return [results[rank] for rank in range(len(self._work))]
         finally:
-            errors.clear()  # their tracebacks lead to this frame
+            errors.clear()  # their tracebacks refer to this frame
             error = None
             if self.broken:
                 self._end_threads()
 
     def _stop(self, error: BaseException) -> None:
-        """All at once: what one of them waits for may be another one."""
+        """Aborts all members concurrently, because one of them may wait for another."""
         if self.broken:
             return
         self.broken = True
@@ -110,7 +112,7 @@ class Ranks:
             thread.join()
 
     def _end_threads(self) -> None:
-        """Each when its work is done."""
+        """Ends each thread after its current work."""
         for work in self._work:
             work.put(None)
 
@@ -118,7 +120,7 @@ class Ranks:
 def _serve(queue: SimpleQueue[Work | None]) -> None:
     while work := queue.get():
         work()
-        del work  # which may hold what a program has on devices
+        del work  # may hold a program's device memory
 
 
 def _answer(answers: SimpleQueue[Answer], work: Callable[[int], T], rank: int) -> None:

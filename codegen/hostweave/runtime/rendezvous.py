@@ -1,7 +1,7 @@
-"""How the ranks of a group find each other when it is made, for the first time or after a failure.
+"""Rendezvous: how the ranks of a group find each other when it is made, for the first time or after a failure.
 
-Each rank leaves an entry with a fresh token. Rank 0 takes the entries away, so that none is used twice, and answers each by
-its token: who is there, and the epoch, which is part of every key that the group uses from then on.
+Each rank posts an entry with a fresh token. Rank 0 removes the entries, so that none is used twice, and answers each under its
+token. The answer lists the ranks and the epoch, which becomes part of every key of the group.
 """
 
 import json
@@ -18,40 +18,40 @@ from urllib.parse import quote
 from hostweave.base.errors import ExecutionError
 from hostweave.runtime.stores import Store
 
-_PAUSE = 0.02  # seconds between looks at an entry that is not new
-_TAKEN, _GAVE_UP = b"", b"gave up"  # in place of an entry
+_PAUSE = 0.02  # seconds between checks for a new entry
+_TAKEN, _GAVE_UP = b"", b"gave up"  # replace an entry
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One rank, as it comes."""
+    """One rank's request to join."""
 
     token: str
     rank: int
-    count: int  # how many ranks it expects
+    count: int  # number of ranks that it expects
     host: str
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a group that has been made."""
+    """Ranks of a group that has been made."""
 
-    prefix: str  # of its keys: no other group, and no earlier one of the same name, has it
+    prefix: str  # of its keys; unique, also among earlier groups of the same name
     epoch: str
     entries: tuple[Entry, ...]  # by rank
 
     @property
     def hosts(self) -> int:
-        """On how many hosts the ranks are."""
+        """Number of hosts of the ranks."""
         return len({entry.host for entry in self.entries})
 
     def local_rank(self, rank: int) -> int:
-        """The place of a rank among those of its host."""
+        """Index of a rank among those of its host."""
         return sum(other.host == self.entries[rank].host for other in self.entries[:rank])
 
 
 def meet(store: Store, group: str, rank: int, count: int, timeout: float) -> World:
-    """Waits for all ranks of the group. Raises ExecutionError, on all of them, where some do not come or expect another world."""
+    """Waits for all ranks of the group. Raises ExecutionError on all of them if some do not come or expect another number of ranks."""
     prefix = f"hostweave/{quote(group, safe='')}"
     entry = Entry(uuid.uuid4().hex, rank, count, this_host())
     deadline = time.monotonic() + timeout
@@ -83,7 +83,7 @@ def timed_out(timeout: float, ranks: Sequence[int]) -> str:
 
 
 def _answer(store: Store, prefix: str, entries: list[Entry]) -> None:
-    """What rank 0 does when all have come."""
+    """Answers all ranks, as rank 0, after they have come."""
     answer: dict[str, Any] = {"epoch": entries[0].token, "entries": [asdict(entry) for entry in entries]}
     others = [entry for entry in entries if entry.count != entries[0].count]
     if others:
@@ -105,7 +105,7 @@ def _await_entry(store: Store, prefix: str, rank: int, deadline: float) -> Entry
 
 
 def _look(store: Store, prefix: str, rank: int) -> Entry | bytes:
-    """The entry of a rank, or what is there in its place: nothing, where it has not come or its entry was taken, or _GAVE_UP."""
+    """Entry of a rank, or its replacement: `_GAVE_UP`, or `_TAKEN` if there is no entry or it was removed."""
     try:
         text = store.get(f"{prefix}/entry/{rank}", 0)
     except TimeoutError:
@@ -123,7 +123,7 @@ def _missing(store: Store, prefix: str, rank: int, count: int, timeout: float) -
 
 
 def this_host() -> str:
-    """Returns a name that ranks share if they can map each other's memory: of the machine, its boot and the namespace of process ids."""
+    """Name that ranks share if they can map each other's memory: machine, boot id and pid namespace."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     texts = (boot.read_text().strip() if boot.exists() else "", os.readlink(namespace) if namespace.is_symlink() else "")
     return " ".join((socket.gethostname(), *texts))

@@ -1,6 +1,6 @@
-"""The search of `Options(overlap="search")`: of each choice the ways that the model ranks first are run, and the fastest is kept.
+"""Search of `Options(overlap="search")`: runs the best-ranked alternatives of each choice and keeps the fastest.
 
-What was found is kept by program, options and machine, in JSON files of the cache folder, so that later compiles run nothing.
+Results are stored as JSON in the cache folder, by program, options and machine, so that later compiles run nothing.
 """
 
 import json
@@ -20,12 +20,12 @@ from hostweave.runtime.group import current
 from hostweave.types.numpy_dtypes import numpy_dtype
 from hostweave.types.tensor import TensorType
 
-RANKED = 3  # ways that are run of each choice, beside the one in sequence
-ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # the ways of a choice take turns
+RANKED = 3  # alternatives to run per choice, besides the sequential one
+ROUNDS, WARMUPS, REPETITIONS = 2, 2, 5  # alternatives of a choice run in alternation
 
 
 class Searched(Protocol):
-    """What is asked of a `Program`."""
+    """The part of `Program` that the search uses."""
 
     @property
     def choices(self) -> tuple[Choice, ...]: ...
@@ -37,10 +37,10 @@ Make = Callable[[Mapping[str, str]], Searched]
 
 
 def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make: Make) -> tuple[Choice, ...]:
-    """The choices of a program, with the ways that were run, the fastest first; the others keep what was found before them.
+    """Measured choices of a program: alternatives that were run come first, the fastest first.
 
-    `make` gives the program with stated ways, `key` is what tells it from others. Raises ProgramError where a size is not stated, and in a
-    process that is one rank of several, where nothing was found before.
+    `make` compiles the program with stated alternatives. `key` identifies the options and the machine. Raises ProgramError if a
+    size is not stated. Raises ProgramError in a process that is one rank of several, if no earlier result is stored.
     """
     here = f'{host.name}: overlap="search"'
     if missing := [name for name in host.symbols() if name not in sizes]:
@@ -65,7 +65,7 @@ def search(host: HostProgram, sizes: Mapping[str, int], key: Sequence[str], make
 
 
 def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[str, Any]) -> tuple[Way, ...]:
-    """The ways of a choice with the microseconds of the whole program."""
+    """Alternatives of a choice that were run, with the time of the whole program in microseconds."""
     by_time = sorted(choice.ways, key=lambda way: way.micros)
     wanted = [way for i, way in enumerate(by_time) if i < RANKED or way.algorithm == IN_SEQUENCE]
     programs = [make({**taken, choice.name: way.name}) for way in wanted]
@@ -83,7 +83,10 @@ def _run(choice: Choice, taken: Mapping[str, str], make: Make, arrays: Mapping[s
 
 
 def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
-    """A global array: random floats, as products of zeros take less time than those of others; integers, which may be indices, are 0."""
+    """A global array for measurements.
+
+    Floats are random, because matmuls of zeros are faster. Integers are 0, because they may be indices.
+    """
     shape = tuple(size.bind(sizes) for size in type.shape)
     if type.dtype.kind != "float":
         return np.zeros(shape, numpy_dtype(type.dtype))
@@ -91,11 +94,11 @@ def random_array(type: TensorType, sizes: Mapping[str, int]) -> np.ndarray:
     return np.resize(few, shape)
 
 
-# --- what is kept -----------------------------------------------------------------------------------------------------
+# --- stored results ---------------------------------------------------------------------------------------------------
 
 
 def _read(file: Path) -> tuple[Choice, ...] | None:
-    """What was found before; None where there is nothing. Raises ArgumentError where the file holds something else."""
+    """Stored result, or None. Raises ArgumentError if the file has other contents."""
     try:
         rows = json.loads(file.read_text())
         return tuple(Choice(row["value"], row["function"], tuple(Way(*way) for way in row["ways"]), True) for row in rows)

@@ -1,4 +1,4 @@
-"""A loaded program on the ranks of this process: what `Program.run` uses."""
+"""A loaded program on the ranks of this process, for `Program.run`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from hostweave.runtime.lifetime import expect_going_on
 from hostweave.runtime.ranks import Ranks
 from hostweave.targets.target import Target
 
-_ranks: dict[tuple[str, int], Ranks] = {}  # by target and number, for all programs
+_ranks: dict[tuple[str, int], Ranks] = {}  # by target and number of ranks, shared by all programs
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_turn = renewed(threading.Lock())  # two programs that all ranks run at the same time could wait for each other
+_turn = renewed(threading.Lock())  # two programs that run on all ranks at the same time could deadlock
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One call on one rank: host time of the program's `run`, and device time from its first to its last work."""
+    """One call on one rank: host time of the program's `run`, and device time from the start of its first work to the end of its last."""
 
     enqueue_us: float
     total_ms: float
@@ -40,9 +40,9 @@ class Timing:
 
 
 class Session:
-    """A program on every rank. Raises ExecutionError where there are too few devices.
+    """A program on every rank. Raises ExecutionError if there are too few devices.
 
-    No signal strikes the threads that use it: they are not the main thread (`interruptibly`).
+    Use it only from threads other than the main thread, which alone receives signals (`interruptibly`).
     """
 
     def __init__(self, module: ModuleType, target: Target, ranks: int, tune: bool = False):
@@ -50,14 +50,14 @@ class Session:
         self._instances: list[Any] = []
         self._staged: list[Any] = []
         self._closed = False
-        self._ready_for: object = None  # the shapes of the last calls
-        self._at_rest = at_rest = partial(module.lease, self._native(Schedule()))  # for what each rank does alone
+        self._ready_for: object = None  # shapes of the last calls
+        self._at_rest = at_rest = partial(module.lease, self._native(Schedule()))  # for work of single ranks
         with taken(_turn), native_calls:
             self._ranks = _ranks_of(module, target.name, ranks)
             _sessions.add(self)
             with self._freed_if_broken():
                 members = self._ranks.members
-                ids: dict[str, bytes] = {}  # of channels that are to be made
+                ids: dict[str, bytes] = {}  # of channels to make
 
                 def find(rank: int) -> None:
                     for key, _ in module.missing_process_groups(members[rank]):
@@ -67,18 +67,18 @@ class Session:
                 if ids:
                     self._ranks.each(at_rest, lambda rank: module.connect(members[rank], ids, INIT_TIMEOUT))
                 reasons = self._ranks.each(at_rest, lambda rank: str(module.out_of_reach(members[rank])))
-                self.out_of_reach = next(filter(None, reasons), "")  # why ranks cannot reach each other's memory
+                self.out_of_reach = next(filter(None, reasons), "")  # reason why ranks cannot reach each other's memory, or ""
                 self._instances = self._ranks.each(at_rest, lambda rank: module.Instance(members[rank], tune), alone=True)
                 self._staged = self._ranks.each(at_rest, lambda rank: module.StagedCalls(self._instances[rank]), alone=True)
         self._measured = Measured(module, target.device_name()) if tune else None
 
     @property
     def broken(self) -> bool:
-        """Whether it was closed, or an error has stopped the ranks midway, so that a new session is needed."""
+        """True if it was closed, or if an error stopped the ranks midway. A new session is then needed."""
         return not self._instances or self._ranks.broken
 
     def run(self, calls: Sequence[Call], poison: bool) -> None:
-        """Runs calls one after another and waits for the last. Where it is interrupted, it stops the ranks."""
+        """Runs calls one after another and waits for the last. An interrupt stops the ranks."""
         for call in calls:
             call.expect_shapes_of(calls[0])
         self._each(calls, lambda staged, schedule: staged.run(schedule, poison), len(calls))
@@ -89,7 +89,7 @@ class Session:
         return [[Timing(t.enqueue_us, t.total_ms, tuple(t.marks_ms)) for t in rank] for rank in times]
 
     def close(self) -> None:
-        """Frees what the program holds on every rank, when the call that uses it is done."""
+        """Frees what the program holds on every rank, after the current call."""
         self._closed = True
         self._drop()
 
@@ -97,10 +97,10 @@ class Session:
         self._instances, self._staged = [], []
 
     def _each(self, calls: Sequence[Call], work: Callable[[Any, Any], Any], in_flight: int) -> list[Any]:
-        """What `work` gives on every rank, which is ready for these calls, of which so many may be under way at a time."""
+        """Results of `work` on every rank, after the ranks are prepared for these calls. At most `in_flight` calls run at a time."""
         native_schedule = self._native(schedule())
         with taken(_turn), native_calls, self._freed_if_broken():
-            staged, instances = self._staged, self._instances  # also if it is closed meanwhile
+            staged, instances = self._staged, self._instances  # keep them, in case another thread closes it
             if self._closed:
                 raise ExecutionError(f"{self._module.name}: the program is closed; compile it again")
             if self.broken:
@@ -112,7 +112,7 @@ class Session:
                 results = self._ranks.each(lease, lambda rank: work(staged[rank], native_schedule), look=look)
             except BaseException:
                 if self._ranks.broken:
-                    staged.clear()  # which the traceback would keep
+                    staged.clear()  # the traceback would keep them
                     instances.clear()
                 raise
         if self._measured:
@@ -136,7 +136,7 @@ class Session:
 
     @contextmanager
     def _freed_if_broken(self) -> Iterator[None]:
-        """Frees all that programs hold on the ranks if the work inside breaks them."""
+        """Frees the resources of all programs on the ranks if the code inside breaks the ranks."""
         try:
             yield
         finally:
@@ -148,7 +148,7 @@ class Session:
                     del _ranks[key]
 
     def _expect_progress(self, patience: float, instances: list[Any]) -> None:
-        """Raises ExecutionError where the interpreter ends, or ranks stand still; the CPU device sees that by itself."""
+        """Raises ExecutionError if the interpreter ends or no rank makes progress. The CPU device detects the latter itself."""
         expect_going_on()
         states = [instance.progress() for instance in instances if self._target.is_asynchronous]
         if any(seconds > patience for _, _, seconds in states):
@@ -160,7 +160,7 @@ class Session:
 
 
 def _ranks_of(module: ModuleType, target: str, count: int) -> Ranks:
-    """So many ranks, which any program's module of that target can make for all of them; broken ones are replaced."""
+    """Ranks for a target, shared by all programs. Any program's module can make them. Broken ranks are replaced."""
     ranks = _ranks.get((target, count))
     if ranks is None or ranks.broken:
         ranks = _ranks[target, count] = Ranks(module, count)

@@ -1,4 +1,4 @@
-"""Sizes of calls, which ranks that are processes compare whenever they change."""
+"""Sizes of calls. Ranks that are processes compare them whenever they change."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from hostweave.types.tensor import holds
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
-_KEPT = 256  # last calls whose sizes a rank remembers for messages
+_KEPT = 256  # number of last calls whose sizes a rank keeps for messages
 
 
 class Sizes(NamedTuple):
-    """Shapes of a call's inputs, as one rank has them."""
+    """Shapes of a call's inputs, as one rank knows them."""
 
     local: Sequence[Shape]
-    of_all: Sequence[Shape]  # of the global arrays, by what the rank knows
+    of_all: Sequence[Shape]  # of the global arrays, as the rank infers them
 
 
 class LastSizes:
-    """The sizes of the last call of a program or of one of its variants, on one rank of a group.
+    """Sizes of the last call of a program, or of one of its variants, on one rank of a group.
 
-    Ranks compare sizes when a call has others than the call before it. Ranks whose sizes fit together change them at the same calls: all of
-    them compare, or none. A rank that compares announces it. The watchdog of a rank that has begun that call without comparing finds the
-    announcement, and fails the group.
+    Ranks compare sizes when a call has other sizes than the call before it. If their sizes are consistent, all ranks compare at
+    the same calls. A rank that compares announces it. If another rank has begun that call without comparing, its watchdog finds
+    the announcement and fails the group.
     """
 
     def __init__(self, group: Group):
-        self.number = group.number(self)  # the same on all ranks, which make the first call of a program together
-        self.calls = 0  # that this rank has begun
+        self.number = group.number(self)  # the same on all ranks, because they make the first call of a program together
+        self.calls = 0  # number of calls that this rank has begun
         self.begun: deque[tuple[ComparedSizes, Taken]] = deque(maxlen=_KEPT)
-        self.passed: tuple[int, ...] | None = None  # by all ranks
-        self.variant: ComparedSizes | None = None  # the last that ran here
-        self.shapes: object = None  # of its last call
+        self.passed: tuple[int, ...] | None = None  # sizes that all ranks passed last
+        self.variant: ComparedSizes | None = None  # variant that ran last here
+        self.shapes: object = None  # key of its last call's shapes
 
     def differ_from(self, rank: int, call: int, sizes: Sequence[Sequence[Shape]]) -> str | None:
-        """The difference between another rank's sizes of a call and this rank's, if this rank has begun it."""
+        """Difference between another rank's sizes of a call and this rank's; None if there is none or this rank has not begun the call."""
         back = self.calls - call
         if back < 0 or back >= len(self.begun):
             return None
@@ -52,7 +52,7 @@ class LastSizes:
 
 
 class ComparedSizes:
-    """The sizes that all ranks have passed to one variant of a program."""
+    """Sizes that all ranks have passed to one variant of a program."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ComparedSizes:
     ):
         self._host, self._group, self._signature, self._waits_for, self._sizes_of = host, group, signature, waits_for, sizes_of
         dims = {str(dim.size): (i, j) for i, p in enumerate(host.inputs) for j, dim in enumerate(p.type.dims) if not dim.size.is_int}
-        self._named_dims = tuple(dims.items())  # a dim of each size that has a name
+        self._named_dims = tuple(dims.items())  # (name, (input, dim)) for each symbolic size
         self._known: set[tuple[int, ...]] = set()
         self._last = last
         self._variant = hash(tuple(signature.digest.encode()))  # the same on all ranks
@@ -78,7 +78,7 @@ class ComparedSizes:
         self._group.compared_calls += 1
 
     def take_back(self) -> None:
-        """Discounts the last call, which was not made."""
+        """Uncounts the last call, which was not made."""
         self._last.begun.pop()
         self._last.calls -= 1
         self._group.compared_calls -= 1
@@ -86,8 +86,8 @@ class ComparedSizes:
     def compare(self, taken: Taken, shapes: object) -> bool:
         """Compares the sizes of the next call with those of the other ranks if they differ from the last call's.
 
-        Returns True if they are new. `shapes` decide the sizes. Raises ArgumentError if another rank compares other sizes, ExecutionError
-        if another rank has made the call without comparing.
+        Returns True if the sizes are new. `shapes` is a key that determines the sizes. Raises ArgumentError if another rank
+        compares other sizes, ExecutionError if another rank has made the call without comparing.
         """
         last = self._last
         if last.variant is self and last.shapes == shapes:
@@ -135,7 +135,7 @@ class ComparedSizes:
         self.is_first = False
 
     def difference(self, rank: int, sizes: Sequence[Sequence[Shape]], taken: Taken) -> str | None:
-        """The difference between another rank's sizes of a call and those that this rank has taken for it, or None."""
+        """Difference between another rank's sizes of a call and those that this rank has taken for it, or None."""
         return self._difference({rank: _parsed(sizes), self._group.rank: self._sizes_of(taken)})
 
     def _gathered(self, call: int, record: str) -> list[str]:
@@ -151,7 +151,7 @@ class ComparedSizes:
         return ", ".join(few) + ", ..." * (len(combinations) > 4)
 
     def _difference(self, given: Mapping[int, Sizes]) -> str | None:
-        """The first input whose size is not the same on these ranks, and what each of them passes."""
+        """First input whose size differs between these ranks, with what each of them passes."""
         for index, parameter in enumerate(self._host.inputs):
             if len({sizes.of_all[index] for sizes in given.values()}) == 1:
                 continue
@@ -166,7 +166,7 @@ class ComparedSizes:
 
 
 def other_call(rank: int, than: int, call: int) -> str:
-    """Says that a rank makes another call than a second one."""
+    """Message that one rank makes another call than a second one."""
     return f"rank {rank} makes another call than rank {than} as call {call}; make the same calls on all ranks, with sizes that fit together"
 
 

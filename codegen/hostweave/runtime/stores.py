@@ -1,8 +1,8 @@
-"""Key-value stores of a group: ids of channels, signatures of calls, and progress.
+"""Key-value stores of a group, for channel ids, call signatures and progress.
 
-The store over TCP is a small server in the process of rank 0, which ends with it, and a client in every process. Before anything else
-each end proves to the other that it knows the job's name and token, and tells neither: ranks of another job that try the same port are
-turned away, and so is who only listens there.
+The TCP store is a small server in the process of rank 0, which ends with it, and a client in every process. First, both ends
+prove to each other that they know the job's name and token, without sending them. So ranks of another job that try the same port
+are rejected, and so is a foreign server.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from hostweave.base.errors import ExecutionError
 
 
 class StoreClosed(ExecutionError):
-    """The process that kept the store has ended, as it should."""
+    """Normal end of the process that ran the store."""
 
 
 class Store(Protocol):
-    """What a provider has to offer: a map that all ranks of a world see. Used by several threads at once."""
+    """Interface of a provider's store: a map shared by all ranks of a world. Several threads use it at once."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Puts a value, in place of an earlier one."""
+        """Sets a value, replacing an earlier one."""
 
     def get(self, key: str, timeout: float) -> bytes:
-        """The value, waiting up to `timeout` seconds for it; 0 only looks. Raises TimeoutError."""
+        """Returns the value, waiting up to `timeout` seconds for it; 0 does not wait. Raises TimeoutError."""
 
 
 class MemoryStore:
@@ -59,7 +59,7 @@ class MemoryStore:
             return self._values[key]
 
     def fail(self, reason: str) -> None:
-        """Ends the waiting for values: each `get` raises ExecutionError from now on, also where a value is there."""
+        """Ends all waits. Every `get` raises ExecutionError from now on, even if the value exists."""
         with self._changed:
             self._failure = self._failure or reason
             self._changed.notify_all()
@@ -68,32 +68,32 @@ class MemoryStore:
 # --- over TCP ---------------------------------------------------------------------------------------------------------
 
 
-_GREETING = b"hostweave store 2 "  # and a nonce follow; then the server's nonce and proof, then the client's proof
+_GREETING = b"hostweave store 2 "  # the client's nonce follows; then the server's nonce and proof, then the client's proof
 _NONCE, _PROOF = 16, 32  # bytes
 _WELCOME = b"+"
 _GOODBYE = b"-"
-_REQUEST = struct.Struct("!cIId")  # what is asked, bytes of the key, bytes of the value, seconds to wait
+_REQUEST = struct.Struct("!cIId")  # kind, bytes of the key, bytes of the value, seconds to wait
 _SET, _GET, _WILL = b"s", b"g", b"w"
-_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the value that follows, or -1 where there is none
-_RETRY = 0.05  # seconds between attempts to reach a server that is not there yet
-_GRACE = 10.0  # seconds for an answer to travel, and for a client to say who it is
-_LONGEST = 1e8  # seconds that are waited for an answer, which no clock is too small for
+_REPLY = struct.Struct("!ci")  # _WELCOME or _GOODBYE, and bytes of the following value, or -1 if there is none
+_RETRY = 0.05  # seconds between attempts to connect
+_GRACE = 10.0  # seconds for an answer to arrive, and for a client to authenticate
+_LONGEST = 1e8  # maximum seconds to wait for an answer; fits every clock
 _BACKLOG = 256
-_STRANGERS = 2 * _BACKLOG  # that may be about to say who they are; the first of more are turned away
+_STRANGERS = 2 * _BACKLOG  # maximum number of unauthenticated clients; the oldest beyond it is dropped
 _MAX_KEY, _MAX_VALUE = 1 << 12, 1 << 26  # bytes
 
 Address = tuple[str, int]
 
 
 class TcpServer:
-    """Keeps the values. Its thread ends with the process, or with `close`."""
+    """Server that holds the values. Its thread ends with the process, or with `close`."""
 
     def __init__(self, addresses: Sequence[Address], job: str, token: str = ""):
-        """Listens at the first of the addresses that is free. Raises ExecutionError where none is."""
+        """Listens at the first free address. Raises ExecutionError if none is free."""
         self._secret = _secret(job, token)
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # who have not said who they are, as they came
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # unauthenticated clients, oldest first
         self._socket = _listen(addresses)
         self.port: int = self._socket.getsockname()[1]
         self._loop = asyncio.new_event_loop()
@@ -101,13 +101,13 @@ class TcpServer:
         self._linger = 0.0
         self._thread = threading.Thread(target=self._run, name="hostweave store", daemon=True)
         self._thread.start()
-        os.register_at_fork(after_in_child=self._socket.close)  # a child that outlives this process must not keep the port
+        os.register_at_fork(after_in_child=self._socket.close)  # a forked child that outlives this process must not keep the port
 
     def close(self, linger: float = 0) -> None:
-        """Says goodbye to the clients, those who are still there after `linger` seconds, and frees the port."""
+        """Says goodbye to clients that are still connected after `linger` seconds, and frees the port."""
         self._linger = linger
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # another thread closes it, too
+            with contextlib.suppress(RuntimeError):  # another thread is closing it too
                 self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
 
@@ -149,7 +149,7 @@ class TcpServer:
                 answer = await self._get(key, timeout, reader) if what == _GET else b""
                 writer.write(_REPLY.pack(_WELCOME, -1 if answer is None else len(answer)) + (answer or b""))
         except (OSError, asyncio.IncompleteReadError, TimeoutError, UnicodeDecodeError):
-            pass  # the client has gone, or is none
+            pass  # the client has gone, or is not ours
         except asyncio.CancelledError:
             writer.write(_REPLY.pack(_GOODBYE, -1))
             wills = {}
@@ -183,7 +183,7 @@ class TcpServer:
                 waiter.set_result(value)
 
     async def _get(self, key: str, timeout: float, client: asyncio.StreamReader) -> bytes | None:
-        """The value. A client that waits says nothing, so that what comes from one is its end: nobody waits then."""
+        """Waits for a value. A waiting client sends nothing, so any input from it means that it has disconnected; the wait ends then."""
         if key not in self._values and timeout > 0:
             waiter, end = self._loop.create_future(), self._loop.create_task(client.read(1))
             waiters = self._waiting.setdefault(key, set())
@@ -194,7 +194,7 @@ class TcpServer:
                     raise ConnectionError("the client has gone")
             finally:
                 end.cancel()
-                await asyncio.gather(end, return_exceptions=True)  # before another read
+                await asyncio.gather(end, return_exceptions=True)  # finish this read before another one
                 waiters.discard(waiter)
                 if not waiters and self._waiting.get(key) is waiters:
                     del self._waiting[key]
@@ -202,7 +202,7 @@ class TcpServer:
 
 
 class TcpStore:
-    """The server's values, seen from any process. Each thread that waits has a connection of its own."""
+    """Client of the server, for any process. Each waiting thread has its own connection."""
 
     def __init__(self, addresses: Sequence[Address], job: str, timeout: float, token: str = ""):
         """Tries the addresses in turn until a server of this job answers. Raises ExecutionError after `timeout` seconds."""
@@ -226,7 +226,7 @@ class TcpStore:
         return answer
 
     def on_disconnect(self, key: str, value: bytes) -> None:
-        """Has the server put this value, beside others, when this process ends without `close`, however it ends."""
+        """Makes the server set this value when this process ends without `close`. May be called for several keys."""
         if self._will is None:
             self._will = self._connect(self._address, _GRACE)
         _converse(self._will, _WILL, key, value, 0)
@@ -249,14 +249,14 @@ class TcpStore:
             raise _no_answer(error) from error
         try:
             answer = _converse(connection, what, key, value, timeout)
-        except BaseException:  # the connection is in the middle of an answer
+        except BaseException:  # the connection may be in the middle of an answer
             connection.close()
             raise
         with self._lock:
             if not self._closed:
                 self._idle.append(connection)
                 return answer
-        connection.close()  # as `close`, of another thread, has closed the others
+        connection.close()  # another thread has called `close`
         return answer
 
     def _find(self, addresses: Sequence[Address], deadline: float) -> tuple[Address, socket.socket]:
@@ -300,7 +300,7 @@ def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
 
 
 def _listen(addresses: Sequence[Address]) -> socket.socket:
-    """At the first address that is free, and nowhere else; on all interfaces where the host is "" or a name of this machine alone."""
+    """Socket that listens at the first free address. It listens on all interfaces if the host is "" or resolves to loopback."""
     for host, port in addresses:
         try:
             family, address = _interface(host)
@@ -319,7 +319,7 @@ def _interface(host: str) -> tuple[socket.AddressFamily, str]:
     if host:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         is_number = ":" in host or host.replace(".", "").isdigit()
-        # A name of this host that leads to its loopback, as many an /etc/hosts has it, leads others to one of its interfaces.
+        # Many /etc/hosts map this host's name to loopback, while other hosts resolve it to an interface.
         if is_number or host == "localhost" or not ipaddress.ip_address(address).is_loopback:
             return family, str(address)
     return (socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET), ""
@@ -329,7 +329,7 @@ def _converse(connection: socket.socket, what: bytes, key: str, value: bytes, ti
     name = key.encode()
     connection.settimeout(timeout + _GRACE)
     try:
-        if not _has_input(connection):  # else the server had something to say: goodbye, or nothing any more
+        if not _has_input(connection):  # otherwise the server has sent goodbye or has closed
             connection.sendall(_REQUEST.pack(what, len(name), len(value), timeout) + name + value)
         status, count = _REPLY.unpack(_receive(connection, _REPLY.size))
         if status == _GOODBYE:

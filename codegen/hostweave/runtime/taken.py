@@ -1,4 +1,4 @@
-"""What a call takes on a rank, checked once: what is bound, and the arrays of the call."""
+"""Checked arguments of a call on a rank: bound inputs, and the arrays of the call."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from hostweave.runtime.windows import Place, Windows, shared_places
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, global_shape, holds, shape_of_global
 
-Output = tuple[Library, Array] | None  # None where this rank has none of it
+Output = tuple[Library, Array] | None  # None if this rank holds no block of it
 
-_MOST_TAKEN = 64  # sets of arrays, with one that is bound
+_MOST_TAKEN = 64  # maximum number of cached argument lists per table
 
 
 @dataclass(frozen=True)
 class Table:
-    """The inputs that a program has bound on a rank, checked, and a place for each of the others."""
+    """Bound inputs of a program on a rank, checked, with a free slot for each other input."""
 
-    library: Library | None  # of the first that this rank has
-    shapes: tuple[Shape | None, ...]  # of all inputs; None where a call has it
+    library: Library | None  # of the first array on this rank
+    shapes: tuple[Shape | None, ...]  # of all inputs; None if a call passes the input
     spans: tuple[Span, ...]
-    digest: str  # "" where nothing is bound
+    digest: str  # "" if nothing is bound
     native: Any
-    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # with it in calls before, by the states of all arrays
+    taken: dict[Any, Taken] = field(default_factory=dict, repr=False)  # cache of earlier calls, by the keys of all arrays
 
     def joined(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-        """The shapes of all inputs, of which a call has these."""
+        """Shapes of all inputs, given those of the call's own arrays."""
         rest = iter(shapes)
         return tuple(next(rest) if shape is None else shape for shape in self.shapes)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The inputs of a call, beside those that are bound, and where its outputs go. It keeps no array alive."""
+    """Checked arrays of a call, besides the bound ones, and the destinations of its outputs. It keeps no array alive."""
 
     table: Table
-    library: Library | None  # of the first that this rank has
+    library: Library | None  # of the first array on this rank
     addresses: tuple[int, ...]
     shapes: tuple[Shape, ...]
-    sizes: tuple[tuple[str, int], ...]  # that the caller knows
+    sizes: tuple[tuple[str, int], ...]  # global sizes that the caller states
     stream: int  # cudaStream_t
-    given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and shapes of what the rank has of it
-    donated: tuple[int, ...]  # of each output the address of the input that it takes over, else 0
-    spans: tuple[Span, ...]  # of what is taken and given
-    windows: tuple[Place, ...]  # of what lies in memory that ranks share, as the program says
+    given: tuple[tuple[int, ...], tuple[Shape | None, ...]] | None  # addresses of out=, and its local shapes
+    donated: tuple[int, ...]  # per output the address of the donated input, else 0
+    spans: tuple[Span, ...]  # of inputs and given outputs
+    windows: tuple[Place, ...]  # of the arguments that the program declares in windows
 
     @property
     def all_shapes(self) -> tuple[Shape, ...]:
@@ -62,7 +62,10 @@ class Taken:
 
 
 class Arguments:
-    """The arrays that a program takes on a rank: each fits its parameter, all fit one another, and none overlap where they are written."""
+    """Checks of the arrays that a program takes on a rank.
+
+    Each array must fit its parameter, all must fit one another, and written ones must not overlap others.
+    """
 
     def __init__(
         self,
@@ -74,15 +77,15 @@ class Arguments:
         meets: bool,
         windows: Windows,
     ):
-        """`native_table` makes the native part of a Table; `meets` says whether the ranks compare their shapes before a call."""
+        """`native_table` makes the native part of a Table. `meets` is True if the ranks compare their shapes before a call."""
         self._host, self._target, self._rank, self._device = host, target, rank, device
         self._native_table, self._meets, self._windows = native_table, meets, windows
-        self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some ranks have nothing of some
-        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # that were found to be, of this rank and of all
+        self._on_parts = any(p.type.mesh for p in (*host.inputs, *host.outputs))  # some arguments exist only on some ranks
+        self._apart: deque[tuple[tuple[Span, ...], ...]] = deque(maxlen=2)  # argument lists without overlap, of this rank and of all ranks
         self.tables: weakref.WeakKeyDictionary[Bound, Table] = weakref.WeakKeyDictionary()
 
     def take(self, bound: Bound, arrays: Sequence[Array], out: Any, stream: Any, sizes: Mapping[str, int] | None) -> Taken:
-        """The arrays of a call, as they were checked now or before. Raises ArgumentError where they do not fit."""
+        """Returns the checked arrays of a call, from the cache if they were checked before. Raises ArgumentError if they do not fit."""
         table = self.table(bound)
         outs = None if out is None else (out,) if len(self._host.outputs) == 1 else tuple(out)
         states, known = states_of((*arrays, *(outs or ()))), tuple((sizes or {}).items())
@@ -105,7 +108,7 @@ class Arguments:
         outs: Sequence[Array] | None,
         sizes: tuple[tuple[str, int], ...],
     ) -> Taken:
-        """What is taken of arrays that fit the program, each by itself and all together."""
+        """Checks the arrays of a call, each by itself and all together."""
         name = self._host.name
         expect_as_many(name, parameters, arrays)
         accepted = [self._accepted(parameter, array) for parameter, array in zip(parameters, arrays, strict=True)]
@@ -127,11 +130,11 @@ class Arguments:
         shared = shared_places(self._windows, self._host, (*table.spans, *spans), outs is not None)
         taken = Taken(table, library, *places_of(accepted), sizes, 0, where, places_of(donated)[0], spans, shared)
         if sizes and self._meets:
-            self.global_shapes(taken)  # what the ranks find out together is to be what the caller says
+            self.global_shapes(taken)  # checks the caller's sizes against the local shapes
         return taken
 
     def table(self, bound: Bound) -> Table:
-        """What the rank has bound. Raises ArgumentError where an array is not one for this rank."""
+        """Checked bound inputs of this rank. Raises ArgumentError if an array does not fit this rank."""
         return self.tables.get(bound) or self._new_table(bound)
 
     def _new_table(self, bound: Bound) -> Table:
@@ -149,11 +152,11 @@ class Arguments:
         return made
 
     def holds(self, parameter: Parameter, rank: int | None = None) -> bool:
-        """Whether a rank, by default this one, has anything of an input or output."""
+        """Returns True if a rank, by default this one, holds a block of an input or output."""
         return holds(parameter.type, self._host.mesh, self._rank if rank is None else rank)
 
     def _accepted(self, parameter: Parameter, array: Array) -> tuple[Library, Array] | None:
-        """The array, or None where this rank has none of it."""
+        """The checked array, or None if this rank holds no block of it."""
         if self.holds(parameter) == (array is not None):
             return self._checked(parameter, array) if array is not None else None
         where, rank = f"{self._host.name}: {parameter.name}", self._rank
@@ -199,12 +202,13 @@ class Arguments:
                 yield Span(begin, begin + bytes_, self._rank, parameter.name, is_written)
 
     def expect_apart(self, bound: tuple[Span, ...], taken: tuple[Span, ...]) -> None:
-        """Raises ArgumentError where a given output, or a donated input, shares memory with an input or another one: programs write
-        before they have read.
+        """Raises ArgumentError if a given output or a donated input overlaps another argument.
+
+        Programs may write such an array before they have read the others.
         """
         if not any(span.written for span in taken) or (bound, taken) in self._apart:
             return
-        last = last_written = Span(0, 0, 0, "", False)  # of those that begin before, the one that ends last
+        last = last_written = Span(0, 0, 0, "", False)  # among spans that begin earlier, the one that ends last
         for span in sorted((*bound, *taken)):
             other = last if span.written else last_written
             if span.begin < other.end:
@@ -226,13 +230,13 @@ class Arguments:
         return handle
 
     def global_shapes(self, taken: Taken) -> tuple[Shape, ...] | None:
-        """The shapes of the global arrays, where this rank knows more than its own shapes."""
+        """Shapes of the global arrays; None if this rank knows only its own shapes."""
         if not taken.sizes and not (self._on_parts and not self._meets):
             return None
         return self.global_shapes_for(dict(taken.sizes), taken.all_shapes)
 
     def global_shapes_of(self, shapes_of_all: Sequence[Sequence[Shape]]) -> list[Shape]:
-        """The shapes of the global inputs of which the ranks hold these blocks. Raises ArgumentError where they do not fit together."""
+        """Shapes of the global inputs, given the blocks of all ranks. Raises ArgumentError if the blocks are inconsistent."""
         global_shapes = []
         for index, parameter in enumerate(self._host.inputs):
             shapes = [shapes[index] for shapes in shapes_of_all]
@@ -248,10 +252,12 @@ class Arguments:
         return global_shapes
 
     def global_shapes_for(self, sizes: Mapping[str, int], shapes: Sequence[Shape | None], what: str = "sizes=") -> tuple[Shape, ...]:
-        """The shapes of the global inputs, for sizes that the caller knows, and local shapes, None where there is no array yet; sharded
-        dims are even where nothing is said."""
+        """Shapes of the global inputs, from global sizes that the caller knows and from local shapes.
+
+        A local shape is None if there is no array yet. Sharded dims are assumed even if no size is given.
+        """
         known, pairs = dict(sizes), [(p, s) for p, s in zip(self._host.inputs, shapes, strict=True) if s is not None and self.holds(p)]
-        trusted = not sizes or None in shapes  # a call with sizes names all of the sharded dims
+        trusted = not sizes or None in shapes  # a call with sizes states all sharded dims
         for parameter, shape in pairs:
             mesh = parameter.type.mesh_in(self._host.mesh)
             for dim, size in zip(parameter.type.dims, shape, strict=True):

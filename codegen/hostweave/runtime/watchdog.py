@@ -1,8 +1,8 @@
-"""The watchdog of a group: threads that notice what a rank cannot that waits inside the runtime, or only enqueues.
+"""Watchdog of a group: threads that detect failures which a rank cannot see while it waits in the runtime or only enqueues.
 
-When a call exceeds its time limit, or another rank reports a failure, has left, or passes other sizes, one writes the progress of every
-rank into one report and aborts the channels, which ends whatever waits for them. Another one listens to the other ranks: their store may
-not answer.
+A call may exceed its time limit; another rank may report a failure, leave, or pass other sizes. The watchdog thread then reports
+the progress of every rank and aborts the channels, which ends all waits. A listener thread receives news from the other ranks,
+because the store may not answer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hostweave.runtime.stores import StoreClosed
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
-_PERIOD, _LISTENS = 0.25, 0.5  # seconds between looks: at what is here, and at who has left
-_ANSWER = 1.0  # seconds for the other ranks to say how far they came
+_PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and of the others
+_ANSWER = 1.0  # seconds for the other ranks to report their progress
 
 
 class Watch:
-    """The two threads, and what the listener has heard."""
+    """The two threads, and the failure that the listener has found."""
 
     def __init__(self, group: Group):
-        """Begins to watch, until the group is closed, fails or is gone."""
-        self.reason = ""  # why the group has failed
+        """Starts to watch, until the group is closed, fails or is freed."""
+        self.reason = ""  # reason why the group has failed
         self.news = threading.Event()
         self._waits_at_store = group.meeting.waits_at_store
         watchdog, self._listener = (
@@ -39,7 +39,7 @@ class Watch:
         self._listener.start()
 
     def end(self) -> None:
-        """Has the threads end, as the group is closed. One in the C++ of a foreign store would abort the process when Python ends."""
+        """Ends the threads when the group is closed. A thread in the C++ of a foreign store would abort the process at Python's exit."""
         self.news.set()
         if not self._waits_at_store and self._listener is not threading.current_thread():
             self._listener.join(_LISTENS)
@@ -50,7 +50,7 @@ def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
         meeting = group.meeting
         try:
             reason = group.deserted() or group.diverged()
-            del group  # which may end while this waits
+            del group  # it may be freed during the wait
             heard.reason = reason or meeting.failure(_LISTENS if meeting.waits_at_store else 0) or ""
             if not heard.reason and not meeting.waits_at_store:
                 heard.news.wait(_LISTENS)
@@ -66,7 +66,7 @@ def _watch(watched: weakref.ref[Group], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         if reason := heard.reason or group.overdue():
             report = _report(group, reason)
-            sys.stderr.write(f"hostweave: {report}\n")  # at once: print writes the end of the line by itself, and ranks share a terminal
+            sys.stderr.write(f"hostweave: {report}\n")  # in one write: print writes the newline separately, and ranks share a terminal
             sys.stderr.flush()
             group.give_up(report)
             return

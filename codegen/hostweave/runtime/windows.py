@@ -1,4 +1,4 @@
-"""Arrays that the ranks of a group share: each rank has its own, and the others reach it where it lies. `Group.empty` makes them."""
+"""Arrays in windows: each rank has its own, and the others access it in place. `Group.empty` makes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hostweave.types.tensor import DType
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
-# Of DLPack: of dtypes that are not the usual ones of their kind by name, of a device.
+# DLPack type codes, by name for dtypes that are unusual for their kind, and the device code.
 _CODES = {"int": 0, "uint": 1, "float": 2, "bool": 6, "bf16": 4, "f8e4m3": 10, "f8e5m2": 12}
 _CUDA = 2
 
@@ -40,14 +40,14 @@ _building = renewed(threading.Lock())
 
 
 class Place(NamedTuple):
-    """Where an array lies in memory that ranks share: the same on all of them where they made it together."""
+    """Position of an array in window memory. It is the same on all ranks for arrays that they made together."""
 
     number: int
     offset: int
 
 
 class WindowArray:
-    """A contiguous array in memory of a GPU that the other ranks reach, for libraries that take DLPack or `__cuda_array_interface__`.
+    """Contiguous array in GPU memory that the other ranks can access. Supports DLPack and `__cuda_array_interface__`.
 
     Example: `x = torch.from_dlpack(group.empty((M // 8, K), hw.bf16, target="cuda"))`.
     """
@@ -63,7 +63,7 @@ class WindowArray:
         return _CUDA, self.device
 
     def __dlpack__(self, **_: object) -> Any:
-        """Of memory that nothing is enqueued for: no stream has to wait."""
+        """Exports the memory. No work on it is enqueued, so no stream has to wait."""
         code = _CODES.get(self.dtype.name, _CODES[self.dtype.kind])
         return self._module.dlpack(self, self._memory.address, self.__dlpack_device__(), self.shape, code, 8 * self.dtype.itemsize)
 
@@ -77,7 +77,7 @@ class WindowArray:
 
 
 class _HostBytes:
-    """What NumPy makes an array of, which keeps the memory."""
+    """Buffer from which NumPy makes an array that keeps the memory alive."""
 
     def __init__(self, memory: Any, size: int):
         self._memory = memory
@@ -85,18 +85,18 @@ class _HostBytes:
 
 
 class Windows:
-    """The shared arrays of a group, on one of its ranks."""
+    """Window arrays of a group, on one of its ranks."""
 
     def __init__(self, group: Group):
         self._group = group
-        self.made = 0  # so far; the same on all ranks
-        self._begins: list[int] = []  # of those in use
-        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in that order: the number, the size, the memory
+        self.made = 0  # number of arrays made so far; the same on all ranks
+        self._begins: list[int] = []  # addresses of memory in use, sorted
+        self._known: list[tuple[int, int, weakref.ref[Any]]] = []  # in the same order: number, size, memory
         self._held: weakref.WeakKeyDictionary[Bound, tuple[str, ...]] = weakref.WeakKeyDictionary()
         self._connected: set[str] = set()  # targets
 
     def empty(self, shape: Sequence[int], dtype: DType, target: str) -> Array:
-        """As `Group.empty` says."""
+        """Implements `Group.empty`."""
         shape = _checked(shape, dtype, target)
         group, on = self._group, find_target(target)
         if not group.can_meet and group.count > 1:
@@ -110,7 +110,7 @@ class Windows:
             raise ExecutionError(
                 f"{what}: the ranks are on {group.hosts} hosts, and reach each other's memory on one; use arrays of a library"
             )
-        with _building:  # ranks that are threads want it at the same time
+        with _building:  # ranks that are threads need it at the same time
             module = interruptibly(lambda: _built(target))
         member = group.member(module, on)
         if target not in self._connected:
@@ -125,14 +125,14 @@ class Windows:
         return np.asarray(_HostBytes(memory, size)).view(numpy_dtype(dtype)).reshape(shape)
 
     def place(self, address: int) -> Place | None:
-        """Of what lies in memory that ranks share."""
+        """Place of an address in window memory, or None if it lies elsewhere."""
         if (at := bisect_right(self._begins, address) - 1) < 0:
             return None
         offset, (number, size, memory) = address - self._begins[at], self._known[at]
         return Place(number, offset) if offset < size and memory() is not None else None
 
     def names(self, bound: Bound, arguments: Iterable[tuple[Parameter, Array]]) -> tuple[str, ...]:
-        """Of what is bound, and of parameters, whose arrays lie there. What is bound stays where it is."""
+        """Names of bound inputs and of other parameters whose arrays lie in windows. Bound arrays do not move, so they are cached."""
         if (held := self._held.get(bound)) is None:
             held = self._held[bound] = tuple(name for name, (_, array) in bound.arrays.items() if self._place_of(array))
         return (*held, *(parameter.name for parameter, array in arguments if array is not None and self._place_of(array)))
@@ -146,14 +146,14 @@ class Windows:
     def _place_of(self, array: Array) -> Place | None:
         try:
             return self.place(library_of(array).address(array))
-        except (TypeError, AttributeError, RuntimeError):  # no array, as the call will say
+        except (TypeError, AttributeError, RuntimeError):  # not an array; the call will report it
             return None
 
 
 def shared_places(windows: Windows, host: HostProgram, spans: Iterable[Span], has_outputs: bool) -> tuple[Place, ...]:
-    """Of what a program says lies in windows, of a call with these arguments. Raises ArgumentError where it does not."""
+    """Places of the arguments that a program declares in windows. Raises ArgumentError if one lies elsewhere."""
     places, remedy = [], "pass an array of group.empty"
-    begins = {span.name: span.begin for span in spans}  # of arrays that have elements
+    begins = {span.name: span.begin for span in spans}  # only of arrays that have elements
     for parameter in (p for p in (*host.inputs, *host.outputs) if p.in_window):
         name, is_missing = parameter.name, parameter in host.outputs and not has_outputs
         place = windows.place(begins[name]) if name in begins else None
@@ -183,7 +183,7 @@ def _checked(shape: Sequence[int], dtype: DType, target: str) -> tuple[int, ...]
 
 @cache
 def _built(target: str) -> ModuleType:
-    """A program of nothing: any program's module makes what all of them use."""
+    """Module of an empty program. Any program's module provides what group memory needs."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
     folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
     return load(folder / MODULE_FILE, on.dlopen_flags)
