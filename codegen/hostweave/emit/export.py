@@ -1,4 +1,4 @@
-"""A CMake project of one program: a library with a C++ and a C API, which builds and runs without Python."""
+"""Export of a program as a CMake project: a library with a C++ and a C API, which builds and runs without Python."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hostweave.emit.program import Program
 from hostweave.host_ir.ir import HostProgram
 from hostweave.types.tensor import DType
 
-_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # of the runtime, in each project
-_SUMS = "SHA256SUMS"  # of what was written, by which the next export knows it
+_PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of the runtime that each project contains
+_SUMS = "SHA256SUMS"  # digests of the written files; the next export compares files with them
 
 
 def render(program: HostProgram) -> dict[str, str]:
@@ -30,7 +30,7 @@ def render(program: HostProgram) -> dict[str, str]:
 
 
 def export(program: HostProgram, folder: Path, reference: HostProgram | str, dtypes: Iterable[DType] = ()) -> None:
-    """Writes the project to `folder`: the library, a main.cpp that runs, checks and times it, the runtime's sources, and how to build them.
+    """Writes a CMake project to `folder`: the library, the runtime's sources, and a main.cpp that runs, checks and times it.
 
     `reference` computes the same results on one device, with values of these dtypes. If no reference is possible, pass the reason
     as a string. `-DHOSTWEAVE_TARGET=cpu|cuda` chooses the target at configuration. Raises ProgramError for an op that cannot be
@@ -66,7 +66,10 @@ def export(program: HostProgram, folder: Path, reference: HostProgram | str, dty
 
 
 def _runtime(with_attention: bool) -> dict[str, bytes]:
-    """The runtime's sources, without the driver, which is Python's, and the stamp of what all programs share of them."""
+    """Sources of the runtime by path, without the driver, which only Python uses.
+
+    The file STAMP holds a digest of the sources that all programs share.
+    """
     paths = [RUNTIME / "CMakeLists.txt", *(path for part in _PARTS for path in sorted((RUNTIME / part).rglob("*")) if path.is_file())]
     shared = {f"runtime/{path.relative_to(RUNTIME)}": path.read_bytes() for path in paths}
     stamp = _sum(b"".join(path.encode() + content for path, content in shared.items() if "/sample/" not in path))

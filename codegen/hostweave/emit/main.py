@@ -99,9 +99,9 @@ class Main:
         tensors = {x.name: _tensor(number, parameter, x, mesh, integers) for number, (parameter, x) in enumerate(parameters)}
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
-        # By their folders.
+        # By folder.
         self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
-        # The user's name, that in C++, and the value by default.
+        # The user's name, the C++ name, and the default value.
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)
         self.channels = tuple(RankChannel(channel, mesh) for channel in view.channels)
         of_calls = groupby(sorted(view.layers, key=_calls), key=_calls)
@@ -131,7 +131,7 @@ class Main:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Those of the library."""
+        """Source files of the library."""
         own = ("c_api.cpp", "join.cpp", "program.cpp", *(("kernels.cu",) if self.programs[self.folder].kernel_names else ()))
         return tuple(self.folder + path for path in own)
 

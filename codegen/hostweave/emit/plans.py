@@ -16,12 +16,12 @@ CUBLAS_ACTIVATIONS = {"relu": "RELU", "gelu_tanh": "GELU"}
 
 
 def operands_of(i: ir.Matmul) -> tuple[str, ...]:
-    """The buffers whose types a plan is made for."""
+    """Buffers whose types determine a matmul plan."""
     return i.a, i.b, i.dst, *i.scales
 
 
 def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
-    """What a plan is made with besides dtypes: cuBLASLt's names of the epilogue, and of the compute type or the scales."""
+    """Constructor arguments of a matmul plan after the dtypes: cuBLASLt's epilogue, and compute type or scale modes."""
     words = [CUBLAS_ACTIVATIONS[i.activation]] if i.activation else []
     epilogue = "_".join(["CUBLASLT_EPILOGUE", *words, *(["BIAS"] if i.bias else [])])
     if i.precision:
@@ -32,7 +32,7 @@ def ends(i: ir.Matmul, types: Sequence[BufferType]) -> tuple[str, ...]:
 
 
 def _scales(types: Sequence[BufferType]) -> Iterator[str]:
-    """cuBLASLt's names of the scales of a [M, K], and of b [K, N]."""
+    """cuBLASLt's scale modes of a [M, K] and of b [K, N]."""
     a, b, _, *scales = types
     kind = scaling(a.shape, b.shape, scales[0].shape, scales[1].shape)
     for type, scale, outer in ((a, scales[0], 0), (b, scales[1], 1)):

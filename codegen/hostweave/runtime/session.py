@@ -36,7 +36,7 @@ class Timing:
 
     enqueue_us: float
     total_ms: float
-    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # from its first work to each mark of a program that has some
+    marks_ms: tuple[float, ...] = field(default=(), repr=False)  # time from the first work to each mark
 
 
 class Session:
