@@ -30,6 +30,7 @@ CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
 STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # that templates include
 # Of a constructor, in which nothing of the user's has another name than that of a member; and words of the preprocessor.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
+NO_CPP = ("CMakeLists.txt.j2", "timeline.html.j2", "timeline.svg.j2")
 # The user's names are those of members there, or there are none.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
@@ -42,7 +43,7 @@ def identifiers(text: str) -> set[str]:
 
 
 def of_templates() -> set[str]:
-    files = [path for path in TEMPLATES.rglob("*.j2") if "CMake" not in path.name and path.name not in ONLY_MEMBERS]
+    files = [path for path in TEMPLATES.rglob("*.j2") if path.name not in (*NO_CPP, *ONLY_MEMBERS)]
     return {name for path in files for name in identifiers(path.read_text())} - HARMLESS
 
 

@@ -284,7 +284,7 @@ def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layo
     found = cuda.find_cuda()
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     packages = {re.split("[><=]", requirement)[0] for requirement in project["optional-dependencies"][extra]}
-    assert packages == {part.package for part in (*found.headers, *found.libraries, found.nvrtc)}
+    assert packages == {part.package for part in (*found.headers, *found.libraries, found.nvrtc, found.nvtx)}
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ class Cuda:
     libraries: tuple[Part, ...]  # linked into every program
     nvrtc: Part
     cudnn: tuple[Part, Part]  # header and library, which only programs with attention need
+    nvtx: Part  # the header of ranges that profilers show
 
     @property
     def missing(self) -> tuple[Part, ...]:
@@ -65,7 +66,7 @@ class Cuda:
 
     @property
     def include_folders(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(part.path.parents[part.name.count("/")] for part in self.headers if part.path))
+        return tuple(dict.fromkeys(part.path.parents[part.name.count("/")] for part in (*self.headers, self.nvtx) if part.path))
 
 
 def find_cuda() -> Cuda:
@@ -102,8 +103,9 @@ def _find(major: int, roots: list[Path]) -> Cuda:
     }
     *linked, nvrtc = find(_LIBRARIES, libraries)
     cudnn = f"nvidia-cudnn-cu{major}"
+    (nvtx,) = find(_INCLUDES, {"nvtx3/nvToolsExt.h": f"nvidia-nvtx{wheel}"})
     (header,), (library,) = find(_INCLUDES, {"cudnn.h": cudnn}), find(_LIBRARIES, {"libcudnn.so.9": cudnn})
-    return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc, (header, library))
+    return Cuda(major, tuple(find(_INCLUDES, headers)), tuple(linked), nvrtc, (header, library), nvtx)
 
 
 @dataclass(frozen=True)

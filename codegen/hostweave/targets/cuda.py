@@ -65,8 +65,8 @@ class _Cuda(Target):
 
     def report(self) -> Iterator[tuple[str, str]]:
         found = cuda.find_cuda()
-        for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn):
-            yield next((word for word in ("nccl", "cublas", "cudnn") if word in part.name), "toolkit"), _part(part)
+        for part in (*found.headers, *found.libraries, found.nvrtc, *found.cudnn, found.nvtx):
+            yield next((word for word in ("nccl", "cublas", "cudnn", "nvtx") if word in part.name), "toolkit"), _part(part)
         yield "gpus", _gpus(found.major)
         if len(cuda.gpus()) > 1:
             yield "peers", why_no_peers(len(cuda.gpus())) or "all GPUs reach each other's memory: chunk loops use transport peer"

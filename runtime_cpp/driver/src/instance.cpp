@@ -266,6 +266,7 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
 }
 
 void Instance::make_call(cudaStream_t caller, const std::function<void()>& work) {
+  const Range range(program_.name);
   progress_->begin();
   work();
   progress_->end(caller);

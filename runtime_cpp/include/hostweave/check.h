@@ -4,6 +4,8 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include "hostweave/range.h"
+
 #ifdef __FILE_NAME__
 #define HW_FILE __FILE_NAME__
 #else
@@ -13,8 +15,8 @@
 #ifdef HOSTWEAVE_CPU_DEVICE  // its reports name the place of the call
 #include <hostweave_cpu.h>
 #define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
-#else
-#define HW_PLACE(call) static_cast<void>(0)
+#else  // profilers show it, to the end of the statement
+#define HW_PLACE(call) static_cast<void>(::hw::Range(call))
 #endif
 
 #define HW_CHECK(call) (HW_PLACE(#call), ::hw::check((call), #call, HW_FILE, __LINE__))

@@ -71,6 +71,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 }
 
 void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaStream_t caller) {
+  const hw::Range range("layer");
   const auto [M, E, F, F_x] = *prepared_;
   const int64_t rank_x = rank_.index();
   const auto* w_in = in.w_in.as<hw::bf16>();
