@@ -5,14 +5,15 @@ from functools import wraps
 from math import nan
 from typing import TYPE_CHECKING, ParamSpec
 
-from hostweave.base.errors import ProgramError
+from hostweave.base.errors import ProgramError, did_you_mean
 from hostweave.base.signatures import checked, public_names
 from hostweave.fusion_ir.frontend import functions as hw
 from hostweave.fusion_ir.frontend.recording import Axis, dim_of, dims_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.fusion_ir.ops import fits
+from hostweave.fusion_ir.ops.scaled import BLOCK
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import DType, f32, u32
+from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
 
 _P = ParamSpec("_P")
 MAX_RANDOM_DIMS = 4  # words of a counter
@@ -183,6 +184,77 @@ def _wide(x: Tensor) -> Tensor:
 
 def _cast(x: Tensor, dtype: DType) -> Tensor:
     return x if x.dtype == dtype else hw.astype(x, dtype)
+
+
+# --- 8-bit floats -----------------------------------------------------------------------------------------------------
+
+LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
+LEAST = 1e-12  # of the largest magnitude, so that no scale is 0
+GROUPS = ("row", "tensor", "block", "block2d")
+
+
+@checked
+def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [..., K] of floats as 8-bit floats of `dtype`, f8e4m3 or f8e5m2, and the f32 scales that values are multiplied by to give x again.
+
+    A scale is the largest magnitude of its elements, at least 1e-12, divided by the largest number of the dtype.
+
+    | scaling | elements of a scale | scales |
+    |---|---|---|
+    | "row" | a row, along the last dim | [..., 1] |
+    | "tensor" | all | [1, ..., 1] |
+    | "block" | 128 along the last dim | [..., K/128] |
+    | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
+
+    Maxima of sharded dims are reduced over their ranks. With `scale`, such as that of the step before, values are x divided by it, of too
+    large ones the largest number of f8e4m3 or an infinity of f8e5m2; the scales that x itself has are returned, for the next step.
+    Kernels before it take it in: a norm and its quantisation by rows are one kernel. Raises ProgramError for another scaling or dtype, a
+    scale of another shape, and dims that 128 does not divide.
+
+    Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
+    """
+    if scaling not in GROUPS:
+        raise ProgramError.here(f"quantize: there is no scaling {scaling!r}; {did_you_mean(scaling, GROUPS)}")
+    if dtype not in LARGEST:
+        raise ProgramError.here(f"quantize: {dtype!r} is no dtype of 8-bit floats; use hw.f8e4m3 or hw.f8e5m2")
+    if x.dtype.kind != "float" or x.ndim < (2 if scaling == "block2d" else 1):
+        raise ProgramError.here(f"quantize: {x.type} is no tensor of floats with rows; use hw.astype, and hw.reshape")
+    shape, whole = x.type.shape, _wide(x)
+    split = _in_blocks(shape, scaling)
+    wide = hw.reshape(whole, *map(str, split)) if split != shape else whole
+    inner: tuple[int, ...] = (wide.ndim - 3, wide.ndim - 1) if scaling == "block2d" else (wide.ndim - 1,)
+    scales = tuple(Size() if i in inner or scaling == "tensor" else size for i, size in enumerate(split))
+    merged = _merged(scales, scaling)
+    wanted = TensorType(f32, tuple(map(Dim, merged)))
+    if scale is not None and (scale.type.shape != merged or scale.dtype != f32):
+        raise ProgramError.here(f"quantize: the scale is {scale.type}, and {x.type} has scales {wanted}; pass such")
+
+    def divided(by: Tensor) -> Tensor:
+        values = _worded("quantized", hw.astype(wide / _cast(by, wide.dtype), dtype))
+        return hw.reshape(values, *map(str, shape)) if split != shape else values
+
+    top = hw.max(hw.abs(wide), inner, keepdims=True)
+    given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
+    if scaling == "tensor" and wide.ndim > 1:
+        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # of those of rows, which a kernel of rows gives
+    own = _worded("scale", _cast(hw.maximum(top, LEAST) / LARGEST[dtype], f32))
+    return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
+
+
+def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
+    """The shape with a dim for the elements of a block behind each dim that has blocks."""
+    blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
+    for i in blocked:
+        if shape[i].is_int and int(shape[i]) % BLOCK:
+            raise ProgramError.here(f"quantize: {BLOCK} does not divide dim {i} of [{', '.join(map(str, shape))}]; pad it")
+    if scaling == "block2d" and len(shape) != 2:
+        raise ProgramError.here(f"quantize: [{', '.join(map(str, shape))}] has {len(shape)} dims, and block2d needs 2; use hw.reshape")
+    return tuple(part for i, size in enumerate(shape) for part in ((size // BLOCK, Size(BLOCK)) if i in blocked else (size,)))
+
+
+def _merged(scales: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
+    """The shape of the scales, of which `scales` has a dim of 1 for each block."""
+    return {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
