@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from host_programs import GOLDEN, STAGES, golden
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
 from hostweave.cli.demo import repetitions_in
+from hostweave.cli.highlight import has_colours
 from hostweave.cli.main import main
 
 SEEDS = EXAMPLES / "seeds.py"
@@ -46,13 +49,22 @@ def mistake_of(capsys: Captured, *arguments: str) -> str:
 
 def test_demo(capsys: Captured) -> None:
     out = output_of(capsys, "demo", "--ranks", "4", "--target", "cpu")
-    for text in (golden("ag_matmul_p2p", "input"), golden("ag_matmul_p2p", STAGES[-1]), golden_source("ag_matmul_p2p", "program.cpp")):
-        assert text in out
-    for rank in range(4):
-        assert f"rank {rank}: y [4, 256, 256] matches NumPy" in out
-    assert "us of host time" in out
-    folder = Path(out.split("sources: ")[1].strip())
+    assert golden("ag_matmul_p2p", "input") in out
+    shown = textwrap.dedent(
+        golden_source("ag_matmul_p2p", "program.cpp").partition("begin_call(caller));\n")[2].partition("  HW_CHECK(arena_")[0]
+    )
+    assert shown.count("\n") > 10
+    assert shown in out
+    first = out.splitlines()[:6]
+    assert first[2].startswith("y [4, 256, 256] matches NumPy on 4 ranks (largest error ")
+    assert first[3].startswith("a call: ")
+    assert "simulated" in first[4]
+    folder = Path(out.split("all of it: ")[1].splitlines()[0])
     assert (folder / "program.cpp").is_file()
+
+
+def test_demo_as_a_new_user_runs_it_fits_on_a_screen(capsys: Captured) -> None:
+    assert len(output_of(capsys, "demo").splitlines()) <= 40
 
 
 def test_demo_measures_slow_calls_less_often() -> None:
@@ -62,7 +74,7 @@ def test_demo_measures_slow_calls_less_often() -> None:
 @pytest.mark.parametrize("name", ["matmul_rs_flat", "allreduce"])
 def test_demo_of_another_program(capsys: Captured, name: str) -> None:
     out = output_of(capsys, "demo", "--program", name, "--ranks", "3", "--target", "cpu")
-    assert out.count("matches NumPy") == 3
+    assert "matches NumPy on 3 ranks" in out
 
 
 def test_demo_of_a_wrong_result(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,13 +305,80 @@ def test_compile_and_cache(capsys: Captured, tmp_path: Path, monkeypatch: pytest
     assert (folder / "program.cpp").read_text() == golden_source("ag_matmul_p2p", "program.cpp")
     assert (folder / "hostweave_program.so").is_file()
     assert output_of(capsys, "cache", "path") == f"{tmp_path}\n"
-    *lines, total = output_of(capsys, "cache").splitlines()
-    assert lines[0].split()[-1] == str(folder)
-    assert [Path(line.split()[-1]).parent for line in lines[1:]] == [tmp_path / "objects"] * (len(lines) - 1)
-    assert re.fullmatch(rf"{tmp_path}: {len(lines)} entries, [\d.]+ MB of at most 10000 MB", total)
+    (tmp_path / ".killed-0123456789abcdef.01234567").mkdir()  # a build that was killed
+    (tmp_path / ".killed-0123456789abcdef.01234567" / "SHA256SUMS").touch()
+    assert {entry.kind for entry in cache.entries()} == {"program", "object", "unfinished build"}
+    program, objects, removed, total = output_of(capsys, "cache").splitlines()
+    assert re.fullmatch(rf" +[\d.]+ [kM]B +now  {folder}", program)
+    count = int(re.fullmatch(r" +[\d.]+ [kM]B  (\d+) objects?", objects)[1])  # type: ignore[index]
+    assert removed == "removed 1 folder of builds that were ended"
+    assert re.fullmatch(rf"{tmp_path}: {count + 1} entries, [\d.]+ MB of at most 10000 MB", total)
     assert output_of(capsys, "cache", "size") == f"{total}\n"
-    assert output_of(capsys, "cache", "clear") == f"removed {len(lines)} entries from {tmp_path}\n"
+    listed = json.loads(output_of(capsys, "cache", "--json"))
+    assert [entry["name"] for entry in listed["entries"] if entry["kind"] == "program"] == ["ag_matmul_p2p"]
+    assert output_of(capsys, "cache", "clear") == f"removed {count + 1} entries from {tmp_path}\n"
     assert not cache.entries()
+
+
+def test_a_build_that_goes_on_is_no_leftover(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTWEAVE_CACHE", str(tmp_path))
+
+    def make(folder: Path) -> None:
+        assert "1 unfinished build" in output_of(capsys, "cache")
+        assert folder.is_dir()
+
+    cache.get_or_make(cache.name_of("slow"), make)
+
+
+def test_json_of_a_compile_a_check_and_an_explanation(capsys: Captured, tmp_path: Path) -> None:
+    made = json.loads(output_of(capsys, "compile", P2P, *AT_FOUR, "--json"))
+    assert (made["name"], made["target"]) == ("ag_matmul_p2p", "cpu")
+    assert Path(made["module"]).parent == Path(made["folder"])
+    found = json.loads(output_of(capsys, "check", P2P, *AT_FOUR, "--sizes", "m=3", "--json"))
+    assert found == {"name": "ag_matmul_p2p", "mesh": "mesh(x=4)", "sizes": {"m": 3}, "unchecked": []}
+    program, sizes = tmp_path / "chosen.py", ("--sizes", "M=8192,K=8192,N=57344")
+    types = 'x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N@x"]'
+    program.write_text(f"import hostweave as hw\n\nf = hw.fusion(mesh=hw.Mesh(x=8), {types})(lambda x, w: hw.matmul(x, w))\n")
+    chosen = json.loads(output_of(capsys, "explain", str(program), *sizes, "--json"))
+    (choice,) = chosen["choices"]
+    assert choice["ways"][0]["chunks"] > 1
+    assert json.loads(output_of(capsys, "explain", str(program), *sizes, "--overlap", "off", "--json"))["choices"] == []
+
+
+def test_check_says_what_is_proven(capsys: Captured) -> None:
+    out = output_of(capsys, "check", P2P, *AT_FOUR).splitlines()
+    assert out[0] == "ag_matmul_p2p on mesh(x=4): no race, no deadlock, no unmatched communication on any rank"
+    assert out[1] == "its results are those of the fusion"
+
+
+def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
+    assert output_of(capsys).startswith("usage: hostweave ")
+    assert mistake_of(capsys, "dmeo") == "there is no command dmeo; did you mean demo?"
+    assert mistake_of(capsys, "bench", "overlapp") == "bench: no benchmark 'overlapp'; did you mean overlap?"
+    assert "overlap " in output_of(capsys, "bench", "--list")
+    assert {one["name"] for one in json.loads(output_of(capsys, "bench", "--list", "--json"))} >= {"overlap", "compiler"}
+    assert json.loads(output_of(capsys, "doctor", "--json"))[0]["name"] == "python"
+
+
+def test_shells_complete_commands_and_options(capsys: Captured) -> None:
+    """Bash itself completes by its script; of the other shells, which may not be here, the scripts are read."""
+    completed = "COMP_WORDS=({}); COMP_CWORD={}; _hostweave; echo ${{COMPREPLY[@]}}"
+    lines = [completed.format("hostweave ti", 1), completed.format("hostweave demo --ra", 2), completed.format("hostweave cache c", 2)]
+    script = output_of(capsys, "completion", "bash") + "\n".join(lines)
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["timeline", "--ranks", "clear"]
+    assert "demo) found=(-h --help --program --ranks --target) ;;" in output_of(capsys, "completion", "zsh")
+    assert "__fish_seen_subcommand_from demo' -l ranks -d 'number of ranks (default 8)'" in output_of(capsys, "completion", "fish")
+
+
+@pytest.mark.parametrize("setting", [("NO_COLOR", "1"), ("TERM", "dumb"), None])
+def test_colours_are_for_terminals_that_want_them(setting: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    if setting:
+        monkeypatch.setenv(*setting)
+    assert has_colours() == (setting is None)
 
 
 def test_doctor(capsys: Captured) -> None:
@@ -323,7 +402,7 @@ def test_doctor_without_a_compiler(capsys: Captured, monkeypatch: pytest.MonkeyP
 
 def test_the_command_is_installed_and_knows_its_commands() -> None:
     result = subprocess.run([sys.executable, "-m", "hostweave", "--help"], capture_output=True, text=True, check=True)
-    for command in ("demo", "compile", "inspect", "export", "bench", "doctor", "cache"):
+    for command in ("demo", "compile", "check", "explain", "inspect", "timeline", "export", "bench", "doctor", "cache"):
         assert f"\n    {command} " in result.stdout
 
 

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 
 import hostweave as hw
+from hostweave.base.environment import VARIABLES, warn_of_misspelt
 from hostweave.base.errors import ArgumentError, HostweaveError, ProgramError
+from hostweave.base.paths import PACKAGE
 
 MESH = hw.Mesh(x=2)
 A = hw.f32["M@x", "K"]
@@ -41,7 +44,7 @@ TRACED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "too few": (lambda x: hw.matmul(x), {}, "matmul: missing 1 required positional argument: 'b'; write matmul(a, b)"),
     "view": (lambda x: x.view(-1), {}, "x.view: a tensor of a fusion has no view; use hw.reshape(x, ...)"),
     "x.sum()": (lambda x: x.sum(), {}, "x.sum: a tensor of a fusion has no sum; use hw.sum"),
-    "x.transpose()": (lambda x: x.transpose(0, 1), {}, "use hw.permute_dims(x, axes), or x.T"),
+    "x.transpose()": (lambda x: x.transpose(0, 1), {}, "use hw.transpose(x, 0, 1), or x.T"),
     "x.quantile()": (lambda x: x.quantile(0.5), {}, "x.quantile: a tensor of a fusion has no quantile; dir(hw) lists the functions"),
     "x.dtpye": (lambda x: x.dtpye, {}, "did you mean dtype?"),
     "size * 2": (lambda x: x.shape[0] * 2, {}, "M * 2: M is the name of a size that is known only at a call; write '2*M'"),
@@ -109,7 +112,6 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
     "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
-    "transpose": (lambda: hw.transpose, "hw.transpose: hostweave has no transpose; use hw.permute_dims(x, axes), or x.T"),
     "zeros": (lambda: hw.zeros, "use a Python number, or hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"),
     "unknown": (lambda: hw.quantile, "hw.quantile: hostweave has no quantile; dir(hw) lists the names"),
     "complex": (lambda: hw.complex64, "hw.complex64: hostweave has no complex64; there are no complex numbers"),
@@ -132,6 +134,30 @@ def test_outside_of_a_fusion(case: str) -> None:
     with pytest.raises(ProgramError, match=HERE) as caught:
         act()
     assert message in str(caught.value)
+
+
+def test_errors_are_listed() -> None:
+    assert set(dir(hw.errors)) >= {"HostweaveError", "ProgramError", "ArgumentError", "ExecutionError", "OverlapWarning"}
+    assert all(issubclass(getattr(hw.errors, name), Exception) for name in dir(hw.errors))
+
+
+def test_a_misspelt_variable_is_told() -> None:
+    with pytest.warns(UserWarning, match="HOSTWEAVE_CACHEE is set, and hostweave reads no such variable; did you mean HOSTWEAVE_CACHE?"):
+        warn_of_misspelt({"HOSTWEAVE_CACHEE": "/tmp", "HOSTWEAVE_CACHE": "/tmp", "HOSTWEAVE_MINE": "1"})
+    read = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'environ[^"\n]*"(HOSTWEAVE_\w+)"', path.read_text())}
+    assert set(VARIABLES) >= read
+    assert "HOSTWEAVE_CACHE" in read
+
+
+def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frames() -> int:
+        with pytest.raises(ProgramError) as caught:
+            fused(lambda x: x @ x @ x)
+        return len(caught.traceback)
+
+    few = frames()
+    monkeypatch.setenv("HOSTWEAVE_FRAMES", "1")
+    assert frames() > few
 
 
 def test_the_traceback_of_a_trace_has_the_users_frames() -> None:

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base import errors as errors
+from hostweave.base.environment import warn_of_misspelt
 from hostweave.base.errors import UnknownAttribute, nearest
 from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
@@ -102,5 +103,6 @@ _OWN = ("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fu
 _DTYPES = (name for name, value in list(globals().items()) if isinstance(value, _DType))
 _FUNCTIONS = (name for part in (_functions, _attention, _composites, _contractions, _indices) for name in public_names(vars(part)))
 _PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))
+warn_of_misspelt()
 if not TYPE_CHECKING:  # a type checker goes by the imports
     __all__ = _PUBLIC

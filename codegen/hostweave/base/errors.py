@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,12 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+def __dir__() -> list[str]:
+    """What users catch."""
+    return [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, HostweaveError | UserWarning)]
+
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
@@ -119,9 +126,9 @@ def reason_of(error: BaseException) -> str:
 
 
 def users_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this package."""
-    if traceback is None:
-        return None
+    """The traceback without the frames of this package, unless HOSTWEAVE_FRAMES is set."""
+    if traceback is None or os.environ.get("HOSTWEAVE_FRAMES"):
+        return traceback
     rest = users_frames(traceback.tb_next)
     return rest if is_of_package(traceback.tb_frame) else TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
@@ -132,9 +139,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return nearest(word.lower(), known) or f"one of {', '.join(known)}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The question for the known word that is most like a word; None if none is."""
-    near = get_close_matches(word, known, 1, 0.65)
+def nearest(word: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
+    """The question for the known word that is most like a word, at least so much of 1; None if none is."""
+    near = get_close_matches(word, known, 1, likeness)
     return f"did you mean {near[0]}?" if near else None
 
 

@@ -33,6 +33,8 @@ _READABLE = 50  # characters of a name in that of its entry: file names end at 2
 _IN_USE = 3600.0  # seconds after its last use for which an entry is not evicted: a build may be about to link it
 _SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
 _LIMIT = "10 GB"
+_SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # the name of a folder in which an entry is made, or removed
+KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
 _held: set[int] = set()  # files of locks
@@ -46,8 +48,34 @@ class Entry:
     bytes: int
     used: float  # when it last was, in seconds since the epoch
 
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        if _SCRATCH.fullmatch(self.path.name):
+            return "unfinished build"
+        own = "library" if self.path.name.startswith("runtime_") else "program"
+        return {"objects": "object", "failed": "failed build"}.get(self.path.parent.name, own)
+
+    @property
+    def name(self) -> str:
+        """The name of the program, library or object."""
+        found = _SCRATCH.fullmatch(self.path.name)
+        return re.sub("-[0-9a-f]{16}$", "", found[1] if found else self.path.name)
+
     def __str__(self) -> str:
-        return f"{self.bytes / 1e6:8.1f} MB  {self.path}"
+        return f"{size_text(self.bytes)}  {_age(time.time() - self.used):>8}  {self.path}"
+
+
+def size_text(count: int) -> str:
+    """A number of bytes in nine columns, as `  1.2 MB`."""
+    return f"{count / 1e6:6.1f} MB" if count >= 1e5 else f"{count / 1e3:6.1f} kB"
+
+
+def _age(seconds: float) -> str:
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return "now"
 
 
 def root() -> Path:
@@ -180,6 +208,19 @@ def clear() -> int:
     return len(found)
 
 
+def remove_leftovers() -> int:
+    """Removes the folders of builds whose process was killed, and returns how many there were."""
+    count = 0
+    for entry in entries():
+        if found := _SCRATCH.fullmatch(entry.path.name):
+            name = str((entry.path.parent / found[1]).relative_to(root()))
+            with _told(), _lock(name, waits=False) as is_free:
+                if is_free:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    count += 1
+    return count
+
+
 def evict() -> None:
     """Removes what was used longest ago, until the rest is within the limit."""
     left, total = limit(), 0
@@ -289,18 +330,26 @@ _opened = itertools.count(1)
 
 
 @contextlib.contextmanager
-def _lock(name: str) -> Iterator[None]:
+def _lock(name: str, waits: bool = True) -> Iterator[bool]:
+    """Holds the lock of an entry. Gives False if another process has it, and this one does not wait."""
     path = _own(root() / "locks") / name.replace("/", "-")
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _held.add(file)
         try:
             with contextlib.suppress(OSError):  # a file system without locks: the rename alone keeps the entry whole
-                _await_lock(file)
+                if waits:
+                    _await_lock(file)
+                else:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        yield False
+                        return
             if not _is_at(file, path):  # whoever had it before has removed it
                 continue
             try:
-                yield
+                yield True
             finally:
                 path.unlink(missing_ok=True)
             return

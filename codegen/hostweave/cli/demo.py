@@ -1,8 +1,9 @@
-"""`hostweave demo`: compiles an example, prints its stages, runs it on all ranks and compares the result with NumPy."""
+"""`hostweave demo`: compiles an example, runs it on all ranks, compares the result with NumPy and shows the generated code."""
 
 import statistics
-import sys
+import textwrap
 import time
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
 from hostweave.base.paths import EXAMPLES
-from hostweave.cli.highlight import show
+from hostweave.cli.highlight import has_colours, show
 from hostweave.cli.programs import load_file, programs_in
 from hostweave.cli.tolerance import tolerance_of
 from hostweave.fusion_ir.ir import Fusion
@@ -24,7 +25,7 @@ MAX_REPETITIONS = 20
 
 
 def demo(name: str, ranks: int, target: str | None) -> int:
-    """Prints what becomes of a program of examples/seeds.py on `ranks` ranks. Returns 0 where all ranks match NumPy."""
+    """Runs a program of examples/seeds.py on `ranks` ranks, and prints what it is. Returns 0 if all ranks match NumPy."""
     seeds = programs_in(load_file(EXAMPLES / "seeds.py", {"D": ranks}))
     if name not in seeds:
         raise HostweaveError(f"demo: no program {name!r}; one of {', '.join(seeds)}")
@@ -35,21 +36,28 @@ def demo(name: str, ranks: int, target: str | None) -> int:
         raise HostweaveError(f"demo: {why}")
     chosen = find_target(target) if target else max(able, key=lambda found: found.demo_size)
     program = hw.compile(fusion, target=chosen.name)
-    _title("fusion IR: math on global tensors, and its sharding")
-    show(program.fusion_ir, "ir")
-    _title("host IR: what the CPU of one rank does")
-    show(program.host_ir, "ir")
-    _title("generated program.cpp")
-    show(program.source, "cpp")
-
-    _title(f"{ranks} ranks on {chosen.name}")
+    print(f"{name} on {ranks} ranks, target {chosen.name}")
     started = time.perf_counter()
     print("compiling ...", end=" ", flush=True)
     program.build()
-    print(f"{time.perf_counter() - started:.2f} s")
+    print(f"{time.perf_counter() - started:.1f} s")
     worst = _compare(program, fusion, chosen.demo_size)
-    print(f"sources: {program.folder}")
+    if chosen.is_simulated:
+        print("  (ranks are simulated on this machine's cores: the time says nothing about GPUs)")
+    _title("what you write: math on global tensors, and its sharding")
+    show(program.fusion_ir, "ir")
+    _title("what you get: what each rank runs, from the generated program.cpp")
+    show(_enqueued(program.source), "cpp")
+    print(f"\nall of it: {program.folder}")
+    print(f"every stage: hostweave inspect seeds:{name} --after all")
     return 0 if worst <= 1 else 1
+
+
+def _enqueued(source: str) -> str:
+    """The lines of `run` that enqueue, without their margin."""
+    run = source.partition("void Program::run(")[2].partition("\n}\n")[0]
+    lines = run.partition("arena_.begin_call(caller));\n")[2].rpartition("  HW_CHECK(arena_.end_call(")[0]
+    return textwrap.dedent(lines)
 
 
 def _compare(program: Any, fusion: Fusion, size: int) -> float:
@@ -66,6 +74,7 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
     started = time.perf_counter()
     results_of_ranks = program.run(**arrays, ranks=True)
     repetitions = repetitions_in(MEASURED_SECONDS, time.perf_counter() - started)
+    matching: Counter[str] = Counter()
     for rank, results in enumerate(results_of_ranks):
         for name, got, want in zip(fusion.outputs, results if isinstance(results, tuple) else (results,), wanted, strict=True):
             value, allowed = fusion.values()[name], tolerance_of(fusion, name, sizes)
@@ -73,12 +82,16 @@ def _compare(program: Any, fusion: Fusion, size: int) -> float:
             errors = np.abs(got.astype(np.float64) - block) / (allowed.atol + allowed.rtol * np.abs(block))
             error = float(np.max(errors, initial=0.0))  # NaN where the program gave NaN
             worst = max(worst, error) if error == error else float("inf")
-            verdict = "matches NumPy" if error <= 1 else "DIFFERS from NumPy"
-            print(f"rank {rank}: {name} {list(got.shape)} {verdict} (error {error:.2f} of the tolerance)")
+            if error <= 1:
+                matching[f"{name} {list(got.shape)}"] += 1
+            else:
+                print(f"rank {rank}: {name} {list(got.shape)} DIFFERS from NumPy (error {error:.2f} of the tolerance)")
+    for what, count in matching.items():
+        print(f"{what} matches NumPy on {count} rank{'s' * (count > 1)} (largest error {worst:.2f} of the tolerance)")
     times = program.measure(**arrays, warmups=1, repetitions=repetitions)
     enqueue = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     total = max(statistics.median(t.total_ms for t in rank) for rank in times)
-    print(f"a call: {total:.3f} ms on the device, {enqueue:.1f} us of host time (slowest rank, median of {len(times[0])})")
+    print(f"a call: {total:.3f} ms, {enqueue:.1f} us of host time (slowest rank, median of {len(times[0])})")
     return worst
 
 
@@ -88,5 +101,5 @@ def repetitions_in(seconds: float, a_call: float) -> int:
 
 
 def _title(text: str) -> None:
-    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    print(f"\n{bold}---- {text}{plain}\n")
+    bold, plain = ("\033[1m", "\033[0m") if has_colours() else ("", "")
+    print(f"\n{bold}{text}{plain}\n")

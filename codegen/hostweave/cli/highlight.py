@@ -1,5 +1,6 @@
 """Terminal colours for C++ and the text of both IRs."""
 
+import os
 import sys
 from functools import cache
 
@@ -16,7 +17,12 @@ from hostweave.types.tensor import DTYPES
 
 def show(text: str, language: str) -> None:
     """Prints a text, with colours where stdout is a terminal. `language` is cpp or ir."""
-    print(highlighted(text, language) if sys.stdout.isatty() else text, end="")
+    print(highlighted(text, language) if has_colours() else text, end="")
+
+
+def has_colours() -> bool:
+    """True if stdout is a terminal with colours, and the user has not set NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def highlighted(text: str, language: str) -> str:

@@ -1,28 +1,27 @@
-"""The command line: `hostweave demo | compile | inspect | timeline | export | bench | calibrate | doctor | cache`."""
+"""The command line: `hostweave COMMAND`, with the commands of `_parser`."""
 
 import argparse
 import ast
 import difflib
 import itertools
-import os
-import platform
+import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import hostweave as hw
-from hostweave.base.errors import BuildError, HostweaveError
-from hostweave.base.paths import BENCHMARKS, HOST_IR
+from hostweave.base.errors import HostweaveError, did_you_mean
+from hostweave.base.paths import HOST_IR
 from hostweave.build import cache
-from hostweave.build.cuda import gpus
-from hostweave.build.toolchain import find_compiler, openblas_root
+from hostweave.build.toolchain import MODULE_FILE, openblas_root
+from hostweave.cli.bench import bench, listed
 from hostweave.cli.calibrate import calibrate
+from hostweave.cli.completion import SHELLS, commands_of, script
+from hostweave.cli.doctor import report
 from hostweave.cli.highlight import show
 from hostweave.cli.memory_plan import memory_report
 from hostweave.cli.notes import costly_choices
@@ -32,18 +31,24 @@ from hostweave.emit.main import executable_of
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.host_ir.size_requirements import MOST
-from hostweave.options import Options
+from hostweave.options import OVERLAPS, TRANSPORTS, Options
 from hostweave.pipeline import PASSES, lower
-from hostweave.targets.target import NAMES, find_target
+from hostweave.targets.target import NAMES
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. A mistake of the user is one line on stderr and exit status 1."""
-    options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int | None] = options.command
+    """Runs one command, or prints the help where there is none. A mistake of the user is one line on stderr and exit status 1."""
+    parser, given = _parser(), sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        parser.print_help()
+        return 0
     try:
+        if not given[0].startswith("-") and given[0] not in (known := commands_of(parser)):
+            raise HostweaveError(f"there is no command {given[0]}; {did_you_mean(given[0], known)}")
+        options = parser.parse_args(given)
+        command: Callable[[argparse.Namespace], int | None] = options.command
         return command(options) or 0
     except HostweaveError as error:
         print(f"hostweave: {error}", file=sys.stderr)
@@ -65,19 +70,25 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(command=command)
         return sub
 
-    program = argparse.ArgumentParser(add_help=False)
+    program, target, as_json = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     what = "a fusion in a Python file or of an example (seeds:ag_matmul_p2p), or a .hw file of IR text"
     program.add_argument("program", metavar="FILE.py:FUSION", help=what)
     program.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="replace a constant of the file, such as D=4")
+    program.add_argument("--sizes", metavar="M=1024,K=512", default="", help="typical sizes, by which the compiler chooses")
+    program.add_argument("--overlap", choices=OVERLAPS, default="auto", help="how chunk loops are chosen (default auto)")
+    program.add_argument("--transport", choices=TRANSPORTS, default="auto", help="how bytes travel between ranks (default auto)")
     program.add_argument("--streams", type=int, default=4, help="number of CUDA streams of a stream loop (default 4)")
+    target.add_argument("--target", choices=NAMES, default="cpu", help="what it is compiled for (default cpu)")
+    as_json.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
-    demo = add("demo", _demo, "Compile a seed program, show every stage, run it on all ranks and compare with NumPy.")
+    demo = add("demo", _demo, "Compile a seed program, run it on all ranks, compare with NumPy and show the generated loop.")
     demo.add_argument("--program", default="ag_matmul_p2p", help="a program of examples/seeds.py (default ag_matmul_p2p)")
     demo.add_argument("--ranks", type=int, default=8, help="number of ranks (default 8)")
     demo.add_argument("--target", choices=NAMES, help="default: cuda where there are GPUs, else cpu")
 
-    compile = add("compile", _compile, "Compile a program and say where its sources and module are.", program)
-    compile.add_argument("--target", choices=NAMES, default="cpu")
+    add("compile", _compile, "Compile a program and say where its sources and module are.", program, target, as_json)
+    add("check", _check, "Prove a program free of races and deadlocks, and check its results, at --sizes or small ones.", program, as_json)
+    add("explain", _explain, "Say how each communication is done, and why, with the other ways and their times.", program, target, as_json)
 
     inspect = add("inspect", _inspect, "Print a stage of a program: an IR after a pass, or the generated C++.", program)
     inspect.add_argument(
@@ -85,30 +96,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--only", metavar="NAME", help="one file of the C++, or with --after one function or kernel")
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
-    inspect.add_argument("--sizes", metavar="M=1024,K=512", default="", help="sizes for chosen loops, --memory and notes on costs")
 
     timeline_help = "Predict when each rank does what, and write it as a page, as JSON for Perfetto or as SVG."
     timeline = add("timeline", _timeline, timeline_help, program)
-    timeline.add_argument("--sizes", metavar="M=1024,K=512", default="", help="global sizes; 4096 for others")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
-    export = add("export", _export, "Write a CMake project that builds and runs the program without Python.", program)
+    export = add("export", _export, "Write a CMake project: the program as a library, which needs no Python.", program)
     export.add_argument("folder", type=Path)
 
-    bench_help = "Run the benchmarks that this machine can run, and print ratios to the peers of the same run."
-    sub = add("bench", lambda options: bench(options.names), bench_help)
-    sub.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
+    benchmarks = add(
+        "bench", _bench, "Run the benchmarks that this machine can run, and print ratios to the peers of the same run.", as_json
+    )
+    benchmarks.add_argument("names", nargs="*", help="benchmarks by name; default: all that this machine can run")
+    benchmarks.add_argument("--list", action="store_true", help="print the benchmarks and what they measure, and run none")
 
     doctor_help = "Say what was found (compiler, CUDA, NCCL, cuBLAS, GPUs, cache) and what to install for what is missing."
-    add("doctor", lambda _: print(report()), doctor_help)
+    add("doctor", _doctor, doctor_help, as_json)
 
     calibrate_help = "Measure the GPUs of this machine, in about a minute, for the cost model that chooses how communication overlaps."
     add("calibrate", _calibrate, calibrate_help)
 
     cache_help = "The folder of compiled programs; HOSTWEAVE_CACHE moves it, HOSTWEAVE_CACHE_LIMIT (10 GB) bounds it."
-    sub = add("cache", _cache, cache_help)
-    sub.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
+    cached = add("cache", _cache, cache_help, as_json)
+    cached.add_argument("action", nargs="?", choices=("path", "list", "size", "clear"), default="list")
+
+    completion = add("completion", lambda options: print(script(options.shell, parser), end=""), "Print a script that completes commands.")
+    completion.add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -122,7 +136,8 @@ def _load(options: argparse.Namespace) -> Any:
             constants[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             raise HostweaveError(f"--set {setting}: {value} is no Python literal; quote a text twice, as in NAME='\"text\"'") from None
-    return load_program(options.program, constants), Options(streams=options.streams)
+    given = {name: getattr(options, name) for name in ("streams", "overlap", "transport")}
+    return load_program(options.program, constants), Options(sizes=_sizes(options.sizes), **given)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -135,12 +150,44 @@ def _compile(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     compiled = hw.compile(program, target=options.target, options=settings)
     compiled.build()
-    print(compiled.folder)
+    folder = compiled.folder
+    found = {"name": compiled.name, "target": options.target, "folder": str(folder), "module": str(folder / MODULE_FILE)}
+    print(json.dumps(found) if options.json else folder)
+
+
+def _check(options: argparse.Namespace) -> None:
+    program, settings = _load(options)
+    compiled = hw.compile(program, options=replace(settings, check=False))
+    unchecked = compiled.check(**settings.sizes)
+    if options.json:
+        print(json.dumps({"name": compiled.name, "mesh": str(compiled.mesh), "sizes": settings.sizes, "unchecked": unchecked}))
+        return
+    print(f"{compiled.name} on {compiled.mesh}: no race, no deadlock, no unmatched communication on any rank")
+    print("its results are those of the fusion" if isinstance(program, Fusion) else "its results are compared with nothing: it is host IR")
+    for text in unchecked:
+        print(f"not checked: {text}")
+
+
+def _explain(options: argparse.Namespace) -> None:
+    program, settings = _load(options)
+    compiled = hw.compile(program, target=options.target, options=settings)
+    if not options.json:
+        print(compiled.explain(), end="")
+        return
+    choices = [
+        {
+            "function": choice.function,
+            "value": choice.value,
+            "measured": choice.is_measured,
+            "ways": [{"name": way.name, "algorithm": way.algorithm, "chunks": way.chunks, "us": way.micros} for way in choice.ways],
+        }
+        for choice in compiled.choices
+    ]
+    print(json.dumps({"name": compiled.name, "mesh": str(compiled.mesh), "sizes": settings.sizes, "choices": choices}))
 
 
 def _inspect(options: argparse.Namespace) -> None:
     program, settings = _load(options)
-    settings = replace(settings, sizes=_sizes(options.sizes))
     seen: list[tuple[str, Fusion | HostProgram]] = []
     host = lower(program, settings, lambda name, stage: seen.append((name, stage)))
     stages = [(name, str(stage)) for name, stage in seen]
@@ -167,10 +214,9 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _timeline(options: argparse.Namespace) -> None:
     program, settings = _load(options)
-    sizes = _sizes(options.sizes)
-    made = hw.compile(program, options=replace(settings, sizes=sizes, check=False))
+    made = hw.compile(program, options=replace(settings, check=False))
     ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
-    report = made.predict(sizes, ranks=ranks or None)
+    report = made.predict(settings.sizes, ranks=ranks or None)
     print(report)
     report.save(output := options.output or Path(f"{made.name}.html"))
     print(output)
@@ -233,82 +279,48 @@ def _calibrate(_: argparse.Namespace) -> None:
 def _cache(options: argparse.Namespace) -> None:
     if options.action == "path":
         print(cache.root())
-    elif options.action == "clear":
+        return
+    if options.action == "clear":
         print(f"removed {cache.clear()} entries from {cache.root()}")
-    else:
-        for entry in cache.entries() if options.action == "list" else ():
+        return
+    left = cache.remove_leftovers()
+    found = cache.entries()
+    if options.json:
+        listed = [{"name": one.name, "kind": one.kind, "bytes": one.bytes, "used": one.used, "folder": str(one.path)} for one in found]
+        print(json.dumps({"folder": str(cache.root()), "limit": cache.limit(), "entries": listed}))
+        return
+    if options.action == "list":
+        kinds = {kind: [entry for entry in found if entry.kind == kind] for kind in cache.KINDS}
+        for entry in sorted(kinds["program"], key=lambda entry: entry.used, reverse=True):
             print(entry)
-        print(cache.summary())
+        for kind in ("object", "library", "failed build", "unfinished build"):
+            if of := kinds[kind]:
+                print(f"{cache.size_text(sum(entry.bytes for entry in of))}  {len(of)} {plural(kind, len(of))}")
+    if left:
+        print(f"removed {left} {plural('folder', left)} of builds that were ended")
+    print(cache.summary())
 
 
-# --- bench ------------------------------------------------------------------------------------------------------------
-# The scripts of benchmarks/, each in a process of its own.
+def plural(word: str, count: int) -> str:
+    return word if count == 1 else word[:-1] + "ies" if word.endswith("y") else f"{word}s"
 
 
-NEEDED_GPUS = {
-    **dict.fromkeys(("attention", "decode", "few_rows", "kernels", "layer", "model", "tune"), 1),
-    **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
-}
-
-NEEDED_PACKAGES = {
-    **dict.fromkeys((name for name in NEEDED_GPUS if name != "comm"), ("torch",)),
-    "torch_training": ("torch", "transformers"),
-}
-
-
-def bench(names: Sequence[str]) -> int:
-    """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
-
-    Raises HostweaveError for an unknown name, or a benchmark that needs more GPUs than there are, or a package that is not installed.
-    """
-    known = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-    status = 0
-    for name in names or known:
-        if name not in known:
-            raise HostweaveError(f"bench: no benchmark {name!r}; one of {', '.join(known)}")
-        if needs := _lacking(name):
-            if names:
-                raise HostweaveError(f"bench: {name} {needs}")
-            print(f"== {name}: {needs}")
-            continue
-        print(f"== {name}", flush=True)
-        status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
-    return status
+def _bench(options: argparse.Namespace) -> int:
+    if not options.list:
+        return bench(options.names)
+    benchmarks = list(listed())
+    if options.json:
+        print(json.dumps(benchmarks))
+    else:
+        for one in benchmarks:
+            print(f"{one['name']:18}{one['measures']}" + (f" ({one['lacks']})" if one["lacks"] else ""))
+    return 0
 
 
-def _lacking(name: str) -> str | None:
-    """Names the need of a benchmark that this machine does not meet; None if it can run."""
-    if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
-        return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
-    missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]
-    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
-
-
-# --- doctor -----------------------------------------------------------------------------------------------------------
-# What is installed on this machine, and how to install what is missing.
-
-
-def report() -> str:
-    """One line for each thing that a target needs. Lines of what is missing end in what to install."""
-    return "\n".join(f"{name:<10} {text}" for name, text in _lines())
-
-
-def _lines() -> Iterator[tuple[str, str]]:
-    yield "python", f"{platform.python_version()} on {platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    yield "compiler", _or_why_not(_compiler, "missing")
-    for target in NAMES:
-        yield from find_target(target).report()
-    yield "cache", _or_why_not(cache.summary, "cannot be used")
-
-
-def _or_why_not(text: Callable[[], str], otherwise: str) -> str:
-    try:
-        return text()
-    except BuildError as error:
-        return f"{otherwise}: {error}"
-
-
-def _compiler() -> str:
-    compiler = find_compiler()
-    version = subprocess.run([str(compiler), "--version"], stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    return f"{version[0] if version else 'unknown version'}, {compiler}"
+def _doctor(options: argparse.Namespace) -> None:
+    lines = list(report())
+    if options.json:
+        print(json.dumps([{"name": name, "found": text} for name, text in lines]))
+    else:
+        for name, text in lines:
+            print(f"{name:<10} {text}")

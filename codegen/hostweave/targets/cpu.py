@@ -17,6 +17,7 @@ from hostweave.types.machine import H200, Machine
 class _Cpu(Target):
     name = "cpu"
     is_asynchronous = False
+    is_simulated = True
     needs_one_host = True
     # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
     dlopen_flags = os.RTLD_DEEPBIND

@@ -25,6 +25,7 @@ from hostweave.types.machine import H200, Machine
 class _Cuda(Target):
     name = "cuda"
     is_asynchronous = True
+    is_simulated = False
     needs_one_host = False
     dlopen_flags = 0
     demo_size = 1024

@@ -25,6 +25,7 @@ class Target(Protocol):
 
     name: str
     is_asynchronous: bool  # calls only enqueue, and somebody has to watch whether they end
+    is_simulated: bool  # times are not those of GPUs
     needs_one_host: bool  # whose memory the ranks share
     dlopen_flags: int  # of a program's module, beside the usual ones
     demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do

@@ -210,6 +210,17 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
 
 @checked
+def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
+    """x with two dims swapped, as in torch. A view. Raises ProgramError if x has no such dim.
+
+    Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.transpose(x, 0, 1)`.
+    """
+    one, other = dim_of(x, dim0, "transpose"), dim_of(x, dim1, "transpose")
+    swapped = {one: other, other: one}
+    return permute_dims(x, tuple(swapped.get(dim, dim) for dim in range(x.ndim)))
+
+
+@checked
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
     """x repeated to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
 

@@ -32,7 +32,7 @@ _OTHER_WORDS = {
     "dot": "hw.matmul(a, b)",
     "true_divide": "hw.divide(a, b)",
     "swapaxes": "hw.permute_dims(x, axes)",
-    "transpose": "hw.permute_dims(x, axes), or x.T",
+    "transpose": "hw.transpose(x, 0, 1), or x.T",
     "mT": "hw.permute_dims(x, axes), or x.T",
     "unbind": "x[i] for each i, or a loop over x",
     "topk": "hw.top_k(x, k)",

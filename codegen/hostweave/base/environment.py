@@ -1,0 +1,19 @@
+"""The environment variables that Hostweave reads."""
+
+import os
+import warnings
+from collections.abc import Mapping
+
+from hostweave.base.errors import nearest
+
+_PREFIX = "HOSTWEAVE_"
+_NAMES = ("BIND", "CACHE", "CACHE_LIMIT", "COMPILER_TIMEOUT", "CUDA_ARCH", "EDIT", "FRAMES", "PORT", "TOKEN")
+VARIABLES = tuple(_PREFIX + name for name in _NAMES)
+
+
+def warn_of_misspelt(environment: Mapping[str, str] = os.environ) -> None:
+    """Warns of each variable whose name is nearly one of VARIABLES."""
+    for variable in environment:
+        if variable.startswith(_PREFIX) and variable not in VARIABLES and (near := nearest(variable.removeprefix(_PREFIX), _NAMES, 0.75)):
+            remedy = near.replace("mean ", f"mean {_PREFIX}")
+            warnings.warn(f"{variable} is set, and hostweave reads no such variable; {remedy}", stacklevel=4)

@@ -1,0 +1,61 @@
+"""`hostweave bench`: the scripts of benchmarks/, each in a process of its own."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+from hostweave.base.errors import HostweaveError, did_you_mean
+from hostweave.base.paths import BENCHMARKS
+from hostweave.build.cuda import gpus
+
+NEEDED_GPUS = {
+    **dict.fromkeys(("attention", "decode", "few_rows", "kernels", "layer", "model", "tune"), 1),
+    **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
+}
+
+NEEDED_PACKAGES = {
+    **dict.fromkeys((name for name in NEEDED_GPUS if name != "comm"), ("torch",)),
+    "torch_training": ("torch", "transformers"),
+}
+
+
+def known() -> list[str]:
+    """The names of the benchmarks."""
+    return sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+
+
+def listed() -> Iterator[dict[str, str | bool]]:
+    """Each benchmark: its name, what it measures, and what this machine lacks for it."""
+    for name in known():
+        about = (ast.get_docstring(ast.parse((BENCHMARKS / f"{name}.py").read_text())) or "").split("\n")[0]
+        lacks = _lacking(name) or ""
+        yield {"name": name, "measures": about, "runs_here": not lacks, "lacks": lacks}
+
+
+def bench(names: Sequence[str]) -> int:
+    """Runs the named benchmarks, or all that this machine has the GPUs for. Returns the first exit status that is not 0.
+
+    Raises HostweaveError for an unknown name, or a benchmark that needs more GPUs than there are, or a package that is not installed.
+    """
+    status = 0
+    for name in names or known():
+        if name not in known():
+            raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, known())}")
+        if needs := _lacking(name):
+            if names:
+                raise HostweaveError(f"bench: {name} {needs}")
+            print(f"== {name}: {needs}")
+            continue
+        print(f"== {name}", flush=True)
+        status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
+    return status
+
+
+def _lacking(name: str) -> str | None:
+    """Names the need of a benchmark that this machine does not meet; None if it can run."""
+    if len(gpus()) < (needed := NEEDED_GPUS.get(name, 0)):
+        return f"needs {needed} GPU{'s' if needed > 1 else ''}, and this machine has {len(gpus())}"
+    missing = [package for package in NEEDED_PACKAGES.get(name, ()) if find_spec(package) is None]
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
