@@ -1,8 +1,8 @@
-"""The cache of built programs and their objects: one folder per entry, created atomically by a rename.
+"""Cache of built programs and their objects: one folder per entry, published atomically by a rename.
 
-`HOSTWEAVE_CACHE` moves it, `HOSTWEAVE_CACHE_LIMIT` says how large it may grow. Processes that want the same entry at the same time
-wait for the first of them. What is in it runs as its user: nothing is taken from a folder that others may have written to,
-nor from an entry whose files are not those that were put into it.
+`HOSTWEAVE_CACHE` sets its place and `HOSTWEAVE_CACHE_LIMIT` its maximum size. Processes that need the same entry at the same time
+wait for the first of them. Cached code runs with the user's rights. So nothing is used from a folder that other users can write,
+nor from an entry whose files have changed since it was published.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import LOOK, expect_not_interrupted
 from hostweave.base.shortages import remedy_of
 
-_SUMS = "SHA256SUMS"  # of an entry's other files; every entry has it, also while it is made. Its time is that of the last use
-_FOLDERS = ("", "objects", "failed")  # where entries are
-_READABLE = 50  # characters of a name in that of its entry: file names end at 255 bytes
-_IN_USE = 3600.0  # seconds after its last use for which an entry is not evicted: a build may be about to link it
-_SKEW = 10**10  # nanoseconds by which the clock of a file server may be ahead
+_SUMS = "SHA256SUMS"  # digests of an entry's other files; exists from the start. Its modification time is the last use
+_FOLDERS = ("", "objects", "failed")  # folders that contain entries
+_READABLE = 50  # maximum characters of the readable prefix; file names have at most 255 bytes
+_IN_USE = 3600.0  # seconds after the last use in which an entry is not evicted: a build may be about to link it
+_SKEW = 10**10  # nanoseconds that a file server's clock may be ahead
 _LIMIT = "10 GB"
 _SCRATCH = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # the name of a folder in which an entry is made, or removed
 KINDS = ("program", "object", "library", "failed build", "unfinished build")
 
 
-_held: set[int] = set()  # files of locks
+_held: set[int] = set()  # descriptors of lock files
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in the cache, or a failed build that was kept."""
+    """An entry of the cache, or a failed build that was kept."""
 
     path: Path
     bytes: int
-    used: float  # when it last was, in seconds since the epoch
+    used: float  # time of the last use, in seconds since the epoch
 
     @property
     def kind(self) -> str:
@@ -79,7 +79,7 @@ def _age(seconds: float) -> str:
 
 
 def root() -> Path:
-    """HOSTWEAVE_CACHE, else `hostweave` in the user's cache folder."""
+    """Folder of the cache: HOSTWEAVE_CACHE, else `hostweave` in the user's cache folder."""
     if named := os.environ.get("HOSTWEAVE_CACHE"):
         return Path(named).absolute()
     try:
@@ -89,7 +89,7 @@ def root() -> Path:
 
 
 def limit() -> int:
-    """Bytes that the cache may hold: HOSTWEAVE_CACHE_LIMIT, a number with kB, MB, GB or TB behind it, or of bytes."""
+    """Maximum bytes of the cache: HOSTWEAVE_CACHE_LIMIT, a number of bytes or one with kB, MB, GB or TB."""
     text = os.environ.get("HOSTWEAVE_CACHE_LIMIT") or _LIMIT
     number = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kMGT]?)B)?", text.strip(), re.ASCII)
     if not number:
@@ -98,34 +98,34 @@ def limit() -> int:
 
 
 class _FailedBuildError(BuildError):
-    """One that says where its log is, also where another entry needs what was not built."""
+    """Failed build whose message names the log. Entries that depend on it keep the message."""
 
 
 def key_of(*parts: str) -> str:
-    """16 hex digits that change when any part changes."""
+    """Hash of all parts: 16 hex digits."""
     return hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()[:16]
 
 
 def name_of(name: str, *parts: str) -> str:
-    """The name of the entry of what `name` and the parts tell."""
+    """Name of an entry: a readable prefix, and the hash of `name` and the parts."""
     return f"{name[:_READABLE]}-{key_of(name, *parts)}"
 
 
 @cache
 def stamp_of(folder: Path) -> str:
-    """Changes with every edit of a file below the folder; reads none of them.
+    """Stamp of a folder that changes with every edit below it. Reads no file contents.
 
-    Where one was edited after this process began to import the package, and may run as it was before, the stamp is like no other.
+    If a file was edited after this process began to import the package, the old code may be running. The stamp is then unique.
     """
     files = [(path, os.stat(path)) for path in _files(folder)]
-    soon = time.time_ns() + _SKEW  # files of later times are none of edits: the clock was set back since
+    soon = time.time_ns() + _SKEW  # ignore later times: the clock was set back after them
     late = any(base.imported_at <= status.st_ctime_ns <= soon for _, status in files)
     stamps = (f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for path, status in files)
     return key_of(*stamps, os.urandom(16).hex() if late else "")
 
 
 def lookup(name: str) -> Path | None:
-    """The folder of entry `name`, where it is there and whole. Raises BuildError where others may have written to it."""
+    """Folder of entry `name`, or None if it is missing or incomplete. Raises BuildError if other users can write to it."""
     entry = root() / name
     with _told():
         try:
@@ -136,15 +136,15 @@ def lookup(name: str) -> Path | None:
                 return None
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
             return None
-    with contextlib.suppress(OSError):  # a cache that can only be read
+    with contextlib.suppress(OSError):  # the cache may be read-only
         os.utime(entry / _SUMS)
     return entry
 
 
 def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of entry `name`; where it is not there, `make` fills a new folder, which is then published whole.
+    """Folder of entry `name`. If it is missing, `make` fills a new folder, which is then published atomically.
 
-    A BuildError of `make` keeps that folder below `failed` and says so.
+    If `make` raises BuildError, the folder is kept below `failed`, and the error names it.
     """
     if found := lookup(name):
         return found
@@ -167,8 +167,8 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
             raise _FailedBuildError(f"{error}; sources and log are in {_keep_failed(scratch, entry.name)}") from error
         try:
             scratch.rename(entry)
-        except OSError:  # something is there
-            if lookup(name):  # another process published it meanwhile, where the file system has no locks
+        except OSError:  # the path exists
+            if lookup(name):  # another process has published it: the file system has no locks
                 _remove(scratch)
             else:
                 _remove(entry)
@@ -177,7 +177,7 @@ def get_or_make(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def replace(name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of entry `name`, made anew. Who reads the one before at the same time may find none."""
+    """Folder of entry `name`, made again. Concurrent readers of the old entry may find none for a moment."""
     with _told(), _lock(name):
         _own((root() / name).parent)
         _remove(root() / name)
@@ -185,7 +185,7 @@ def replace(name: str, make: Callable[[Path], object]) -> Path:
 
 
 def entries() -> tuple[Entry, ...]:
-    """What the cache holds, failed builds included, and builds that did not end."""
+    """All entries of the cache, including failed and unfinished builds."""
     with _told(), contextlib.suppress(FileNotFoundError):
         _expect_own(root())
         marks = [mark for folder in _FOLDERS for mark in (root() / folder).glob(f"*/{_SUMS}")]
@@ -194,13 +194,13 @@ def entries() -> tuple[Entry, ...]:
 
 
 def summary() -> str:
-    """Where the cache is, and its size."""
+    """Path and size of the cache, as text."""
     found = entries()
     return f"{root()}: {len(found)} entries, {sum(entry.bytes for entry in found) / 1e6:.1f} MB of at most {limit() / 1e6:g} MB"
 
 
 def clear() -> int:
-    """Empties the cache of its entries, and of nothing else. Returns how many it had."""
+    """Removes all entries from the cache, and nothing else. Returns their number."""
     found = entries()
     with _told():
         for entry in found:
@@ -222,17 +222,17 @@ def remove_leftovers() -> int:
 
 
 def evict() -> None:
-    """Removes what was used longest ago, until the rest is within the limit."""
+    """Removes the least recently used entries until the rest is within the limit."""
     left, total = limit(), 0
     for entry in sorted(entries(), key=lambda entry: entry.used, reverse=True):
         total += entry.bytes
-        if total > left and abs(time.time() - entry.used) > _IN_USE:  # a later time is from before the clock was set back
-            with contextlib.suppress(OSError):  # another process does the same
+        if total > left and abs(time.time() - entry.used) > _IN_USE:  # abs: a future time stems from before the clock was set back
+            with contextlib.suppress(OSError):  # another process may remove it too
                 _remove(entry.path)
 
 
 def _entry(mark: Path) -> Entry | None:
-    """The entry that has this list of files; None where it is gone meanwhile."""
+    """Entry that contains this list of files, or None if it has been removed meanwhile."""
     try:
         return Entry(mark.parent, sum(map(os.path.getsize, _files(mark.parent))) - mark.stat().st_size, mark.stat().st_mtime)
     except FileNotFoundError:
@@ -246,14 +246,14 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _sums(folder: Path) -> str:
-    """As sha256sum writes them."""
+    """SHA-256 digests of a folder's files, in the format of sha256sum."""
     names = [path.removeprefix(f"{folder}/") for path in _files(folder)]
     return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names if name != _SUMS)
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """What the file system refuses, as one line."""
+    """Reports errors of the file system as a BuildError of one line."""
     try:
         yield
     except OSError as error:
@@ -263,7 +263,7 @@ def _told() -> Iterator[None]:
 
 
 def _own(folder: Path) -> Path:
-    """The folder, which is made for this user alone where it is not there. Raises BuildError where others may have written to it."""
+    """Returns the folder, creating it for this user alone if it is missing. Raises BuildError if other users can write to it."""
     if folder != root():
         _own(root())
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ def _own(folder: Path) -> Path:
 
 
 def _expect_own(folder: Path) -> None:
-    """Raises BuildError where another user may have put something into the folder, or a link in its place."""
+    """Raises BuildError if another user can write to the folder, or has put a link in its place."""
     for status in (folder.lstat(), folder.stat()):
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(
@@ -293,7 +293,7 @@ def _expect_own(folder: Path) -> None:
 
 
 def _expect_own_above(folder: Path) -> None:
-    """Raises BuildError where another user may put something in the place of the folder. In a sticky folder only its owner may."""
+    """Raises BuildError if another user can replace the folder. In a sticky parent folder only its owner can."""
     for above in {*folder.parents, *folder.resolve().parents}:
         status = above.stat()
         if status.st_uid not in (0, os.geteuid()) or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
@@ -305,9 +305,9 @@ def _expect_own_above(folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[str]:
-    """A path of a library of an entry for the loader, which leads to the file that was checked, whatever is put in its place meanwhile.
+    """Opens a cached library, and yields a path for the loader that refers to the checked file even if it is replaced.
 
-    Raises BuildError if another user may have written the file, or if it is not the one that was put into the entry.
+    Raises BuildError if other users can write to the file, or if it is not the file that was published.
     """
     with _told():
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -319,7 +319,7 @@ def opened(path: Path) -> Iterator[str]:
             line = f"{hashlib.file_digest(data, 'sha256').hexdigest()}  {path.name}\n"
             if line not in (path.parent / _SUMS).read_text():
                 raise BuildError(f"{path} is not the file that was built; remove its folder to build it again")
-        # The loader takes a path that it has seen for the same library, and numbers of files come again.
+        # The loader treats equal paths as the same library, and descriptors are reused; so each path is spelled differently.
         steps = ("../fd/" if digit == "1" else "./" for digit in f"{next(_opened):b}")
         yield f"/proc/self/fd/{''.join(steps)}{file}"
     finally:
@@ -368,9 +368,9 @@ def _await_lock(file: int) -> None:
 
 
 def _close_locks() -> None:
-    """In a forked process: a lock is held while any process has its file open."""
+    """Closes inherited lock files in a forked process: a lock is held while any process has its file open."""
     for file in _held:
-        with contextlib.suppress(OSError):  # the parent was about to forget it
+        with contextlib.suppress(OSError):  # the parent may have closed it already
             os.close(file)
     _held.clear()
 
@@ -386,12 +386,12 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _beside(entry: Path) -> Path:
-    """The path of a folder that no one else uses, on the same file system."""
+    """Unique path on the same file system, for a temporary folder."""
     return entry.parent / f".{entry.name}.{os.urandom(4).hex()}"
 
 
 def _remove(entry: Path) -> None:
-    """Takes an entry away all at once, or what is in its place."""
+    """Removes an entry, or any file in its place, atomically."""
     gone = _beside(entry)
     try:
         entry.rename(gone)

@@ -1,4 +1,4 @@
-"""Finds the CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete.
+"""Search for CUDA headers and libraries, first in the toolkit, then in the pip wheels. Either may be incomplete.
 
 NCCL_HOME names a folder with another NCCL, as `include/nccl.h` and `lib/libnccl.so.2`.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hostweave.base.errors import BuildError
 
-DEFAULT_MAJOR = 13  # what to install where nothing is
+DEFAULT_MAJOR = 13  # version to recommend if none is installed
 _TOOLKIT, _SYSTEM = Path("/usr/local/cuda"), Path("/usr")
 _INCLUDES = ("include", "include/cccl")
 _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
@@ -26,7 +26,7 @@ _LIBRARIES = ("lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu")
 
 @dataclass(frozen=True)
 class Part:
-    """A header or library that a build needs, where it was found, and the pip package that has it."""
+    """Header or library that a build needs, its path if it was found, and the pip package that contains it."""
 
     name: str
     path: Path | None
@@ -35,11 +35,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Cuda:
-    """What was found. `major` is the version of CUDA that all parts are of."""
+    """Parts of CUDA that were found. All are of the version `major`."""
 
     major: int
     headers: tuple[Part, ...]
-    libraries: tuple[Part, ...]  # linked into every program
+    libraries: tuple[Part, ...]  # linked to every program
     nvrtc: Part
     cudnn: tuple[Part, Part]  # header and library, which only programs with attention need
     nvtx: Part  # the header of ranges that profilers show
@@ -49,7 +49,7 @@ class Cuda:
         return tuple(part for part in (*self.headers, *self.libraries, self.nvrtc) if part.path is None)
 
     def require(self) -> Cuda:
-        """Itself, where nothing is missing. Raises BuildError otherwise."""
+        """Returns self if no part is missing. Raises BuildError otherwise."""
         if self.missing:
             names = ", ".join(part.name for part in self.missing)
             packages = " ".join(dict.fromkeys(part.package for part in self.missing))
@@ -57,7 +57,7 @@ class Cuda:
         return self
 
     def require_cudnn(self) -> tuple[Path, Path]:
-        """cuDNN's header and its library. Raises BuildError where one is missing."""
+        """Paths of cuDNN's header and library. Raises BuildError if one is missing."""
         header, library = self.cudnn
         if header.path is None or library.path is None:
             names = ", ".join(part.name for part in self.cudnn if part.path is None)
@@ -70,7 +70,7 @@ class Cuda:
 
 
 def find_cuda() -> Cuda:
-    """What this machine has of CUDA: of several versions the first one that is complete, else the first."""
+    """CUDA parts of this machine: the first complete version, or the first version if none is complete."""
     roots = _roots()
     majors = {root: _major_of(root) for root in roots}
     known = dict.fromkeys(major for major in majors.values() if major) or (DEFAULT_MAJOR,)
@@ -79,7 +79,7 @@ def find_cuda() -> Cuda:
 
 
 def _find(major: int, roots: list[Path]) -> Cuda:
-    """What these folders have of one version."""
+    """Parts of one version in these folders."""
     wheel = "" if major >= 13 else f"-cu{major}"
     crt = "nvidia-cuda-crt" if major >= 13 else f"nvidia-cuda-nvcc{wheel}"
 
@@ -117,7 +117,7 @@ class Gpu:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that the driver offers; none where there is no driver."""
+    """GPUs that the driver reports; empty if there is no driver."""
     driver, count = _driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return ()
@@ -126,7 +126,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 @cache
 def without_access() -> tuple[int, int] | None:
-    """Returns two GPUs of which the first cannot reach the memory of the second; None if all reach each other."""
+    """Two GPUs of which the first cannot access the memory of the second; None if all have peer access."""
     driver, can = _driver(), ctypes.c_int()
     if driver is None:
         return None
@@ -137,7 +137,7 @@ def without_access() -> tuple[int, int] | None:
 
 
 def driver_version() -> str | None:
-    """The newest CUDA that the driver can run, such as "13.0"; None where there is no driver."""
+    """Newest CUDA version that the driver supports, such as "13.0"; None without a driver."""
     driver, version = _driver(), ctypes.c_int()
     if driver is None:
         return None
@@ -146,7 +146,7 @@ def driver_version() -> str | None:
 
 
 def loaded_nccl() -> tuple[int, ...] | None:
-    """The version of the NCCL that this process has loaded, which programs are linked to then; None where it has none."""
+    """Version of the NCCL library that this process has loaded, to which programs then link; None if none is loaded."""
     try:
         library, version = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD), ctypes.c_int()
     except OSError:
@@ -156,7 +156,7 @@ def loaded_nccl() -> tuple[int, ...] | None:
 
 
 def arch() -> str:
-    """The architecture to compile kernels for: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
+    """Architecture for kernels: HOSTWEAVE_CUDA_ARCH, else that of GPU 0, else sm_90."""
     return os.environ.get("HOSTWEAVE_CUDA_ARCH") or next((gpu.arch for gpu in gpus()), "sm_90")
 
 
@@ -179,7 +179,7 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _roots() -> list[Path]:
-    """Folders with an `include` and a library folder: NCCL_HOME, toolkits, wheels (`nvidia/cu13`, `nvidia/<component>`), the system."""
+    """Folders with headers and libraries: NCCL_HOME, toolkits, wheels (`nvidia/cu13`, `nvidia/<component>`), the system."""
     nvcc = shutil.which("nvcc")
     named = [os.environ.get("NCCL_HOME"), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     toolkits = [*(Path(name) for name in named if name), _TOOLKIT, *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
@@ -189,13 +189,13 @@ def _roots() -> list[Path]:
 
 
 def _major_of(root: Path) -> int | None:
-    """The version of CUDA that a folder's headers state; None where it has none that do."""
+    """Major CUDA version that a folder's headers state, or None."""
     headers = (root / folder / name for folder in _INCLUDES for name in ("cuda_runtime_api.h", "cublas_api.h"))
     return next((major for header in headers if header.is_file() and (major := _stated_major(header))), None)
 
 
 def _stated_major(header: Path) -> int | None:
-    """CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR, which stand near the top of long files."""
+    """Major version from CUDART_VERSION, such as 12040, or CUBLAS_VER_MAJOR, which stand near the top of long files."""
     with header.open(errors="replace") as lines:
         found = next((match for line in lines if (match := re.match(r"#define (?:CUDART_VERSION|CUBLAS_VER_MAJOR)\s+(\d+)", line))), None)
     return int(found[1]) // (1000 if len(found[1]) > 3 else 1) if found else None

@@ -1,4 +1,4 @@
-"""The figures of this machine, as `hostweave calibrate` has measured them: one JSON file a kind and number of GPUs in the cache folder."""
+"""Measured figures of this machine, from `hostweave calibrate`: one JSON file per kind and number of GPUs in the cache folder."""
 
 import re
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from hostweave.types.machine import Machine
 
 
 def file_of(gpus: Sequence[Gpu]) -> Path:
-    """Where the figures of these GPUs are kept."""
+    """Path of the figures of these GPUs."""
     name = re.sub(r"\W+", "_", gpus[0].name).strip("_")
     return root() / "machines" / f"{name}_x{len(gpus)}.json"
 
 
 def measured(gpus: Sequence[Gpu]) -> Machine | None:
-    """The figures of these GPUs; None where there are none. Raises ProgramError where the file holds something else."""
+    """Figures of these GPUs, or None. Raises ProgramError if the file has other contents."""
     return _read(file_of(gpus)) if gpus else None
 
 
 def keep(machine: Machine, gpus: Sequence[Gpu]) -> Path:
-    """Writes the file, all at once."""
+    """Writes the file atomically."""
     path = file_of(gpus)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(f".{id(machine):x}")

@@ -1,4 +1,4 @@
-"""Compiles and links what is not in the cache, files side by side."""
+"""Compiles and links files that are not in the cache, in parallel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def make_runtime(
     soname: str = "",
     needed: tuple[Library, ...] = (),
 ) -> None:
-    """Makes a library of a target's runtime, with what it has of kernels, where macros are defined; `needed` are those that it uses.
+    """Builds a library of a target's runtime, including its kernels, with these macros defined. It links to the `needed`
+    libraries.
 
     Raises BuildError if a compiler fails.
     """
@@ -47,7 +48,7 @@ def make_runtime(
 
     defined = "".join(f"#define {macro} {value}\n" for macro, value in (macros or {}).items())
     definitions = (f"-D{macro}={value}" for macro, value in (macros or {}).items())
-    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # an unnamed namespace is one of an included file here
+    options = ("-fvisibility=default", "-Wno-subobject-linkage", *definitions)  # unnamed namespaces come from included files here
     units = _merged(sources, folder)
     parts = [replace(part, before=defined + part.before) for file in kernels for part in parts_of(file.stem, file.read_text())]
     with ThreadPoolExecutor(CORES) as pool:
@@ -64,7 +65,7 @@ def make_runtime(
 
 
 def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
-    """A file for each core, which includes some of the sources: to read the headers takes longer than to compile most of them."""
+    """Writes one file per core, which includes some of the sources. Most compile time is spent on the common headers."""
     largest_first = sorted(sources, key=lambda file: file.stat().st_size, reverse=True)
     units = {f"unit_{core}.cpp": largest_first[core::CORES] for core in range(min(CORES, len(sources)))}
     for unit, files in units.items():
@@ -73,11 +74,10 @@ def _merged(sources: Sequence[Path], folder: Path) -> list[str]:
 
 
 def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, libraries: Callable[[], tuple[Library, ...]]) -> None:
-    """Makes the module of the sources in `folder`, linked with the `libraries` of the runtime, which may be made meanwhile.
+    """Builds the module of the sources in `folder`, and links it with the runtime `libraries`, which may be built concurrently.
 
-    Raises BuildError where that fails.
-
-    The cache keeps every object by what it is compiled from: of a program that is changed, only what the change reaches is compiled.
+    The cache keeps every object by its inputs, so after a change only the affected files are compiled. Raises BuildError if a
+    compiler or the linker fails.
     """
     (folder / ENQUEUING).write_text("".join(f'#include "{name}"\n' for name in ONLY_ENQUEUE))
     files = [ENQUEUING, *(name for name in sources if name.endswith((".cpp", ".cu")) and name not in ONLY_ENQUEUE)]
@@ -95,9 +95,9 @@ def make_program(folder: Path, sources: Sequence[str], toolchain: Toolchain, lib
 
 
 def run_together(commands: list[list[str]], folder: Path) -> None:
-    """Runs the commands in `folder`, as many at a time as there are cores, and appends them and their output to `build.log`.
+    """Runs commands in `folder`, one per core at a time, and appends them and their output to `build.log`.
 
-    Raises BuildError with the first error line where one fails.
+    Raises BuildError with the first error line if one fails.
     """
 
     with ThreadPoolExecutor(CORES) as pool:
@@ -113,19 +113,19 @@ def _object(file: str) -> str:
 
 
 def _entry(name: str, folder: Path, text: str, toolchain: Toolchain) -> str:
-    """The entry of the cache that has what `text` is compiled to, by whom, and how."""
+    """Cache entry of the object that the toolchain makes from `text`."""
     return "objects/" + name_of(name, *_read_with(folder, text), stamp_of(BUILDER), stamp_of(RUNTIME), toolchain.stamp)
 
 
 def _read_with(folder: Path, text: str) -> list[str]:
-    """What a compiler takes from a program's folder: a text but for comments, whose lines count, and what it includes."""
+    """Texts that the compiler reads from a program's folder: a text and its includes, without comments but with their lines."""
     bare = re.sub(r"^ *//.*", "//", text, flags=re.M)
     included = [folder / name for name in re.findall(r'^#include "([^"]+)"', bare, re.M)]
     return [bare, *(part for file in included if file.is_file() for part in _read_with(folder, file.read_text()))]
 
 
 def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
-    """Compiles files side by side, the kernels by the library that the toolchain has for them."""
+    """Compiles files in parallel. Kernels go to the toolchain's kernel compiler, if it has one."""
     compiler = toolchain.kernel_compiler if _KERNELS in files else None
     hosts = [file for file in files if not (compiler and file == _KERNELS)]
     with ThreadPoolExecutor(1) as pool:
@@ -137,7 +137,7 @@ def _compile(folder: Path, files: Sequence[str], toolchain: Toolchain) -> None:
 
 
 def _cubins(folder: Path, toolchain: Toolchain, compiler: KernelCompiler) -> dict[str, Path]:
-    """Of every kernel one, which the cache keeps."""
+    """Cubin of every kernel, from the cache if possible."""
 
     def cubin(unit: Unit) -> Path:
         entry = _entry(unit.name, folder, unit.before + unit.text, toolchain)

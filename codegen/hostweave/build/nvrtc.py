@@ -1,6 +1,6 @@
-"""Compiles generated kernels by NVRTC, which takes a tenth of nvcc's time and is in the pip wheels.
+"""Compilation of generated kernels by NVRTC, which takes a tenth of nvcc's time and is in the pip wheels.
 
-Each kernel becomes a cubin inside the program's module. There its name stands for a `hw::JitKernel`; see hostweave/jit.h.
+Each kernel becomes a cubin inside the program's module, where its name denotes a `hw::JitKernel`; see hostweave/jit.h.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.emit.cpp import quoted
 
-# A quotient is within 2 units in the last place: an exact one takes as long as the rest of most kernels.
+# Quotients have an error of up to 2 ulp: exact division takes as long as the rest of most kernels.
 OPTIONS = ("-std=c++20", "-default-device", "-prec-div=false")
-_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # as the C++ compiler of the host has them
+_INTEGERS = {8: "char", 16: "short", 32: "int", 64: "long"}  # the same as in the host's C++ compiler
 
 
 def _integers() -> str:
-    """What <cstdint> has."""
+    """Contents of <cstdint>."""
     lines = []
     for bits, name in _INTEGERS.items():
         largest = 2 ** (bits - 1) - 1
@@ -36,18 +36,18 @@ def _integers() -> str:
 
 # NVRTC has no standard headers, and the declarations in kernels.h are for the host.
 _HEADERS = {"kernels.h": "", "cmath": "#define INFINITY __int_as_float(0x7f800000)", "cstdint": _integers()}
-_FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together
+_FLOATS_OF_8_BITS = "hostweave/f8.h"  # takes NVRTC as long as all other headers together to compile
 _INSTANCES = "// The paragraphs below are compiled each by itself.\n\n"
 _USERS, _USERS_INCLUDE = "user_kernels", '#include "user_kernels.cuh"\n'
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is compiled by itself: a kernel of kernels.cu, all those that the user wrote, or the whole file where it was edited."""
+    """Separate unit of compilation: one kernel of kernels.cu, all user kernels, or the whole file if it was edited."""
 
     name: str
-    line: int  # of the file, where the text begins
-    before: str  # what every kernel needs
+    line: int  # first line of the text in the file
+    before: str  # common text that every kernel needs
     text: str
 
     @property
@@ -56,21 +56,24 @@ class Unit:
 
 
 def units_of(kernels: str) -> list[Unit]:
-    """The kernels in the text of a kernels.cu, where each begins with the ops that it computes, as comments."""
+    """Splits the text of kernels.cu into kernels. Each begins with comments that list its ops."""
     body, closing, _ = kernels.rpartition("\n}  // namespace")
     head, *texts = re.split(r"\n\n(?=// %)", body.rstrip())
     names = [_kernel_in(text) for text in texts]
     if not closing or "__global__" in head or not all(names):
         return [Unit("kernels", 1, "", kernels)]
     lines = [kernels[: kernels.index(text)].count("\n") + 1 for text in texts]
-    head = head.replace('#include "kernels.h"\n', "") + "\n"  # declares all kernels, so that each would change with every other one
+    head = head.replace('#include "kernels.h"\n', "") + "\n"  # it declares all kernels, so each unit would change with every other one
     before = head.replace(_USERS_INCLUDE, "")
     units = [Unit(name, line, before, f"{text}\n}}\n") for name, line, text in zip(names, lines, texts, strict=True)]
     return [*([Unit(_USERS, 1, "", f"{head}}}\n")] if before != head else []), *units]
 
 
 def parts_of(name: str, text: str) -> list[Unit]:
-    """Of a file of the runtime: the paragraphs behind the line that says so, each with what is before it, or all as one."""
+    """Splits a file of the runtime into the paragraphs after its marker line, each with the common text before it.
+
+    A file without the marker is one unit.
+    """
     before, line, instances = text.partition(_INSTANCES)
     if not line:
         return [Unit(name, 1, "", text)]
@@ -79,7 +82,7 @@ def parts_of(name: str, text: str) -> list[Unit]:
 
 
 def _kernel_in(text: str) -> str:
-    """The name of a kernel, where the text is one and nothing else."""
+    """Name of the kernel, if the text is exactly one kernel; else ""."""
     before, _, kernel = text.partition("__global__ void")
     name = re.match(r"\s+(?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", kernel)
     is_all = kernel.endswith("\n}") and kernel.count("\n}") == 1 and "\n}" not in before
@@ -88,16 +91,16 @@ def _kernel_in(text: str) -> str:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The library, and what it is to compile for."""
+    """The NVRTC library, and its target architecture."""
 
     library: Path
     arch: str  # "sm_90"
     include_folders: tuple[Path, ...]
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """The cubin of a unit of the program in `folder`.
+        """Compiles a unit of the program in `folder` to a cubin.
 
-        Raises BuildError where it does not compile; what NVRTC said is in `build.log`.
+        Raises BuildError if compilation fails. The messages of NVRTC are in `build.log`.
         """
         folders = [f"-I{path}" for path in (folder, *self.include_folders)]
         options = [f"-arch={self.arch}", *OPTIONS, *folders]
@@ -113,7 +116,7 @@ class Nvrtc:
             if status != 0:
                 lines = log.splitlines() or [f"nvrtc error {status}"]
                 first = next((line for line in lines if "error" in line), lines[0])
-                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # the place as other compilers say it
+                first = re.sub(r"^([^()]+)\((\d+)\): ", r"\1:\2: ", first)  # file:line, as other compilers write it
                 raise BuildError(f"nvrtc failed: {first}")
             return _output(nvrtc, program, "CUBIN")
         finally:
@@ -133,7 +136,7 @@ def _strings(texts: list[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def loader(cubins: Mapping[str, Path]) -> str:
-    """The text of the C++ file that takes cubins into the module, by the name of their unit."""
+    """Text of a C++ file that embeds cubins, given by the names of their units."""
     data, kernels = [], []
     for unit, path in cubins.items():
         symbol = f"hw_cubin_{unit}"

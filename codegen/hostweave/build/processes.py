@@ -1,4 +1,4 @@
-"""Compilers that run: as processes that end with this one, with all that they have started, or as a library."""
+"""Execution of compilers, as child processes that end with this one together with their children, or as library calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from hostweave.base.shortages import remedy_of
 T = TypeVar("T")
 
 _VARIABLE, _LIMIT = "HOSTWEAVE_COMPILER_TIMEOUT", "1800"
-_GUARD = "read -r _; kill -s KILL 0"  # waits until the other end of its input is closed, however this process ends
+_GUARD = "read -r _; kill -s KILL 0"  # waits for end of input, which comes however this process ends
 
 
 def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
     """Runs a compiler in `folder`. Returns its exit status and its output.
 
-    The compiler, and all that it starts, is in a group of processes that Ctrl-C in a terminal does not reach. The group is killed where
-    this work is interrupted, where this process ends, and at the time limit. Raises BuildError at the limit, or if it cannot be started.
+    The compiler and its children form a process group, which Ctrl-C in a terminal does not reach. The group is killed if the work
+    is interrupted, if this process ends, and at the time limit. Raises BuildError at the limit, or if the compiler cannot be
+    started.
     """
     expect_not_interrupted()
     seconds = _limit()
@@ -38,7 +39,7 @@ def run(command: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def within_limit(what: str, work: Callable[[], T]) -> T:
-    """Returns what `work`, a call of a library, returns. Raises BuildError at the time limit, after which the call goes on by itself."""
+    """Returns the result of `work`, a library call. Raises BuildError at the time limit; the call itself continues in the background."""
     seconds = _limit()
     try:
         return within(seconds, work)
@@ -48,7 +49,7 @@ def within_limit(what: str, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _guarded_group() -> Iterator[int]:
-    """A group of processes that is killed when this process ends. Its first process, which sees to that, joins it before any other."""
+    """Process group that is killed when this process ends. Its first process is a guard that does this."""
     other_end, kept_open = os.pipe()
     nothing = subprocess.DEVNULL
     try:

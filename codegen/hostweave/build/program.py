@@ -1,10 +1,10 @@
 """Builds the extension module of a host program, or finds it in the cache, and loads it.
 
-The cache finds it by its IR, without source locations and choices: an edit that only moves lines builds nothing, and neither do other
-times of a choice; the sources in the cache then have the comments of the first build.
+The key in the cache is the IR without source locations and choices. So an edit that only moves lines builds nothing, and neither
+do other predicted times of a choice. The cached sources then have the comments of the first build.
 
-`HOSTWEAVE_EDIT=folder` builds hand-edited sources: `folder/<program>` gets the generated ones where it has none, and what
-is there is compiled.
+`HOSTWEAVE_EDIT=folder` builds hand-edited sources from `folder/<program>`. If that folder is missing, the generated sources are
+written there first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, requir
 
 Sources = Mapping[str, str]  # path -> text
 
-_MODULE = "hostweave_program"  # the glue's PyInit_ name: the same for every program, each from a file of its own
-_dlopen_flags = renewed(threading.Lock())  # are the interpreter's, not the thread's
+_MODULE = "hostweave_program"  # the glue's PyInit_ name, the same for every program's file
+_dlopen_flags = renewed(threading.Lock())  # dlopen flags belong to the interpreter, not the thread
 
 
 def build(
@@ -42,10 +42,10 @@ def build(
     runtime_libraries: Callable[[Toolchain], tuple[Library, ...]],
     render: Callable[[], Sources],
 ) -> Path:
-    """The folder with the sources and the module of a program, linked with what the runtime of the toolchain's target has for it.
+    """Folder with the sources and the module of a program, linked with the runtime libraries of the target.
 
-    `render` gives the sources; it is called only where they are needed. Raises BuildError where the installation is not
-    complete or the compiler fails.
+    `render` returns the sources; it is called only if they are needed. Raises BuildError if the installation is incomplete or the
+    compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -80,15 +80,15 @@ def build(
 
 @cache
 def load(path: Path, dlopen_flags: int) -> ModuleType:
-    """The module of a built program, with these flags of its target. Raises BuildError where the file cannot be loaded here.
+    """Loads the module of a built program, with its target's dlopen flags. Raises BuildError if the file cannot be loaded.
 
-    The libraries of the cache that it needs are loaded before it, from the files that were checked. The loader finds them by their names.
+    First loads the cached libraries that it needs, from the checked files. The loader then finds them by their names.
     """
     with opened(path.parent / LIBRARIES_FILE) as listed:
         libraries = Path(listed).read_text().split("\n")[:-1]
     for library in libraries:
         _load_library(path.parent.parent / library)
-    name = f"{path.parent.name}.{_MODULE}"  # pybind11 keeps modules by their full name
+    name = f"{path.parent.name}.{_MODULE}"  # pybind11 registers modules by their full name
     with opened(path) as file, _dlopen_flags:
         spec = spec_from_file_location(name, file, loader=ExtensionFileLoader(name, file))
         assert spec is not None
@@ -110,7 +110,7 @@ def load(path: Path, dlopen_flags: int) -> ModuleType:
 
 @cache
 def _load_library(path: Path) -> ctypes.CDLL:
-    """Loads a library of the cache for the rest of the process. Raises BuildError if the file cannot be loaded here."""
+    """Loads a cached library for the rest of the process. Raises BuildError if the file cannot be loaded."""
     with opened(path) as file:
         try:
             return ctypes.CDLL(file, os.RTLD_NOW | os.RTLD_LOCAL)
@@ -121,7 +121,7 @@ def _load_library(path: Path) -> ctypes.CDLL:
 
 
 def _edited_sources(name: str, host_ir: str, render: Callable[[], Sources]) -> Sources | None:
-    """The sources in HOSTWEAVE_EDIT, generated there first if need be; None where it is not set."""
+    """Sources in HOSTWEAVE_EDIT, generated there first if needed; None if the variable is not set."""
     if not (named := os.environ.get("HOSTWEAVE_EDIT")):
         return None
     folder = Path(named).absolute() / name

@@ -1,4 +1,4 @@
-"""The compiler, its flags, and what a program is linked with."""
+"""The host compiler, its flags, and the libraries that a program links to."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hostweave.base.paths import NATIVE
 from hostweave.build.nvrtc import Unit
 
 MODULE_FILE = "hostweave_program.so"
-LIBRARIES_FILE = "libraries"  # the libraries of the cache that a module needs, each behind those that it needs itself
-# The files of a program in which no loop is hot: at -O2 a compiler takes twice as long for them, and as long again for two as for one.
+LIBRARIES_FILE = "libraries"  # list of the cached libraries that a module needs, dependencies first
+# Files without hot loops: -O2 doubles their compile time, and two units take twice as long as one merged unit.
 ONLY_ENQUEUE, ENQUEUING = ("program.cpp", "binding.cpp"), "module.cpp"
-GLUE = NATIVE / "glue" / "module.cpp.o"  # what makes a Python module of a program's objects
+GLUE = NATIVE / "glue" / "module.cpp.o"  # turns a program's objects into a Python module
 INSTALLED = (NATIVE / "libhostweave_cpu.so", GLUE)
-KERNELS_AS_CPP = ("-x", "c++", "-fwrapv")  # their ints wrap around, as those of NumPy do
+KERNELS_AS_CPP = ("-x", "c++", "-fwrapv")  # signed integers wrap around, as in NumPy
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
 
 
 class KernelCompiler(Protocol):
-    """A library that compiles generated kernels for GPUs; `arch` is what they are."""
+    """Library that compiles generated kernels for GPUs of architecture `arch`."""
 
     @property
     def library(self) -> Path: ...
@@ -35,30 +35,30 @@ class KernelCompiler(Protocol):
     def arch(self) -> str: ...
 
     def compile(self, unit: Unit, folder: Path) -> bytes:
-        """The binary of a unit of the program in `folder`. Raises BuildError where it does not compile."""
+        """Compiles a unit of the program in `folder` to a binary. Raises BuildError if compilation fails."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What builds programs for one target on this machine."""
+    """Compilers, include folders and libraries that build programs for one target on this machine."""
 
     target: str
     compiler: Path
     include_folders: tuple[Path, ...]
-    libraries: tuple[Path, ...]  # beyond libhostweave_<target>.so
-    kernel_compiler: KernelCompiler | None = None  # where there is none, `compiler` takes the kernels as C++
+    libraries: tuple[Path, ...]  # besides libhostweave_<target>.so
+    kernel_compiler: KernelCompiler | None = None  # without one, `compiler` compiles the kernels as C++
 
     def compile(self, source: str, into: str) -> list[str]:
-        """The command that compiles one file in the current folder."""
+        """Command that compiles one file in the current folder."""
         folders = [f"-I{folder}" for folder in self.include_folders] + (["-DHOSTWEAVE_JIT"] if self.kernel_compiler else [])
         language = KERNELS_AS_CPP if source.endswith(".cu") else ()
         level = "-O1" if source == ENQUEUING else "-O2"
         return [str(self.compiler), level, *FLAGS, *folders, *language, "-c", source, "-o", into]
 
     def link(self, objects: list[str], into: str, libraries: tuple[Library, ...] = (), soname: str = "") -> list[str]:
-        """The command that links objects into a shared library, which finds its libraries wherever they are now.
+        """Command that links objects into a shared library whose rpath points to its libraries.
 
-        One that has a `soname` is found by that name alone, among those that the process has loaded.
+        A library with a `soname` is found by that name alone, among the libraries that the process has loaded.
         """
         files = (*(library.path for library in libraries), *self.libraries)
         searched = (*(library.path for library in libraries if not library.soname), *self.libraries)
@@ -68,7 +68,7 @@ class Toolchain:
 
     @cached_property
     def stamp(self) -> str:
-        """Changes when the compiler, the libraries, the Python ABI or the GPU's architecture change. Starts no process."""
+        """Stamp that changes with the compiler, the libraries, the Python ABI or the GPU's architecture. Starts no process."""
         files = (self.compiler, *INSTALLED, *self.libraries, *([self.kernel_compiler.library] if self.kernel_compiler else []))
         python, arch = importlib.machinery.EXTENSION_SUFFIXES[0], self.kernel_compiler.arch if self.kernel_compiler else ""
         return "\n".join((self.target, arch, python, *FLAGS, *map(_file_stamp, files), *map(str, self.include_folders)))
@@ -76,10 +76,10 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class Library:
-    """A library of the runtime: where it is once `make` has been called, which raises BuildError where that fails.
+    """Library of the runtime, which exists at `path` after `make` has been called. `make` raises BuildError if it fails.
 
-    One of the cache has a `soname` of its own: the loader, which would open a path again, finds it among the libraries that
-    `load` has opened and checked.
+    A cached library has a `soname` of its own. The loader would open a path again; by soname it finds the library that `load` has
+    opened and checked.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class Library:
 
 
 def find_compiler() -> Path:
-    """The C++ compiler: CXX, else the first of c++, g++ and clang++ on PATH. Raises BuildError where there is none."""
+    """C++ compiler: CXX, else the first of c++, g++ and clang++ on PATH. Raises BuildError if there is none."""
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("c++", "g++", "clang++"):
         if path := shutil.which(name):
@@ -99,7 +99,7 @@ def find_compiler() -> Path:
 
 
 def openblas_root() -> Path:
-    """The folder of the BLAS that the package depends on."""
+    """Folder of the BLAS package that this package depends on."""
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
         raise BuildError("scipy_openblas32, whose BLAS the CPU target uses, is not installed; pip install scipy-openblas32")
@@ -107,7 +107,7 @@ def openblas_root() -> Path:
 
 
 def require_native() -> None:
-    """Raises BuildError where the installation has not built its own parts."""
+    """Raises BuildError if the installation lacks its native parts."""
     for path in INSTALLED:
         if not path.is_file():
             raise BuildError(f"{path} is not there: hostweave is used from a source tree that is not built; pip install .")

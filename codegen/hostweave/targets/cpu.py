@@ -1,4 +1,4 @@
-"""The CPU target: CUDA, NCCL and cuBLASLt calls on the threads of one process, or the processes of one host, on any machine."""
+"""CPU target: executes CUDA, NCCL and cuBLASLt calls on threads of one process, or on processes of one host, on any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Cpu(Target):
     is_asynchronous = False
     is_simulated = True
     needs_one_host = True
-    # The CPU device has functions of the same names as CUDA's own libraries, which another package may have loaded for all.
+    # The CPU device defines the same symbols as the CUDA libraries, which another package may have loaded globally.
     dlopen_flags = os.RTLD_DEEPBIND
     demo_size = 64
 
@@ -31,7 +31,7 @@ class _Cpu(Target):
         return Toolchain(self.name, find_compiler(), (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include"), ())
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """One, which comes with the installation."""
+        """One library, which is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
 
     def device_name(self) -> str:
@@ -47,7 +47,7 @@ class _Cpu(Target):
             yield self.name, f"target cpu is ready, {NATIVE / 'libhostweave_cpu.so'}"
 
     def machine(self, ranks: int) -> Machine:
-        """That of the GPUs which it stands in for: programs are the same on both targets."""
+        """Machine whose GPUs the target emulates, so that programs are the same on both targets."""
         return H200
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA target: NVIDIA's GPUs, one a rank."""
+"""CUDA target: NVIDIA GPUs, one per rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Cuda(Target):
         return Toolchain(self.name, compiler, include_folders, libraries, Nvrtc(found.nvrtc.path, cuda.arch(), include_folders))
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """Compiled on first use: the one of all programs, and one for each of what is in the wish."""
+        """Libraries compiled on first use: one for all programs, and one for each optional part in `wanted`."""
         shared = _library(self.name, runtime_sources(self.name), toolchain)
         libraries = [shared]
         attention = RUNTIME / "attention"
@@ -101,18 +101,18 @@ TARGET = _Cuda()
 
 @cache
 def _nccl_to_build_with() -> tuple[int, ...]:
-    """Its version; none where there is no NCCL."""
+    """Version of NCCL's header; empty without NCCL."""
     header = next(part for part in cuda.find_cuda().headers if part.name == "nccl.h")
     return tuple(map(int, re.findall(r"\d+", _version(header))))
 
 
 def why_no_puts(ranks: int) -> str:
-    """Why ranks of programs that are built here cannot put into each other's memory; "" where they can."""
+    """Reason why ranks of programs built here cannot put into each other's memory; "" if they can."""
     return min(why_not(transport) for transport in map(find_transport, NAMES) if transport.carries >= SIGNALS) or why_no_peers(ranks)
 
 
 def why_not(transport: Transport) -> str:
-    """Why the library is too old, of the version that programs are built with, or that another part of the process has loaded before."""
+    """Reason why NCCL is too old for a transport, in the version to build with or in one that is loaded already; "" if neither is."""
     for version, where in ((_nccl_to_build_with(), "was found"), (cuda.loaded_nccl(), "is loaded already")) if transport.since else ():
         if version is not None and version < transport.since:
             found = f"NCCL {'.'.join(map(str, version))} {where}" if version else "none was found"
@@ -121,7 +121,7 @@ def why_not(transport: Transport) -> str:
 
 
 def why_no_scales(scaling: str) -> str:
-    """Why cuBLASLt has no products of 8-bit floats with such scales here; "" if it has, or if there is no GPU."""
+    """Reason why cuBLASLt cannot multiply 8-bit floats with such scales here; "" if it can, or if there is no GPU."""
     if not cuda.gpus():
         return ""
     number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())
@@ -136,7 +136,7 @@ def why_no_scales(scaling: str) -> str:
 
 
 def why_no_peers(ranks: int) -> str:
-    """Why they cannot reach it at all."""
+    """Reason why ranks cannot access each other's memory; "" if they can."""
     if len(cuda.gpus()) < ranks:
         return f"puts need all ranks on the GPUs of one host, and this one has {len(cuda.gpus())} for {ranks} ranks"
     if ranks > 1 and (pair := cuda.without_access()):
@@ -145,7 +145,7 @@ def why_no_peers(ranks: int) -> str:
 
 
 def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Library, **macros: str) -> Library:
-    """A library of the runtime, where these macros are defined, that uses those that it needs."""
+    """Cached library of the runtime, compiled with these macros and linked to the libraries in `needed`."""
     file = f"libhostweave_{name}.so"
     made_by = map(stamp_of, (BUILDER, Path(__file__).parent, RUNTIME))
     entry = name_of(f"runtime_{name}", *made_by, toolchain.stamp)
@@ -161,9 +161,9 @@ def _library(name: str, files: list[Path], toolchain: Toolchain, *needed: Librar
 
 
 def handle_of(stream: Any) -> int:
-    """The cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or of any object with `__cuda_stream__`.
+    """cudaStream_t of an int, a torch.cuda.Stream, a cupy.cuda.Stream, or an object with `__cuda_stream__`.
 
-    Raises TypeError where it is none of them.
+    Raises TypeError for any other object.
     """
     if isinstance(stream, int) and not isinstance(stream, bool):
         return stream
@@ -178,7 +178,7 @@ def handle_of(stream: Any) -> int:
     raise TypeError(f"stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got {type(stream).__name__}")
 
 
-# --- what the doctor says ---------------------------------------------------------------------------------------------
+# --- report of `hostweave doctor` ---------------------------------------------------------------------------------------------
 
 
 def _part(part: cuda.Part) -> str:
@@ -188,7 +188,7 @@ def _part(part: cuda.Part) -> str:
 
 
 def _version(part: cuda.Part) -> str:
-    """The version that a header states."""
+    """Version that a header states."""
     macros = {
         "nccl.h": r"NCCL_(MAJOR|MINOR|PATCH)",
         "cublasLt.h": r"CUBLAS_VER_(MAJOR|MINOR|PATCH)",

@@ -1,4 +1,4 @@
-"""What differs between targets: of each one file here, with the object `TARGET`. Whoever needs to know asks it, and compares no names."""
+"""Interface of targets. Each target is one file here with an object `TARGET`; callers ask that object and never compare names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.py") if
 
 
 class Target(Protocol):
-    """A kind of device, with what builds programs for it and what its ranks work with."""
+    """A kind of device: the toolchain that builds programs for it, and the properties of its ranks."""
 
     name: str
     is_asynchronous: bool  # calls only enqueue, and somebody has to watch whether they end
@@ -31,64 +31,67 @@ class Target(Protocol):
     demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
-        """Raises ProgramError where a kernel of the user cannot run here as it is. By default any can."""
+        """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
         return
 
     def toolchain(self) -> Toolchain:
-        """Raises BuildError where a part is missing, with what to install."""
+        """Toolchain of this target. Raises BuildError if a part is missing, with the packages to install."""
 
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
-        """What a program is linked with that wants more than all do. Raises BuildError where a part is missing, with what to install."""
+        """Libraries that a program links to; `wanted` lists optional parts.
+
+        Raises BuildError if one is missing, with the packages to install.
+        """
 
     def why_not_here(self, ranks: int) -> str:
-        """The reason, with a remedy, why so many ranks cannot run in this process; "" if they can. By default they can."""
+        """Reason and remedy if so many ranks cannot run in this process; "" if they can. By default they can."""
         return ""
 
     def report(self) -> Iterator[tuple[str, str]]:
-        """What was found of the target on this machine, by title. Lines of what is missing end in what to install."""
+        """Parts of the target that were found on this machine, as (title, text). A missing part comes with the package to install."""
 
     def machine(self, ranks: int) -> Machine:
-        """The figures of the cost model for programs of so many ranks here, and whether these can reach each other's memory."""
+        """Figures for the cost model, for programs of so many ranks here. They include peer access."""
 
     def why_not(self, transport: Transport) -> str:
-        """Why the library that this process has or would load cannot do what a transport carries; "" if it can, as by default."""
+        """Reason why the library of this process cannot provide a transport; "" if it can, which is the default."""
         return ""
 
     def choose_device(self, wanted: int | None, usual: Callable[[], int]) -> int:
-        """The number of a rank's device, where the user may have said one."""
+        """Device number of a rank. `wanted` is the user's choice, if any."""
 
     def device_of_arrays(self, member: Any) -> int:
-        """Of a rank: the number of its GPU, or CPU_DEVICE."""
+        """GPU number of a rank's arrays, or CPU_DEVICE."""
 
     def expect_device(self, device: int) -> None:
-        """Raises TypeError with a reason where arrays of that device are not for this target. By default all are."""
+        """Raises TypeError with a reason if arrays on that device cannot be used. By default all can."""
         return
 
     def device_name(self) -> str:
-        """Of the devices here, which what is measured on them is kept by."""
+        """Name of the devices here; measurements are stored by this name."""
 
     def stream(self, given: Any) -> int | None:
-        """The native stream of a call that passes `stream=`; None: the current one of the caller's library.
+        """Native stream for the argument `stream=` of a call, or None for the current stream of the caller's library.
 
-        Raises TypeError with a reason where what is given is no stream.
+        Raises TypeError with a reason if the argument is not a stream.
         """
 
 
 @cache
 def find_target(name: str) -> Target:
-    """The target of that name, which is one of NAMES."""
+    """Target of that name, which must be in NAMES."""
     with importing:
         target: Target = import_module(f"hostweave.targets.{name}").TARGET
     return target
 
 
 def runtime_sources(target: str) -> list[Path]:
-    """The C++ and the kernels of the runtime: all of it but what is for other targets, as the ends of file names say."""
+    """C++ and kernel sources of the runtime, without those whose file names end in another target's name."""
     return sources_of(RUNTIME_SOURCES, target)
 
 
 def sources_of(folders: Sequence[Path], target: str) -> list[Path]:
-    """The C++ and the kernels in these folders for a target."""
+    """C++ and kernel sources in these folders for a target."""
     others = tuple(f"_{name}" for name in NAMES if name != target)
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".cpp", ".cu")]
     return [path for path in files if not path.stem.endswith(others)]
