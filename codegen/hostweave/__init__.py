@@ -73,7 +73,7 @@ _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """What tracing does not need is imported when it is first used: importing hostweave stays quick."""
+    """Imports modules that tracing does not need at first use, so that importing hostweave stays fast."""
     if name not in _MODULE_OF:
         raise _unknown(name)
     return getattr(interruptibly(lambda: _imported(_MODULE_OF[name])), name)
@@ -89,7 +89,7 @@ def __dir__() -> list[str]:
 
 
 def _unknown(name: str) -> AttributeError:
-    """What to write for a name that is not here."""
+    """Error for a name that does not exist, with a suggestion."""
     if name.startswith("_"):
         return AttributeError(f"module 'hostweave' has no attribute {name!r}")
     if name.startswith("complex"):

@@ -1,4 +1,4 @@
-"""`hw.compile`, and the program that it returns."""
+"""Public functions: `hw.compile`, and the `Program` that it returns."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # see Program._running
 def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> Program:
     """Compiles a fusion, or a host program as it is, for `target` "cpu" or "cuda".
 
-    Lowers it, verifies it after every pass, and proves it free of races and deadlocks as `options` say. No C++ compiler is needed
-    yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError, with the location in the user's source,
-    for a program that is invalid, cannot be lowered, or has a race or deadlock on some rank.
+    Lowers the program, verifies it after every pass, and proves it free of races and deadlocks as `options` say. No C++ compiler
+    is needed yet: the C++ is compiled at the first run, or by `Program.build`. Raises ProgramError, with the location in the
+    user's source, if a program is invalid, cannot be lowered, or has a race or deadlock on some rank.
 
     Example: `program = hw.compile(ag_matmul, target="cuda", options=hw.Options(streams=2))`.
     """
@@ -59,7 +59,7 @@ def compile(program: Fusion | HostProgram, target: str = "cpu", options: Options
 
 
 def _searched(made: Compiled) -> Compiled:
-    """The program with the ways that are the fastest here, as measured now or before."""
+    """The program with the fastest alternatives, as measured now or in an earlier search."""
     with importing:
         from hostweave.runtime.search import search
 
@@ -75,7 +75,8 @@ def _searched(made: Compiled) -> Compiled:
 class Program:
     """A compiled program, made by `hw.compile`.
 
-    `run` runs all ranks in this process on global arrays; calling the program runs this process's or thread's rank on local arrays.
+    `run` runs all ranks in this process on global arrays. A call of the program runs this process's or thread's rank on local
+    arrays.
 
     Example: `y = hw.compile(ag_matmul).run(x, w=w)`.
     """
@@ -93,61 +94,62 @@ class Program:
 
     @property
     def target(self) -> Target:
-        """What it is compiled for."""
+        """Target that the program is compiled for."""
         return self._compiled.target
 
     @property
     def name(self) -> str:
-        """The name of the function that was traced."""
+        """Name of the traced function."""
         return self._host.name
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks that it runs on."""
+        """Mesh of the ranks that the program runs on."""
         return self._host.mesh
 
     @property
     def fusion_ir(self) -> str:
-        """The text of the fusion as traced. Raises ProgramError for a program that was compiled from host IR."""
+        """Text of the fusion as traced. Raises ProgramError if the program was compiled from host IR."""
         if not isinstance(self._compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
         return str(self._compiled.given)
 
     @cached_property
     def host_ir(self) -> str:
-        """The text of the host IR, after all passes."""
+        """Text of the host IR, after all passes."""
         return str(self._host)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What the compiler has chosen for reshards beside matmuls, with the other ways and their times. See `explain`."""
+        """Overlap choices of the compiler for reshards next to matmuls, with the alternatives and their times. See `explain`."""
         return self._host.choices
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """The generated files: a mapping of paths to texts, the same for both targets."""
+        """Generated files as a mapping from path to text, the same for both targets."""
         return self._compiled.sources
 
     @property
     def source(self) -> str:
-        """The text of the generated host program, program.cpp."""
+        """Text of the generated host program, program.cpp."""
         return self.sources["program.cpp"]
 
     @property
     def folder(self) -> Path:
-        """The folder with the sources, the compiler's log and the built module, which is built first if needed."""
+        """Folder with the sources, the compiler's log and the built module. Builds the module first if needed."""
         return self._compiled.folder
 
     @property
     def module(self) -> ModuleType:
-        """The program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
+        """Program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
         return self._compiled.module
 
     def explain(self) -> str:
-        """What was chosen, and why: a line for each communication with its algorithm, transport, chunks and time, and the other ways
-        with theirs; and for each attention whether it is one call of the library.
+        """Explains the compiler's choices.
 
-        Raises ProgramError for a program that was compiled from host IR, where nothing was chosen.
+        There is one line per communication with its algorithm, transport, chunks and time, and the same for the alternatives.
+        Each attention has a line that says if it is one library call. Raises ProgramError if the program was compiled from host
+        IR, where nothing is chosen.
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
@@ -165,14 +167,14 @@ class Program:
         machine: Machine | None = None,
         ranks: int | Mapping[str, int] | None = None,
     ) -> Report:
-        """Predicts when each rank does what in a call, on a machine that need not be there: nothing is built or run.
+        """Predicts the timeline of a call on all ranks of a machine, which need not exist: nothing is built or run.
 
-        `sizes` are global, by name; those that are left out are as in `Options(sizes=...)`, or 4096. `machine` has the figures, by
+        `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
         default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by
-        name. The time of the hosts is not in it. Returns a report: `print` shows totals, `save("f.html")` writes the page.
+        name. Host time is not included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
 
-        Raises ArgumentError for sizes that the program does not have, ProgramError where they do not divide, or where the program
-        cannot be on so many ranks.
+        Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
+        program cannot run on so many ranks.
 
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
@@ -186,18 +188,19 @@ class Program:
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
 
-        Raises BuildError if the toolchain is not complete or the compiler fails.
+        Raises BuildError if the toolchain is incomplete or the compiler fails.
         """
         _ = self.module
 
     @checked
     def check(self, **sizes: int) -> tuple[str, ...]:
-        """Proves the program free of races, deadlocks and unmatched communication on every rank, and checks its results, at these `sizes`.
+        """Proves at these `sizes` that no rank has races, deadlocks or unmatched communication, and checks the results.
 
-        Sizes that are not given are small ones. The order is proven by vector clocks over the operations of all ranks (Fidge 1988, Mattern
-        1989). The results are compared with those of the fusion by random numbers over a finite field (Schwartz 1980, Zippel 1979).
-        Returns what the comparison leaves out, a text each: lines of the host program that did not run, and kernels of the user.
-        Raises ProgramError for the first fault, with rank and instruction, ArgumentError for sizes that the program does not have.
+        Sizes that are not given are small ones. The order is proven by vector clocks over the operations of all ranks (Fidge
+        1988, Mattern 1989). The results are compared with those of the fusion for random numbers over a finite field (Schwartz
+        1980, Zippel 1979). Returns the parts that the comparison does not cover, one text each: lines of the host program that
+        did not run, and user kernels. Raises ProgramError for the first fault, with rank and instruction. Raises ArgumentError
+        for sizes that the program does not have.
 
         Example: `program.check(M=8192, N=4096)`.
         """
@@ -207,20 +210,20 @@ class Program:
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """Texts of all that the check at compile left out: lines that did not run, user kernels, or everything."""
+        """Parts of the program that the check at compile time did not cover: lines that did not run, user kernels, or everything."""
         return self._compiled.unchecked
 
     @checked
     def bind(self, **arrays: Any) -> Program:
-        """The program with these inputs given, so that its calls take only the others, by position or name.
+        """Returns a program with these inputs bound, so that its calls take only the others, by position or name.
 
-        Bound arrays are checked once, and cost a call nothing. They are local arrays of this rank in a program that is called, and
-        global ones in a program that is `run`. A call reads them where they lie, so it sees what was written to them; `run` may keep the
-        ranks' blocks from its first call on. Both programs share memory and streams; `close` closes both.
+        Bound arrays are checked once and add no cost to a call. They are local arrays of this rank if the program is called, and
+        global ones if it is `run`. A call reads them in place, so it sees later writes to them; `run` may keep the ranks' blocks
+        from its first call on. Both programs share memory and streams; `close` closes both.
 
-        Raises ArgumentError for a name that is no input or is bound already, and for an array of another dtype, number of dims, fixed
-        size, layout or device than the program takes, or that requires grad. What depends on the rank or on other inputs is checked in
-        the first call.
+        Raises ArgumentError for a name that is not an input or is already bound. Raises ArgumentError for an array of wrong
+        dtype, number of dims, fixed size, layout or device, or one that requires grad. Checks that depend on the rank or on other
+        inputs follow at the first call.
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
@@ -235,20 +238,23 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Any:
-        """Runs this process's or thread's rank of a group on its local arrays, after `hw.init`. All ranks make the same calls in order.
+        """Runs this process's or thread's rank of a group on its local arrays, after `hw.init`. All ranks make the same calls in
+        order.
 
-        `arrays` are the inputs in order, `named` others by name: contiguous local blocks on the rank's device, which are not
-        copied. Returns the local output, or a tuple of outputs, in the library of the first input, or in `out`, which may hold
-        arrays to write to, that overlap neither each other nor the inputs. `group` is the default one if left out. Ranks that are
-        processes assume that sharded dims are even; `sizes` gives the global size, by name, of those that are not, and of sizes
-        that the rank's own arrays do not determine. A rank that is not in the mesh of an input passes None for it, and gets None
-        for such an output.
+        `arrays` are the inputs in order, and `named` others by name: contiguous local blocks on the rank's device, which are not
+        copied. Returns the local output, or a tuple of outputs, in the library of the first input. `out` may hold arrays to write
+        to instead; they must overlap neither each other nor the inputs. `group` defaults to the default group.
 
-        On CUDA the call is enqueued: it runs after what `stream` holds (an int, or a stream of PyTorch, CuPy or another library; by
-        default the library's current one), and what is enqueued there later runs after it. On the CPU target the call returns
-        when it is done.
+        Ranks that are processes assume that sharded dims are even. Otherwise `sizes` gives the global sizes, by name, of uneven
+        dims and of sizes that the rank's own arrays do not determine. A rank outside an input's mesh passes None for it, and gets
+        None for such an output.
 
-        Raises ArgumentError for arrays that do not fit, ExecutionError if a rank fails or times out, now or in an earlier call.
+        On CUDA the call is enqueued on `stream`: an int, or a stream of PyTorch, CuPy or another library; by default the
+        library's current stream. It is ordered with other work on that stream. On the CPU target the call returns when it is
+        done.
+
+        Raises ArgumentError for arrays that do not fit. Raises ExecutionError if a rank fails or times out, now or in an earlier
+        call.
 
         Example: `y = program(x, w)`.
         """
@@ -263,18 +269,19 @@ class Program:
         sizes: Mapping[str, int] | None = None,
         **named: Any,
     ) -> Captured:
-        """A call with these arrays as a CUDA graph: a callable that launches it, with `outputs`. All ranks call it together.
+        """Captures a call with these arrays as a CUDA graph. Returns a callable that launches it, with `outputs`. All ranks call
+        it together.
 
-        Takes what a call takes, and makes that call once, on `stream`. Each call of what it returns reads the same input arrays, as they
-        are then, and writes the same outputs; it is ordered with other calls of the program as these are among each other. It keeps
-        the arrays alive, and temporaries that it uses stay where they are when later calls have larger sizes. On the CPU target it
-        does the same. All ranks launch it together, too: with one-sided communication, which takes version 2.30.7 of the library
-        then, a launch of one rank does not meet a call of another.
+        Takes the arguments of a call, and makes that call once, on `stream`. Each launch reads the current contents of the same
+        input arrays and writes the same outputs. Launches and calls of the program are ordered alike. The callable keeps the
+        arrays alive, and its temporaries stay in place when later calls have larger sizes. On the CPU target it behaves the same.
+        All ranks also launch it together: with one-sided communication, which needs NCCL 2.30.7 or later for this, a launch on
+        one rank cannot be matched by a call on another.
 
-        A program may also be called where the caller captures, as inside `torch.cuda.graph`, after one call with arrays of the same
-        shapes: then it is part of that graph.
+        A program may also be called while the caller captures, as in `torch.cuda.graph`, after one call with arrays of the same
+        shapes. The call then becomes part of that graph.
 
-        Raises what a call raises, and CaptureError where the call cannot be captured; the group can be used all the same.
+        Raises the errors of a call. Raises CaptureError if the call cannot be captured; the group remains usable.
 
         Example: `step = program.capture(x, w)`, then `x.copy_(new)` and `y = step()`.
         """
@@ -282,13 +289,14 @@ class Program:
         return captured
 
     def prepare(self, *sizes: Mapping[str, int], group: Group | None = None) -> None:
-        """Gets this process's or thread's rank ready for calls at each of these global sizes. All ranks call it together.
+        """Prepares this process's or thread's rank for calls at each of these global sizes. All ranks call it together.
 
-        A call at sizes that are new to the rank builds, connects, allocates and plans first, and for that waits for what its device has
-        in flight. After this none of these sizes does, in any order: of each matmul the plans of the last 4096 shapes are kept, and
-        memory for the largest. Sizes that bound inputs determine may be left out; sharded dims are taken to be even where they are.
+        A call at sizes that are new to the rank first builds, connects, allocates and plans, and waits for all work on its
+        device. After `prepare` no call at these sizes does so, in any order. Each matmul keeps the plans of its last 4096 shapes,
+        and memory is sized for the largest call. Sizes that bound inputs determine may be omitted; their sharded dims are assumed
+        to be even.
 
-        Raises ArgumentError for sizes that the program does not have, that are missing or that do not fit, and what a call raises.
+        Raises ArgumentError for sizes that are unknown, missing or do not fit, and the errors of a call.
 
         Example: `program.bind(**weights).prepare(*({"T": tokens} for tokens in range(1, 2049)))`.
         """
@@ -297,10 +305,10 @@ class Program:
     def run(self, *arrays: Any, ranks: bool = False, **named: Any) -> Any:
         """Runs all ranks in this process on global arrays, by position or name, and waits for the result.
 
-        Arrays are NumPy, PyTorch, CuPy or JAX, of the declared dtypes and global shapes. Returns the global output, or a tuple of
-        outputs, as arrays of the first input's library. With `ranks`, returns a list of every rank's local output or tuple of
-        outputs, with None for an output on a mesh that the rank is not in. Raises ArgumentError for arrays that do not fit,
-        ExecutionError if a rank fails or times out.
+        Arrays are NumPy, PyTorch, CuPy or JAX arrays of the declared dtypes and global shapes. Returns the global output, or a
+        tuple of outputs, as arrays of the first input's library. With `ranks`, returns a list with every rank's local output or
+        tuple of outputs, and None for an output on a mesh that does not contain the rank. Raises ArgumentError for arrays that do
+        not fit, ExecutionError if a rank fails or times out.
 
         Example: `y = program.run(x, w=w)`.
         """
@@ -313,8 +321,8 @@ class Program:
     def run_in_flight(self, calls: Sequence[Mapping[str, Any]], *, poison: bool = False) -> list[list[Any]]:
         """Runs several calls, with arrays of the same shapes, back to back: the host does not wait for the device in between.
 
-        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, so that a missing dependency
-        shows. Returns for every call what `run(ranks=True)` returns.
+        With `poison`, outputs and temporaries are filled with NaN on the caller's stream before each call, which exposes missing
+        dependencies. Returns for every call what `run(ranks=True)` returns.
         """
         if len(calls) == 0:
             return []
@@ -324,18 +332,19 @@ class Program:
         return [call.local_results() for call in made]
 
     def measure(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, **named: Any) -> list[list[Timing]]:
-        """Times `repetitions` calls after `warmups` others on every rank; the ranks start each call together.
+        """Times `repetitions` calls after `warmups` others on every rank. The ranks start each call together.
 
         Returns a list per rank of a Timing per repetition. Raises ArgumentError and ExecutionError as `run` does.
         """
         return self._running.measure(self._bound, (arrays, named), warmups, repetitions)
 
     def timeline(self, *arrays: Any, warmups: int = 3, repetitions: int = 20, machine: Machine | None = None, **named: Any) -> Report:
-        """Measures when each rank does what in a call with these global arrays, and predicts the same.
+        """Measures the timeline of a call with these global arrays on all ranks, and predicts it for comparison.
 
-        Takes what `run` takes. The program is built anew with a mark before and after each instruction that works or communicates, which
-        costs a few microseconds each; calls of the program itself pay nothing. Of `repetitions` calls after `warmups` others the
-        report has the one of the median time. `machine` has the figures for the prediction, by default those of the options.
+        Takes the arguments of `run`. A separate build has a mark before and after each instruction that computes or communicates,
+        which costs a few microseconds each; calls of the program itself are not affected. The report shows the call of median
+        time among `repetitions` calls after `warmups` others. `machine` has the figures for the prediction, by default those of
+        the options.
 
         Raises ArgumentError and ExecutionError as `run` does.
 
@@ -355,15 +364,16 @@ class Program:
         return Report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
-        """The program as a function of JAX, for use inside jax.jit: a custom call of XLA on this process's one device.
+        """Returns the program as a JAX function for use inside jax.jit: a custom call of XLA on this process's one device.
 
-        It takes the rank's local arrays by position, and gives the local output, or a tuple of outputs. Ranks are processes, after
-        `hw.init`; sharded dims are even. On CUDA it runs on XLA's stream. Calls that do not depend on each other run in the order of the
-        jitted function, the same in all processes. There is no gradient and no batching: jax.custom_vjp connects a program of its own.
+        The function takes the rank's local arrays by position, and returns the local output, or a tuple of outputs. Ranks are
+        processes, after `hw.init`; sharded dims are even. On CUDA it runs on XLA's stream. Independent calls run in the order of
+        the jitted function, the same in all processes. It has no gradient and no batching rule: use jax.custom_vjp to attach a
+        gradient program.
 
-        Raises MissingPackage without JAX; ArgumentError where JAX has several devices here, or none of the target, for a program that
-        donates inputs, and, as the function is traced, for arrays of another dtype or shape; ExecutionError without a group. What fails
-        at a call is raised by JAX, with the message that the call would have raised.
+        Raises MissingPackage without JAX, and ExecutionError without a group. Raises ArgumentError if JAX has several devices
+        here or none of the target, if the program donates inputs, and at trace time for arrays of wrong dtype or shape. JAX
+        raises the errors of a call, with the same message.
 
         Example: `mlp = program.as_jax_ffi()`, then `jax.jit(lambda x, w: mlp(jax.nn.relu(x), w).sum())(x, w)`.
         """
@@ -397,7 +407,10 @@ class Program:
 
     @property
     def _running(self) -> Running:
-        """What runs it, and those that have inputs of it bound: with NumPy and the rendezvous, which compiling does not import."""
+        """Runner, shared with programs that bind inputs of this one.
+
+        It imports NumPy and the rendezvous, which compilation does not need.
+        """
         return self._made or interruptibly(self._make)
 
     def _make(self) -> Running:

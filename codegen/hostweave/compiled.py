@@ -1,4 +1,4 @@
-"""A program that was compiled: the host IR, its C++, and the module that is built of it."""
+"""A compiled program: host IR, its C++, and the module that is built from it."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ from hostweave.types.mesh import Sizes
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
-ASKED = 10  # times as many elements are compared where the user asks for it
-MAX_CHECKED_RANKS = 16  # of programs that are checked by default
-OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # take arrays by name beside these
+ASKED = 10  # factor on the number of compared elements if the user asks for a check
+MAX_CHECKED_RANKS = 16  # largest mesh that is checked by default
+OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods that also take arrays by name
 
 
 @dataclass(eq=False)
 class Compiled:
-    """What was compiled, and what has become of it. Another way to do the same, for calls that this one cannot take, is another one."""
+    """A compiled program. A variant, for calls that this one cannot take, is another object of this class."""
 
     given: Fusion | HostProgram
     host: HostProgram
     target: Target
     options: Options
-    unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # what the check at compile left out
+    unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
-        """Proves the order of what the ranks do, and compares their results with the fusion's. Returns what is left out."""
+        """Proves the order of the ranks' operations, and compares the results with the fusion's. Returns the parts that are not covered."""
         if not isinstance(self.given, Fusion):
             return (*check(self.host, sizes), NO_FUSION)
         most = MOST_ELEMENTS * (ASKED if is_asked else 1)
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
     def otherwise(self, **options: Any) -> Compiled:
-        """The same by other options."""
+        """The same program compiled with other options."""
         return compiled(self.given, self.target.name, replace(self.options, **options))
 
     @cached_property
     def in_sequence(self) -> Compiled:
-        """The same without chunk loops that were chosen."""
+        """The same program without the chosen chunk loops."""
         made, ways = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
-            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # which leaves matmuls to others that could be in loops
+            ways |= dict.fromkeys(loops, IN_SEQUENCE)  # other choices may then form loops with the same matmuls
             made = self.otherwise(ways=ways)
         return made
 
     @cached_property
     def marked(self) -> Compiled:
-        """The same with marks around its instructions, which tell when they run."""
+        """The same program with marks around its instructions, to measure when they run."""
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)
         return replace(self, given=program, host=program)
 
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
-        """The same with ints for these sizes; None if it has no such form."""
+        """The same program with constants for these sizes; None if this is impossible."""
         if not isinstance(self.given, Fusion) or self.given.user_kernels:
             return None
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
@@ -84,9 +84,9 @@ class Compiled:
             return None
 
     def on_ranks(self, ranks: int | Mapping[str, int]) -> Compiled:
-        """The same program on a mesh with other sizes of its axes, by name, or of its one axis. It is not checked.
+        """The same program on a mesh with other axis sizes, given by name or for its only axis. It is not checked.
 
-        Raises ProgramError for axes that it does not have, and where it cannot be on so many ranks.
+        Raises ProgramError for axes that the mesh does not have, and if the program cannot run on so many ranks.
         """
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is for {self.host.mesh} alone; leave ranks out")
@@ -94,14 +94,14 @@ class Compiled:
         return compiled(on_mesh(self.given, mesh), self.target.name, replace(self.options, check=False, ways={}, windows=()))
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
-        """What runs in a call at these sizes, and all of them: those that are left out are typical ones."""
+        """Program that runs a call at these sizes, and all sizes; missing ones are typical."""
         self.expect_sizes(what, sizes)
         known = usual_sizes(self.host, {**self.options.sizes, **sizes})
         return (self if are_divided(self.host, known) else self.in_sequence), known
 
     @property
     def reaches_memory(self) -> bool:
-        """Whether loops or kernels were chosen whose ranks reach each other's memory."""
+        """True if the compiler chose loops or kernels in which ranks access each other's memory."""
         return reach_memory(self.host.choices, self.options) or any(kernel.exchanges for kernel in self.host.kernels)
 
     @cached_property
@@ -136,7 +136,7 @@ class Compiled:
         return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
-        """Raises ArgumentError for sizes, as a user states them, that no call of the program can have."""
+        """Raises ArgumentError for sizes from the user that no call of the program can have."""
         if not isinstance(sizes, Mapping):
             raise ArgumentError(f'{self.host.name}: {what}: {sizes!r} is no mapping of names; write {{"M": 8}}')
         if unknown := sizes.keys() - set(self.host.symbols()):
@@ -149,7 +149,10 @@ class Compiled:
 
 
 def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Compiled:
-    """Lowers a program, verifies it after every pass, and proves it free of races as `options` say. Raises ProgramError."""
+    """Lowers a program, verifies it after every pass, and proves it free of races as `options` say.
+
+    Raises ProgramError if one of these fails, and for options that do not apply to the program.
+    """
     host = lower(given, options)
     known = [choice.name for choice in host.choices]
     if unknown := [name for name in options.ways if name not in known]:

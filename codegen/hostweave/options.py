@@ -1,4 +1,4 @@
-"""The options of one compile."""
+"""Options of `hw.compile`."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ OVERLAPS = ("auto", "off", "search")
 class Options:
     """Options of one `hw.compile`.
 
-    - `streams`: number of CUDA streams of a stream loop, used round robin.
-    - `check`: whether the host program is proven free of races and deadlocks, and its results are compared with those of the fusion; by
-      default on meshes of up to 16 ranks.
-    - `sizes`: typical sizes of dims by name, 4096 for others. Of several ways to reshard a tensor the one that moves the fewest
-      bytes at these sizes is taken.
-    - `overlap`: "auto" computes matmuls beside a reshard in a chunk loop, where all sizes that count are known, by `sizes` or as ints,
-      and where that is faster there by the cost model; and it runs other communication beside what does not need it, where that pays
-      at the typical sizes. "search" runs the ways that the model ranks first on all ranks, in this process, and keeps the fastest, for
-      later compiles, too: all sizes must be stated. "off" leaves it where it is needed. A `.stream(...)` that the user states holds
-      either way. Calls of sizes that loops so chosen do not divide are made in sequence. `Program.explain` says what was chosen.
-    - `ways`: what is done instead of what the cost model chooses, by the names that `Program.explain` has:
-      `{"@ag_matmul %x_gathered": "put(8)"}`, or "none" for in sequence.
-    - `machine`: the figures of the cost model; by default those that `hostweave calibrate` has measured on this machine, else an H200's.
-    - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once; by default each rank rounds
+    - `streams`: number of CUDA streams of a chunk loop, used round robin.
+    - `check`: proves the host program free of races and deadlocks, and compares its results with those of the fusion. By default on
+      meshes of up to 16 ranks.
+    - `sizes`: typical sizes of dims by name; 4096 for others. Among several ways to reshard a tensor, the one that moves the fewest
+      bytes at these sizes is chosen.
+    - `overlap`: "auto" pipelines a reshard with its matmuls in a chunk loop if the cost model predicts a gain. For this all relevant
+      sizes must be known, from `sizes` or as ints. It also overlaps other communication with independent computation if that is
+      faster at the typical sizes. "search" runs the best-ranked alternatives on all ranks in this process and keeps the fastest, also
+      for later compiles; all sizes must be stated. "off" keeps communication in sequence. A `.stream(...)` in the program always
+      holds. Calls whose sizes a chosen loop does not divide run in sequence. `Program.explain` shows the choices.
+    - `ways`: overrides choices of the cost model, by the names in `Program.explain`: `{"@ag_matmul %x_gathered": "put(8)"}`, or
+      "none" for sequential execution.
+    - `machine`: figures for the cost model. By default those that `hostweave calibrate` has measured on this machine, else those of
+      an H200.
+    - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once. By default each rank rounds
       its partial sum to the dtype of the result.
-    - `tf32`: matmuls of f32 round their operands to TF32, with 10 bits of mantissa, and add in f32: several times faster on tensor cores.
-      The CPU target computes in f32.
-    - `transport`: how bytes travel between ranks.
-        - two_sided: collectives, sends and recvs of the communication library. It works everywhere.
-        - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Streams write and
-          await the words that signal. It needs peer access between the GPUs, and no communication library.
-        - one_sided: the same through windows and signals of the library, from version 2.29 on (2.32 for moves between meshes).
-        - auto: two_sided, and peer for chunk loops that say `.stream(..., algorithm="put")` or that the cost model chooses. Falls back to
-          one_sided, then to two_sided, if the ranks cannot use it; a line on stderr says why. All-reduces of few bytes are done by the
-          kernels that use them.
+    - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster
+      on tensor cores. The CPU target computes in f32.
+    - `transport`: the way bytes travel between ranks.
+        - two_sided: collectives, sends and recvs of NCCL. Works everywhere.
+        - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are
+          stream memory operations. Needs peer access between the GPUs, and no particular NCCL.
+        - one_sided: the same through NCCL windows and signals. Needs NCCL 2.29 or later (2.32 for moves between meshes).
+        - auto: two_sided, and peer for chunk loops with `.stream(..., algorithm="put")` or by choice of the cost model. Falls back to
+          one_sided, then to two_sided, if the ranks cannot use peer; a line on stderr gives the reason. All-reduces of few bytes are
+          fused into the kernels that consume them.
 
-      With peer and one_sided, chunk loops are by put, by ring, or over slices of every rank's shard, on the mesh of all ranks.
-    - `windows`: names of inputs and outputs that lie in arrays of `group.empty`, so that one-sided communication reads and writes them
-      where they lie. A call finds that out by itself, and uses a program that is compiled for it; what is named here has to lie there.
-    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph where its arrays, inputs and outputs, are the same memory as those
-      of a call before, and launches that from then on, for the last 16 such sets of arrays; other calls are made as usual. Outputs
-      are the same where `out=` gives them, or where the library's allocator returns what was freed. It is for programs of many
-      short operations, where the time of the host shows. Of programs on transport one_sided calls are graphs on all ranks or on
-      none: the ranks meet before calls 3, 5, 9, 17 and so on, and every 4096 calls at least. Where since the last time all of them
-      had nearly always arrays of a call before, calls are graphs until the next, of new arrays, too. By default nothing is captured
-      by itself.
-    - `tune`: measures for every product and its sizes, when the program is prepared for them, the algorithms that cuBLASLt recommends, with
-      the epilogue of the program, and takes the fastest instead of the first; the memory of a product's workspace bounds them. All ranks
-      take the same ones. What was found is kept in the cache folder, by GPU and version of cuBLASLt, for later runs. On the CPU target
-      there is one algorithm, and nothing to measure.
+      With peer and one_sided, chunk loops use put, ring, or slices of every rank's shard, on the mesh of all ranks.
+    - `windows`: names of inputs and outputs that are arrays of `group.empty`, so that one-sided communication accesses them in place.
+      A call detects such arrays and compiles a variant for them. Arrays that are named here must lie in windows.
+    - `graph`: "auto" captures a call of `program(...)` as a CUDA graph if its inputs and outputs are in the same memory as in an
+      earlier call. Later calls with these arrays launch the graph. The last 16 sets of arrays are kept; other calls run as usual.
+      Outputs repeat if `out=` gives them, or if the library's allocator returns freed memory. Use it for programs of many short
+      operations, where host time shows. With transport one_sided, calls are graphs on all ranks or on none: the ranks meet before
+      calls 3, 5, 9, 17 and so on, at least every 4096 calls. If nearly all calls since the last meeting had repeated arrays on every
+      rank, calls are graphs until the next meeting, also for new arrays. By default no call is captured automatically.
+    - `tune`: measures the algorithms that cuBLASLt recommends for every matmul and its sizes, with the program's epilogue, and uses the
+      fastest instead of the first. This happens when the program is prepared for the sizes. The workspace of a matmul limits the
+      algorithms. All ranks use the same ones. Results are kept in the cache folder, by GPU and cuBLASLt version. The CPU target has
+      one algorithm, so nothing is measured.
     - `verify_calls`: ranks that are processes compare programs and shapes before every call, which takes a round trip through the
-      store; ranks that are threads always do.
+      store. Ranks that are threads always do.
 
-    Raises ProgramError for another `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
+    Raises ProgramError for an invalid `overlap`, `partial_dtype`, `transport`, `graph` or `machine`, and for `streams` or sizes below 1.
 
     Example: `hw.compile(f, target="cuda", options=hw.Options(tf32=True, sizes={"M": 8192}))`.
     """
@@ -85,7 +85,7 @@ class Options:
 
     @property
     def figures(self) -> Machine:
-        """Of the machine that the program is for."""
+        """Figures of the machine that the program is compiled for."""
         return self.machine or H200
 
     @property
@@ -95,7 +95,7 @@ class Options:
         return tuple(sorted(map(find_transport, names), key=lambda transport: bool(transport.why_not(self.figures))))
 
     def transport_carrying(self, *needs: Set[str]) -> Transport | None:
-        """The preferred transport that carries all of any one of these."""
+        """Preferred transport that carries all of at least one of these sets of needs."""
         return first_carrying(self.transports, *needs)
 
     def __post_init__(self) -> None:

@@ -96,17 +96,17 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     fold_conditions,
 )
 
-# These see a program with its functions. Every other pass runs on each function as on a program of its own, then on what calls them.
+# These passes see the whole program. Every other pass runs on each function as a program of its own, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
 
 Observer = Callable[[str, Fusion | HostProgram], None]
 
 
 def lower(program: Fusion | HostProgram, options: Options, observe: Observer | None = None) -> HostProgram:
-    """The host program of a fusion; a host program is verified and given back.
+    """Lowers a fusion to a host program. A host program is only verified.
 
-    `observe(name, program)` sees every stage: first the program as given, under the name "input", then each pass's result.
-    Raises ProgramError with the place in the user's source.
+    `observe(name, program)` sees every stage: first the input, under the name "input", then each pass's result. Raises
+    ProgramError with the place in the user's source if the program is invalid or cannot be lowered.
     """
     stage: Fusion | HostProgram = program
     _verified("input", stage, None, observe)
@@ -121,7 +121,7 @@ def lower(program: Fusion | HostProgram, options: Options, observe: Observer | N
 
 
 def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, Fusion | HostProgram]]:
-    """Returns the program after each pass that changes it, with the pass's name."""
+    """Program after each pass that changes it, with the pass's name."""
     found: list[tuple[str, Fusion | HostProgram]] = []
 
     def note(name: str, stage: Fusion | HostProgram) -> None:
@@ -133,7 +133,10 @@ def stages(program: Fusion | HostProgram, options: Options) -> list[tuple[str, F
 
 
 def _expect_possible(program: Fusion, sizes: Mapping[str, int]) -> None:
-    """Raises ProgramError where a dim cannot be at the sizes that the options state, as M/2 where M is 7, and for sizes of other names."""
+    """Checks the sizes of the options.
+
+    Raises ProgramError for unknown names, and if a dim is impossible at these sizes, such as M/2 if M is 7.
+    """
     if not sizes:
         return
     types = [value.type for value in (*program.inputs, *(op.result for op in program.all_ops))]
@@ -162,7 +165,7 @@ def _on_each_body(apply: Callable[[Any, Options], Any], stage: Fusion | HostProg
 
 
 def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostProgram | None, observe: Observer | None) -> None:
-    """What a pass left as it was has been verified, where no more must hold of it than before."""
+    """Verifies a stage. Skips a program that the pass did not change, unless stricter rules apply from here on."""
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
@@ -173,13 +176,13 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
 
 
 def level_of(stage: str) -> str:
-    """The last one of LEVELS up to a stage of a fusion."""
+    """Last level of LEVELS that applies at a stage of a fusion."""
     stages = ["input", *(apply.__name__ for apply in PASSES)]
     return next(name for name in stages[stages.index(stage) :: -1] if name in LEVELS)
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:
-    """The same math on one device, and the dtypes of its values; or why there is none."""
+    """The same computation on one device, and the dtypes of its values; or the reason why there is none."""
     if not isinstance(program, Fusion):
         return "it was compiled from host IR", set()
     if why := needs_ranks(program):

@@ -1,4 +1,4 @@
-"""What runs a compiled program: on all ranks of this process, and on this rank of each group. Variants run in its place."""
+"""Execution of a compiled program and its variants: on all ranks in this process, and on this rank of each group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Named = Mapping[str, Any]
 Sizes = Mapping[str, int]
 Given = tuple[Arrays, Named]  # by position, and by name
 
-_KEPT = 16  # variants for sizes of calls that are kept, each with memory of its own
+_KEPT = 16  # maximum number of variants for particular sizes; each has its own memory
 
 _told: set[str] = set()
 
@@ -46,38 +46,38 @@ def _tell_once(text: str) -> None:
 
 
 class Family:
-    """The program and its variants: they share this object, and no variant keeps another one alive."""
+    """Identity shared by a program and its variants. A variant keeps no other variant alive."""
 
 
 class Running:
-    """What a program holds on devices, once for it and all programs that have inputs of it bound, and its variants.
+    """Device resources of a program, shared with all programs that bind its inputs, and its variants.
 
-    A variant computes the same for calls that the program itself cannot take, and is compiled when the first of these comes. All ranks know
-    by what they decide for one, so that all make it.
+    A variant computes the same for calls that the program itself cannot take. It is compiled at the first such call. All ranks
+    have the information that selects a variant, so all select the same one.
     """
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
-        self.in_windows: dict[tuple[str, ...], Running] = {}  # for arguments of these names in memory that ranks share
-        self.by_figures: dict[Machine, Running] = {}  # for ranks that cannot reach each other's memory, or not by every transport
-        self._without_loops: Running | None = None  # for sizes that chosen loops do not divide
-        # The last for sizes that ranks cannot share as it does, by the group that calls them; by itself of `run`.
+        self.in_windows: dict[tuple[str, ...], Running] = {}  # variants for arguments of these names in windows
+        self.by_figures: dict[Machine, Running] = {}  # variants for ranks that lack access to each other's memory, or some transports
+        self._without_loops: Running | None = None  # variant for sizes that chosen loops do not divide
+        # Latest variants for sizes that ranks cannot share evenly, by group; by self for `run`.
         self._at_sizes: WeakKeyDictionary[object, dict[tuple[tuple[str, int], ...], Running]] = WeakKeyDictionary()
         self._compiled_at = lru_cache(_KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
-        self._with_marks: Running | None = None  # which tell when instructions run
+        self._with_marks: Running | None = None  # variant that measures when instructions run
         self._session: Session | None = None
-        self._locals: WeakSet[LocalProgram] = WeakSet()  # where this process's ranks have called it
+        self._locals: WeakSet[LocalProgram] = WeakSet()  # one per rank of this process that has called it
         self._closed = False
         self._lock = renewed(threading.Lock())
 
     def bind(self, held: Bound | None, arrays: Named) -> Bound:
-        """These inputs, beside those that are `held`."""
+        """Binds these inputs in addition to those of `held`."""
         return Bound(self.compiled.host, self.compiled.target, arrays, held)
 
     def close(self) -> None:
-        """Frees what it holds. It cannot run again."""
+        """Frees all resources. The program cannot run again."""
         with self._lock:
             self._closed = True
             if self._session:
@@ -95,7 +95,7 @@ class Running:
             raise ExecutionError(f"{self.name}: the program is closed; compile it again")
 
     def _module(self, ranks: int) -> ModuleType:
-        """The module for so many ranks in this process. Raises ExecutionError, before anything is built, if these cannot run here."""
+        """Module for so many ranks in this process. Raises ExecutionError, before building, if they cannot run here."""
         if why := self.compiled.target.why_not_here(ranks):
             raise ExecutionError(f"{self.name}: {why}")
         return self.compiled.module
@@ -104,7 +104,7 @@ class Running:
 
     @property
     def in_sequence(self) -> Running:
-        """The same without chunk loops that were chosen."""
+        """The same program without the chosen chunk loops."""
         with self._lock:
             if self._without_loops is None:
                 made = self.compiled.in_sequence
@@ -113,23 +113,24 @@ class Running:
 
     @property
     def marked(self) -> Running:
-        """The same with marks around its instructions."""
+        """The same program with marks around its instructions."""
         with self._lock:
             self._with_marks = self._with_marks or Running(self.compiled.marked)
             return self._with_marks
 
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
-        """What a call gives, of the program without chosen loops where these do not divide its sizes."""
+        """Makes a call, with the program without chosen loops if these do not divide its sizes."""
         try:
             return call(self)
         except LoopsDoNotDivide:
             return call(self.in_sequence)
 
     def _for_sizes(self, sizes: Sizes, group: Group | None = None) -> Running:
-        """The same with ints for those sizes that its ranks cannot share evenly, as it needs; itself if there are none, or no such form.
+        """Variant with constants for sizes that its ranks cannot share evenly; self if there are none, or if no such variant
+        exists.
 
-        Each group keeps the last few that it has called, so that all of its ranks, which make the same calls, keep the same ones.
-        Others are freed when no call, nor captured call, uses them.
+        Each group keeps the variants of its last few sizes. All of its ranks make the same calls, so they keep the same variants.
+        Others are freed when no call or captured call uses them.
         """
         divided = are_divided(self.compiled.host, sizes)
         key = tuple(undivided((self if divided else self.in_sequence).compiled.host, sizes).items())
@@ -144,27 +145,27 @@ class Running:
             kept[key] = found
             if len(kept) > _KEPT:
                 freed = kept.pop(next(iter(kept)))
-        del freed  # outside of the lock
+        del freed  # freed outside the lock
         return found
 
     def _known(self, sizes: Sizes) -> Sizes:
-        """Sizes that the program has names for."""
+        """Sizes that appear in the program by name."""
         return {name: size for name, size in sizes.items() if name in self.compiled.host.symbols()}
 
     def _rebound(self, held: Bound | None) -> Bound | None:
-        """The arrays that another variant holds, as this one takes them."""
+        """Binds the arrays that another variant has bound."""
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 
     def _by(self, figures: Machine) -> Running:
-        """The same by figures that say what ranks cannot reach."""
+        """The same program for a machine whose figures say which memory ranks cannot access."""
         with self._lock:
             if figures not in self.by_figures:
                 self.by_figures[figures] = Running(self.compiled.otherwise(ways={}, machine=figures), self._family)
             return self.by_figures[figures]
 
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
-        """The same for arguments some of which lie in memory that ranks share; itself where peers touch none of these."""
+        """Variant for arguments in windows; self if peers access none of these."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
         if not may_lie or not host.memory_transports:
@@ -174,18 +175,18 @@ class Running:
         with self._lock:
             if names and names not in self.in_windows:
                 made = self.compiled.otherwise(windows=names)
-                known = (self, *self.in_windows.values())  # of which one may be for the same
+                known = (self, *self.in_windows.values())  # a known variant may have the same windows
                 same = (one for one in known if one.compiled.host.windows == made.host.windows)
                 self.in_windows[names] = next(same, None) or Running(made, self._family)
             return self.in_windows[names] if names else self
 
     @property
     def _lacks(self) -> str:
-        """Why the library here cannot do the program's communication; asked each time, since something else may load one."""
+        """Reason why the library here cannot do the program's communication. Not cached, since another package may load a library."""
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Returns the same program without the transports that share memory, but for those that all ranks have.
+        """Returns the same program without the transports that share memory, except for those that all ranks have.
 
         All ranks know the reason. Raises ExecutionError if the user stated the transport.
         """
@@ -211,7 +212,7 @@ class Running:
         sizes: Sizes | None,
         captures: bool,
     ) -> Any:
-        """As `Program.__call__` and `Program.capture` say."""
+        """Implements `Program.__call__` and `Program.capture`."""
         bound, (arrays, named) = held or self._nothing_bound, given
         arrays = in_order(self.name, bound.free, bound.arrays, arrays, named) if named else arrays
         if sizes is not None:
@@ -232,7 +233,7 @@ class Running:
 
     @tells_shortages
     def prepare(self, held: Bound | None, sizes: Sequence[Sizes], group: Group | None) -> None:
-        """As `Program.prepare` says."""
+        """Implements `Program.prepare`."""
         bound = held or self._nothing_bound
         for one in sizes:
             self.compiled.expect_sizes("prepare", one)
@@ -250,7 +251,7 @@ class Running:
             self.in_sequence._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
-        """The program on this process's or thread's rank of a group, for a call with these arrays."""
+        """Program on this process's or thread's rank of a group, for a call with these arrays."""
         expect_own_devices()
         self._expect_open()
         group = current() if group is None else group
@@ -272,7 +273,7 @@ class Running:
         return local
 
     def _made_local(self, group: Group, stream: Any, arrays: Arrays) -> LocalProgram:
-        """The same, by the first of the rank's threads that calls it."""
+        """Makes the program on this rank. The first thread of the rank to call it does so."""
         compiled = self.compiled
         with group.calling:
             if (local := group.programs.get(self)) is None:
@@ -291,7 +292,7 @@ class Running:
 
     @tells_shortages
     def run(self, held: Bound | None, calls: Sequence[Given], poison: bool = False) -> list[Call]:
-        """Makes calls on all ranks in this process, of arrays of the same shapes."""
+        """Makes calls on all ranks in this process, with arrays of the same shapes."""
 
         def run(one: Running) -> list[Call]:
             made = [one._call_of(held, *arrays) for arrays in calls]
@@ -314,12 +315,12 @@ class Running:
 
     @tells_shortages
     def measure(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> list[list[Timing]]:
-        """As `Program.measure` says."""
+        """Implements `Program.measure`."""
         return self._measured("measure", held, given, warmups, repetitions)[1]
 
     @tells_shortages
     def timeline(self, held: Bound | None, given: Given, warmups: int, repetitions: int) -> tuple[Compiled, list[list[Timing]]]:
-        """What runs for these arrays, and the times of calls, with those of the marks around its instructions."""
+        """Variant that runs for these arrays, and times of calls with those of the marks around its instructions."""
         return self._measured("timeline", held, given, warmups, repetitions, marks=True)
 
     def _measured(
@@ -339,12 +340,12 @@ class Running:
         return self._here()._or_in_sequence(measure)
 
     def _here(self) -> Running:
-        """Returns itself, or the program on the next transport if the ranks of this process cannot use this one."""
+        """Returns self, or the program on the next transport if the ranks of this process cannot use this one."""
         why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.memory_transports else "")
         return self._without(why)._here() if why else self
 
     def sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:
-        """The sizes that global arrays tell, as far as they are arrays; of dims that a rank has as a `whole`, those of local arrays."""
+        """Sizes that the given arrays determine. With `whole`, arrays are local, and only unsharded dims count."""
         bound = held or self._nothing_bound
         given = zip(bound.free, in_order(self.name, bound.free, bound.arrays, arrays, named), strict=True)
         shapes = bound.shapes() | {p.name: shape for p, array in given if isinstance(shape := getattr(array, "shape", None), tuple)}
@@ -355,7 +356,7 @@ class Running:
         return make_call(self.compiled.host, self.compiled.target, held or self._nothing_bound, arrays, named)
 
     def _ready(self) -> Session:
-        """The program on every rank, none of which was stopped."""
+        """Program on every rank, started again if an error has stopped some."""
         compiled = self.compiled
         if compiled.host.windows:
             why = f"{', '.join(compiled.host.windows)}: is compiled for a window of the rank's"
