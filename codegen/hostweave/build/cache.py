@@ -337,7 +337,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         _held.add(file)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks: the rename alone keeps the entry whole
+            with contextlib.suppress(OSError):  # without locks, the atomic rename alone protects the entry
                 if waits:
                     _await_lock(file)
                 else:
@@ -346,7 +346,7 @@ def _lock(name: str, waits: bool = True) -> Iterator[bool]:
                     except BlockingIOError:
                         yield False
                         return
-            if not _is_at(file, path):  # whoever had it before has removed it
+            if not _is_at(file, path):  # the previous holder has removed the file
                 continue
             try:
                 yield True

@@ -41,7 +41,7 @@ class Cuda:
     headers: tuple[Part, ...]
     libraries: tuple[Part, ...]  # linked to every program
     nvrtc: Part
-    cudnn: tuple[Part, Part]  # header and library, which only programs with attention need
+    cudnn: tuple[Part, Part]  # header and library; only programs with attention need them
     nvtx: Part  # the header of ranges that profilers show
 
     @property

@@ -24,11 +24,11 @@ class Target(Protocol):
     """A kind of device: the toolchain that builds programs for it, and the properties of its ranks."""
 
     name: str
-    is_asynchronous: bool  # calls only enqueue, and somebody has to watch whether they end
+    is_asynchronous: bool  # calls only enqueue, so a watchdog must detect calls that hang
     is_simulated: bool  # times are not those of GPUs
-    needs_one_host: bool  # whose memory the ranks share
-    dlopen_flags: int  # of a program's module, beside the usual ones
-    demo_size: int  # of a symbolic dim, for each rank of a mesh, that shows what the target can do
+    needs_one_host: bool  # ranks share the memory of one host
+    dlopen_flags: int  # additional dlopen flags for a program's module
+    demo_size: int  # size of a symbolic dim per rank in demonstrations
 
     def expect_kernels(self, kernels: Sequence[UserKernel]) -> None:
         """Raises ProgramError if a user kernel cannot run on this target. By default all can."""
