@@ -1,0 +1,44 @@
+"""Files of the repository that no code reads: they parse, and name what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import hostweave as hw
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_contributors_guide_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    package = ("passes/", "host_ir/", "fusion_ir/", "targets/", "pipeline.py")
+    for path in re.findall(r"`([\w./]+)`", text):
+        if "/" in path and "NAME" not in path:
+            where = ROOT / "codegen" / "hostweave" if path.startswith(package) else ROOT
+            assert (where / path).exists(), path
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
+def test_the_version_stands_in_the_citation_and_the_changelog() -> None:
+    assert f"\nversion: {hw.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {hw.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.extra("yaml")
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github").rglob("*.yml")))
+def test_github_reads_the_file(path: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="what the docs are built with has it: pip install '.[docs]'")
+    found = yaml.safe_load((ROOT / path).read_text())
+    if "ISSUE_TEMPLATE" in path and not path.endswith("config.yml"):
+        assert {"name", "description", "body"} <= found.keys()
+        assert all({"type", "attributes"} <= part.keys() for part in found["body"])
+    if "workflows" in path:
+        assert all(job["steps"] and job["runs-on"] for job in found["jobs"].values())
+
+
+def test_the_workflow_runs_what_every_change_must_pass() -> None:
+    assert "      - run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
