@@ -142,3 +142,19 @@ def test_mistakes() -> None:
     fails(r"128 does not divide dim 1 of \[M, 200\]; pad it", scaling="block", x=hw.bf16["M", 200])
     fails("block2d needs 2; use hw.reshape", scaling="block2d", x=hw.bf16[128, 128, 128])
     fails(r"the scale is f32\[M, 2\], and .* has scales f32\[M, 1\]; pass such", s=hw.f32["M", 2])
+
+
+def test_gathers_leave_the_kernel_whole() -> None:
+    """Values and scales are gathered in one group, or the values beside their products; one kernel gives both."""
+
+    @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", 8192], g=hw.bf16[8192], w=hw.f8e4m3["7168@x", 8192], t=hw.f32["7168@x", 1])
+    def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        a, s = hw.quantize(hw.rms_norm(x, g), "row")
+        return hw.scaled_matmul(a, w.T, s, t.T)
+
+    grouped = lower(layer, Options(overlap="off"))
+    assert len(grouped.kernels) == 1
+    assert "  group {\n    all_gather %a -> %a_gathered along 0 on x\n    all_gather %s -> %s_gathered along 0 on x\n  }" in str(grouped)
+    looped = lower(layer, Options(sizes={"M": 32768}))
+    assert len(looped.kernels) == 1
+    assert str(looped).count("fork ring") == 1

@@ -166,7 +166,9 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
-    run_loops(loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm)), 1)
+    fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
+    assert str(lower(fusion, Options())).count("fork ring") == len(LOOPED)  # products beside the gathers of their rows
+    run_loops(fusion, 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

@@ -328,11 +328,18 @@ def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> 
 
 
 def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
-    """Earliest place of the op at `place` such that the ops it moves past hide it; never later than `place`."""
+    """Earliest place of the op at `place` such that the ops it moves past hide it; never later than `place`.
+
+    It stays behind the kernel that makes its operand: ops of one element each that take this operand, too, are part of it.
+    """
     op, best, passed = ops[place], place, 0.0
+    kernel = set(op.tensors)
+    for other in ops[:place]:
+        if OPS[other.kind].cpp and not other.result.stream and not kernel.isdisjoint(other.tensors):
+            kernel.add(other.result.name)
     for at in range(place - 1, -1, -1):
         other = ops[at]
-        if passed >= times[op.result.name] or other.result.name in op.tensors or communicates(other):
+        if passed >= times[op.result.name] or other.result.name in kernel or communicates(other):
             break
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream

@@ -127,7 +127,8 @@ class _Choice:
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
         """What makes the operands, step by step, for this member alone and for those that are streamed like it, which come with it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
-        for i, name in enumerate(member.op.operands):
+        walked = member.op.operands[:2] if OPS[member.op.kind].is_product else member.op.operands  # scales are communicated before it
+        for i, name in enumerate(walked):
             op = self.producer.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)
             if op is None or op.callee or dim is None or op.result.stream or needs_whole(op, operand_types(op, self.types), dim):
