@@ -145,7 +145,7 @@ def loader(cubins: Mapping[str, Path]) -> str:
         kernels += [f"extern const char {symbol}[];", *(f'hw::JitKernel {name}{{{symbol}, "{name}"}};' for name in names)]
     section = "\n    ".join(quoted(f"{line}\n") for line in (".pushsection .rodata", *data, ".popsection"))
     definitions = "\n".join(kernels)
-    return f"""// Kernels that NVRTC compiled. What program.cpp calls a kernel is one of these.
+    return f"""// Kernels compiled by NVRTC. In program.cpp the name of a kernel denotes its hw::JitKernel.
 #include "hostweave/jit.h"
 
 asm({section});

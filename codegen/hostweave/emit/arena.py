@@ -18,7 +18,7 @@ def arena_plan(steps: Steps, context: ProgramContext) -> str:
     groups: list[list[Temporary]] = []
     _take_turns(steps, context, groups, {})
     shared = "".join(f"// - {', '.join(_members(group))}\n" for group in groups if len(group) > 1)
-    return ("// Never in use at once, so that they may share bytes:\n" + shared if shared else "") + _plan(steps, context)
+    return ("// Disjoint live ranges, so these may share bytes:\n" + shared if shared else "") + _plan(steps, context)
 
 
 def _members(group: list[Temporary]) -> Iterable[str]:

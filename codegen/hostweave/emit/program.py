@@ -99,7 +99,7 @@ class Program:
         self.coordinates = _coordinates(integers, self.body)
         prepared = " ".join(word for plan in context.plans.values() for word in plan.prepared_with)
         self.coordinates_of_plans = _coordinates(integers, prepared)
-        workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "of the matmuls on the caller's stream")
+        workspace = Temporary(f"char* {WORKSPACE} = nullptr", WORKSPACE, "hw::kWorkspaceBytes", "cuBLASLt workspace of the caller's stream")
         workspaces = (workspace,) if context.needs_workspace else ()
         self.temporaries = (*workspaces, *context.temporaries.values())
         told = [lay_out("memory_allocate", member=each.member, count=each.count) for each in workspaces]
@@ -179,10 +179,10 @@ class Program:
     def own(self) -> list[tuple[str, str, str, str]]:
         """Members of the class in order of construction: type, name, constructor arguments (if any), comment."""
         context, windows = self.context, ", ".join(f"&{channel}" for channel in self.window_channels)
-        calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "which peers write to and read from"
+        calls, peers = "hw::TermExchange::calls(rank)" if context.exchanges else "", "peers access this memory"
         flags = [(flag, membership(mesh, self.mesh.size, "rank.index()"), mesh) for flag, mesh in context.flags.values()]
         return [
-            *(("const bool", flag, is_in, f"whether this rank is in {mesh}") for flag, is_in, mesh in flags),
+            *(("const bool", flag, is_in, f"this rank is in {mesh}") for flag, is_in, mesh in flags),
             *(("const hw::Channel&", channel.member, _lookup(channel), _ranks_of(channel)) for channel in self.channels),
             *(("hw::Streams", context.streams[p.name], f'rank, "{p.name}", {p.count}', f"{p.name}[{p.count}]") for p in self.ir.streams),
             *(("hw::Events", context.events[p.name], f"{p.count}", f"{p.name}[{p.count}]") for p in self.ir.events),
@@ -199,7 +199,7 @@ def _lookup(channel: ChannelMember) -> str:
 
 
 def _ranks_of(channel: ChannelMember) -> str:
-    return f"the {channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
+    return f"{channel.ir.size} ranks along {channel.along}" + (f" of {channel.ir.mesh}" if channel.flag else "")
 
 
 def _coordinates(integers: CppExprPrinter, body: str) -> tuple[Local, ...]:

@@ -1,4 +1,4 @@
-// What the binding knows of add.
+// Description of add for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of ag_matmul.
+// Description of ag_matmul for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

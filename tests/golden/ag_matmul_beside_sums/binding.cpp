@@ -1,4 +1,4 @@
-// What the binding knows of ag_matmul_beside_sums.
+// Description of ag_matmul_beside_sums for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

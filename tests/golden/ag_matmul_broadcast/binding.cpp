@@ -1,4 +1,4 @@
-// What the binding knows of ag_matmul_broadcast.
+// Description of ag_matmul_broadcast for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

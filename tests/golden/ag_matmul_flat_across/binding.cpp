@@ -1,4 +1,4 @@
-// What the binding knows of ag_matmul_flat_across.
+// Description of ag_matmul_flat_across for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

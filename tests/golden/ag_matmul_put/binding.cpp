@@ -1,4 +1,4 @@
-// What the binding knows of ag_matmul_put.
+// Description of ag_matmul_put for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// ag_matmul_put on mesh(x=4). program.hw has its host IR.
+// ag_matmul_put on mesh(x=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::ag_matmul_put {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M/4, K]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -31,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -44,11 +44,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::WindowArena& arena() const { return arena_; }
@@ -57,14 +57,14 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;  // the 4 ranks along x
+  const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams ring_;              // ring[2]
   hw::Streams puts_;              // puts[1]
   hw::Events arrived_;            // arrived[4]
   hw::MatmulPlan plan_y_;
-  hw::WindowArena arena_;           // which peers write to and read from
+  hw::WindowArena arena_;           // peers access this memory
   hw::bf16* x_gathered_ = nullptr;  // bf16[M, K]
-  std::optional<Sizes> prepared_;   // what prepare was last called for
+  std::optional<Sizes> prepared_;   // sizes of the last prepare
 };
 
 }  // namespace programs::ag_matmul_put

@@ -1,4 +1,4 @@
-// What the binding knows of allgather.
+// Description of allgather for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

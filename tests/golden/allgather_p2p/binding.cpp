@@ -1,4 +1,4 @@
-// What the binding knows of allgather_p2p.
+// Description of allgather_p2p for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of allreduce.
+// Description of allreduce for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

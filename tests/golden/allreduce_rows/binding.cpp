@@ -1,4 +1,4 @@
-// What the binding knows of allreduce_rows.
+// Description of allreduce_rows for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of epilogues.
+// Description of epilogues for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

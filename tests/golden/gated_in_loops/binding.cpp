@@ -1,4 +1,4 @@
-// What the binding knows of gated_in_loops.
+// Description of gated_in_loops for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of gradients.
+// Description of gradients for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of halves.
+// Description of halves for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of keys_in_a_loop.
+// Description of keys_in_a_loop for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

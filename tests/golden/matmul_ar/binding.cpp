@@ -1,4 +1,4 @@
-// What the binding knows of matmul_ar.
+// Description of matmul_ar for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of matmul_ar_ag.
+// Description of matmul_ar_ag for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

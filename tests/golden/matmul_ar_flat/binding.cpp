@@ -1,4 +1,4 @@
-// What the binding knows of matmul_ar_flat.
+// Description of matmul_ar_flat for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of matmul_ar_two_axes.
+// Description of matmul_ar_two_axes for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// matmul_ar_two_axes on mesh(dp=2, tp=4). program.hw has its host IR.
+// matmul_ar_two_axes on mesh(dp=2, tp=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::matmul_ar_two_axes {
 constexpr char kMesh[] = "mesh(dp=2, tp=4)";
 constexpr int64_t kWorld = 8;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[local(M, dp), local(K, tp)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, tp), N]
@@ -32,7 +32,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -47,11 +47,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -60,12 +60,12 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_tp_;  // the 4 ranks along tp
+  const hw::Channel& channel_tp_;  // 4 ranks along tp
   hw::Streams ring_;               // ring[2]
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   std::array<hw::bf16*, 2> matmul_w_{};  // bf16[local(M, dp), N/2], also y_packed, one per stream
-  std::optional<Sizes> prepared_;        // what prepare was last called for
+  std::optional<Sizes> prepared_;        // sizes of the last prepare
 };
 
 }  // namespace programs::matmul_ar_two_axes

@@ -1,4 +1,4 @@
-// What the binding knows of matmul_batch.
+// Description of matmul_batch for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

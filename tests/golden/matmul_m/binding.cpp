@@ -1,4 +1,4 @@
-// What the binding knows of matmul_m.
+// Description of matmul_m for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of matmul_n.
+// Description of matmul_n for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of matmul_rs_put.
+// Description of matmul_rs_put for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

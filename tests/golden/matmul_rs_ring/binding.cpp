@@ -1,4 +1,4 @@
-// What the binding knows of matmul_rs_ring.
+// Description of matmul_rs_ring for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// matmul_rs_ring on mesh(x=4). program.hw has its host IR.
+// matmul_rs_ring on mesh(x=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ namespace programs::matmul_rs_ring {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, local(K, x)]
   hw::Tensor w{.dtype = CUDA_R_16BF};  // bf16[local(K, x), N]
@@ -31,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -45,11 +45,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -58,13 +58,13 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_x_;  // the 4 ranks along x
+  const hw::Channel& channel_x_;  // 4 ranks along x
   hw::Streams ring_;              // ring[4]
   hw::Events arrived_;            // arrived[4]
   hw::MatmulPlan plan_matmul_w_;
   hw::Arena arena_;
   hw::bf16* matmul_w_ = nullptr;   // bf16[M, N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::optional<Sizes> prepared_;  // sizes of the last prepare
 };
 
 }  // namespace programs::matmul_rs_ring

@@ -1,4 +1,4 @@
-// What the binding knows of reduce_scatter.
+// Description of reduce_scatter for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of row_sum.
+// Description of row_sum for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

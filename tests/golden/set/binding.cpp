@@ -1,4 +1,4 @@
-// What the binding knows of set.
+// Description of set for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

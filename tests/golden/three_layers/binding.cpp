@@ -1,4 +1,4 @@
-// What the binding knows of three_layers.
+// Description of three_layers for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

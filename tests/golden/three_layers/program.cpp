@@ -124,7 +124,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
 
 void Program::layer_memory(const Sizes& sizes, hw::MemoryPlan& memory) {
   const auto [M, E, F, F_x] = sizes;
-  // Never in use at once, so that they may share bytes:
+  // Disjoint live ranges, so these may share bytes:
   // - layer_x_gathered_, layer_scattered_landing_
   memory.allocate(layer_matmul_w_in_, M * F_x);
   memory.allocate(layer_x_gathered_, M / 4 * E, ring_);

@@ -1,4 +1,4 @@
-// What the binding knows of three_ops.
+// Description of three_ops for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

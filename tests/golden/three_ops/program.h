@@ -1,4 +1,4 @@
-// three_ops on mesh(x=1). program.hw has its host IR.
+// three_ops on mesh(x=1). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::three_ops {
 constexpr char kMesh[] = "mesh(x=1)";
 constexpr int64_t kWorld = 1;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};  // bf16[M, N]
 };
@@ -29,7 +29,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t N;
@@ -41,11 +41,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -57,7 +57,7 @@ class Program {
   hw::Streams ring_;  // ring[3]
   hw::Arena arena_;
   hw::bf16* a_ = nullptr;          // bf16[M, N], also b
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::optional<Sizes> prepared_;  // sizes of the last prepare
 };
 
 }  // namespace programs::three_ops

@@ -1,4 +1,4 @@
-// What the binding knows of two_loops.
+// Description of two_loops for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of two_ops.
+// Description of two_ops for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of two_outputs.
+// Description of two_outputs for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// What the binding knows of two_stages.
+// Description of two_stages for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

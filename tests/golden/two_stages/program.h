@@ -1,4 +1,4 @@
-// two_stages on mesh(x=4). program.hw has its host IR.
+// two_stages on mesh(x=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::two_stages {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};   // bf16[local(M, x on ranks 0, 1), K]
   hw::Tensor w1{.dtype = CUDA_R_16BF};  // bf16[K, N]
@@ -31,7 +31,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -46,11 +46,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -59,16 +59,16 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_0_1_;       // whether this rank is in mesh(x=2 of ranks 0, 1)
-  const bool on_ranks_2_3_;       // whether this rank is in mesh(x=2 of ranks 2, 3)
-  const hw::Channel& channel_x_;  // the 4 ranks along x
+  const bool on_ranks_0_1_;       // this rank is in mesh(x=2 of ranks 0, 1)
+  const bool on_ranks_2_3_;       // this rank is in mesh(x=2 of ranks 2, 3)
+  const hw::Channel& channel_x_;  // 4 ranks along x
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_y_;
   hw::Arena arena_;
-  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
   hw::bf16* h_ = nullptr;          // bf16[local(M, x on ranks 0, 1), N]
   hw::bf16* arrived_ = nullptr;    // bf16[local(M, x on ranks 2, 3), N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::optional<Sizes> prepared_;  // sizes of the last prepare
 };
 
 }  // namespace programs::two_stages

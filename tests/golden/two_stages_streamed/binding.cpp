@@ -1,4 +1,4 @@
-// What the binding knows of two_stages_streamed.
+// Description of two_stages_streamed for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// two_stages_streamed on mesh(x=4). program.hw has its host IR.
+// two_stages_streamed on mesh(x=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ namespace programs::two_stages_streamed {
 constexpr char kMesh[] = "mesh(x=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};      // bf16[M, K]
   hw::Tensor up1{.dtype = CUDA_R_16BF};    // bf16[K, local(N, x on ranks 0, 1)]
@@ -35,7 +35,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -50,11 +50,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -63,11 +63,11 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const bool on_ranks_2_3_;                    // whether this rank is in mesh(x=2 of ranks 2, 3)
-  const bool on_ranks_0_1_;                    // whether this rank is in mesh(x=2 of ranks 0, 1)
-  const hw::Channel& channel_x_;               // the 4 ranks along x
-  const hw::Channel& channel_x_of_ranks_0_1_;  // the 2 ranks along x of mesh(x=2 of ranks 0, 1)
-  const hw::Channel& channel_x_of_ranks_2_3_;  // the 2 ranks along x of mesh(x=2 of ranks 2, 3)
+  const bool on_ranks_2_3_;                    // this rank is in mesh(x=2 of ranks 2, 3)
+  const bool on_ranks_0_1_;                    // this rank is in mesh(x=2 of ranks 0, 1)
+  const hw::Channel& channel_x_;               // 4 ranks along x
+  const hw::Channel& channel_x_of_ranks_0_1_;  // 2 ranks along x of mesh(x=2 of ranks 0, 1)
+  const hw::Channel& channel_x_of_ranks_2_3_;  // 2 ranks along x of mesh(x=2 of ranks 2, 3)
   hw::Streams ring_;                           // ring[4]
   hw::Events turn_;                            // turn[1]
   hw::MatmulPlan plan_h_;
@@ -79,7 +79,7 @@ class Program {
   std::array<hw::bf16*, 4> h_{};             // bf16[M/4, local(N, x on ranks 0, 1)], one per stream
   std::array<hw::bf16*, 4> matmul_down1_{};  // bf16[M/4, K], also layer, one per stream
   std::array<hw::bf16*, 4> g_{};             // bf16[M/4, local(N, x on ranks 2, 3)], one per stream
-  std::optional<Sizes> prepared_;            // what prepare was last called for
+  std::optional<Sizes> prepared_;            // sizes of the last prepare
 };
 
 }  // namespace programs::two_stages_streamed

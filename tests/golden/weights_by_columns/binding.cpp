@@ -1,4 +1,4 @@
-// What the binding knows of weights_by_columns.
+// Description of weights_by_columns for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

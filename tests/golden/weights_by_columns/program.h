@@ -1,4 +1,4 @@
-// weights_by_columns on mesh(dp=4). program.hw has its host IR.
+// weights_by_columns on mesh(dp=4). The host IR is in program.hw.
 // all_down of weights_by_columns, predicted: put(4) 44.5 us, put(1) 44.6 us, none 93.0 us
 // all_up of weights_by_columns, predicted: put(4) 189.9 us, none 106.0 us, put(1) 171.2 us
 #pragma once
@@ -19,7 +19,7 @@ namespace programs::weights_by_columns {
 constexpr char kMesh[] = "mesh(dp=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor x{.dtype = CUDA_R_16BF};     // bf16[local(M, dp), K]
   hw::Tensor up{.dtype = CUDA_R_16BF};    // bf16[N/4, K]
@@ -34,7 +34,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t M;
   int64_t K;
@@ -48,11 +48,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::WindowArena& arena() const { return arena_; }
@@ -61,18 +61,18 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_dp_;  // the 4 ranks along dp
+  const hw::Channel& channel_dp_;  // 4 ranks along dp
   hw::Streams comm_;               // comm[1]
   hw::Events all_up_ready_;        // all_up_ready[1]
   hw::Events all_down_ready_;      // all_down_ready[1]
   hw::MatmulPlan plan_h_;
   hw::MatmulPlan plan_y_;
-  hw::WindowArena arena_;          // which peers write to and read from
-  char* workspace_ = nullptr;      // of the matmuls on the caller's stream
+  hw::WindowArena arena_;          // peers access this memory
+  char* workspace_ = nullptr;      // cuBLASLt workspace of the caller's stream
   hw::bf16* all_up_ = nullptr;     // bf16[4, N/4, K]
   hw::bf16* all_down_ = nullptr;   // bf16[4, N, K/4]
   hw::bf16* h_ = nullptr;          // bf16[local(M, dp), N]
-  std::optional<Sizes> prepared_;  // what prepare was last called for
+  std::optional<Sizes> prepared_;  // sizes of the last prepare
 };
 
 }  // namespace programs::weights_by_columns

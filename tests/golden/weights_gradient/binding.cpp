@@ -1,4 +1,4 @@
-// What the binding knows of weights_gradient.
+// Description of weights_gradient for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// trained_in_zigzag on mesh(cp=4). program.hw has its host IR.
+// trained_in_zigzag on mesh(cp=4). The host IR is in program.hw.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,7 +16,7 @@ namespace programs::trained_in_zigzag {
 constexpr char kMesh[] = "mesh(cp=4)";
 constexpr int64_t kWorld = 4;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor q{.dtype = CUDA_R_16BF};   // bf16[4, S/4, 64]
   hw::Tensor k{.dtype = CUDA_R_16BF};   // bf16[2, S/4, 64]
@@ -38,7 +38,7 @@ struct OutputShapes {
   hw::Shape dv_resharded;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t S;
 
@@ -49,11 +49,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::Arena& arena() const { return arena_; }
@@ -62,7 +62,7 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_cp_;  // the 4 ranks along cp
+  const hw::Channel& channel_cp_;  // 4 ranks along cp
   hw::AttentionPlan plan_y_;
   hw::AttentionPlan plan_y_1_;
   hw::AttentionBackwardPlan plan_dq_;
@@ -82,7 +82,7 @@ class Program {
   hw::bf16* dv_concat_ = nullptr;            // bf16[2, 2, S/2, 64]
   hw::bf16* dk_resharded_pieces_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
   hw::bf16* dv_resharded_pieces_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
-  std::optional<Sizes> prepared_;            // what prepare was last called for
+  std::optional<Sizes> prepared_;            // sizes of the last prepare
 };
 
 }  // namespace programs::trained_in_zigzag

@@ -1,4 +1,4 @@
-// What the binding knows of in_zigzag.
+// Description of in_zigzag for the Python binding.
 #include "hostweave/abi.h"
 #include "program.h"
 

@@ -1,4 +1,4 @@
-// in_zigzag on mesh(cp=2). program.hw has its host IR.
+// in_zigzag on mesh(cp=2). The host IR is in program.hw.
 // k_gathered of in_zigzag, predicted: put(2) 52.2 us, p2p(2) 64.9 us, none 73.0 us
 #pragma once
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@ namespace programs::in_zigzag {
 constexpr char kMesh[] = "mesh(cp=2)";
 constexpr int64_t kWorld = 2;  // ranks
 
-// Tensors of one rank: its own blocks.
+// Local tensors of one rank.
 struct Inputs {
   hw::Tensor q{.dtype = CUDA_R_16BF};  // bf16[4, S/2, 64]
   hw::Tensor k{.dtype = CUDA_R_16BF};  // bf16[2, S/2, 64]
@@ -34,7 +34,7 @@ struct OutputShapes {
   hw::Shape y;
 };
 
-// Sizes that the inputs determine: global dims, and the part of this rank where ranks share a dim unevenly.
+// Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
 struct Sizes {
   int64_t S;
 
@@ -45,11 +45,11 @@ class Program {
  public:
   explicit Program(hw::Rank& rank);
 
-  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns those of the outputs. Every rank
-  // prepares before any rank runs. Throws hw::ArgumentError for an input that does not fit.
+  // Checks dtypes, shapes and devices, allocates and plans for these shapes, and returns the output shapes. Every rank prepares
+  // before any rank runs. Throws hw::ArgumentError if an input does not fit.
   OutputShapes prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it. Throws hw::ArgumentError for an array
-  // that does not fit, hw::ExecutionError for sizes other than `prepare` was last given.
+  // Enqueues the program in order on stream `caller`. Throws hw::ArgumentError if a tensor does not fit, hw::ExecutionError if
+  // the sizes are not those of the last `prepare`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
   const hw::WindowArena& arena() const { return arena_; }
@@ -58,14 +58,14 @@ class Program {
   Sizes check(const Inputs& in) const;
 
   hw::Rank& rank_;
-  const hw::Channel& channel_cp_;  // the 2 ranks along cp
+  const hw::Channel& channel_cp_;  // 2 ranks along cp
   hw::Streams ring_;               // ring[2]
   hw::Streams puts_;               // puts[1]
   hw::Events arrived_;             // arrived[2]
   hw::AttentionPlan plan_y_attention_blocks_;
   hw::AttentionPlan plan_y_attention_blocks_1_;
   hw::AttentionPlan plan_y_attention_blocks_2_;
-  hw::WindowArena arena_;                                      // which peers write to and read from
+  hw::WindowArena arena_;                                      // peers access this memory
   hw::bf16* y_attention_packed_ = nullptr;                     // bf16[2, S/2, 128]
   hw::bf16* k_gathered_ = nullptr;                             // bf16[2, 2, S/2, 128]
   hw::bf16* y_attention_blocks_ = nullptr;                     // bf16[2, 4, S/2, 64]
@@ -73,7 +73,7 @@ class Program {
   std::array<float*, 2> y_attention_lse_i_own_half_packed_{};  // f32[4, S/4], one per stream
   float* y_attention_maximum_ = nullptr;                       // f32[1, 4, S/2]
   float* y_attention_sum_ = nullptr;                           // f32[1, 4, S/2]
-  std::optional<Sizes> prepared_;                              // what prepare was last called for
+  std::optional<Sizes> prepared_;                              // sizes of the last prepare
 };
 
 }  // namespace programs::in_zigzag
