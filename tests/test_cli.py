@@ -291,6 +291,10 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
     to = ("--output", str(tmp_path / "t.svg"))
     assert output_of(capsys, "timeline", "transformer:mlp_tp", "--ranks", "dp=2,tp=2", *to).count("  rank ") == 4
     assert mistake_of(capsys, "timeline", P2P, "--sizes", "Q=8", *to).startswith("ag_matmul_p2p: Options: sizes: no size named Q")
+    hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
+    assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
+    assert "has more ranks than a host" in mistake_of(capsys, *hosts)
+    assert mistake_of(capsys, *hosts, "--network", "fast") == "--network fast: write two numbers, as in --network 45e9,5e-6"
     assert mistake_of(capsys, "timeline", P2P, "--ranks", "x", *to).startswith("--ranks x: x: write NAME=NUMBER")
     assert "has no axis tp; its axes: x" in mistake_of(capsys, "timeline", P2P, "--ranks", "tp=4", *to)
 

@@ -28,6 +28,7 @@ from hostweave.fusion_ir.frontend.user_kernels import kernel as kernel
 from hostweave.fusion_ir.ir import Fusion as Fusion
 from hostweave.options import Options as Options
 from hostweave.types.machine import Machine as Machine
+from hostweave.types.machine import Network as Network
 from hostweave.types.mesh import Mesh as Mesh
 from hostweave.types.tensor import DType as _DType
 from hostweave.types.tensor import bf16 as bf16
@@ -99,7 +100,7 @@ def _unknown(name: str) -> AttributeError:
     return UnknownAttribute.here(f"hw.{name}: hostweave has no {name}; {remedy}")
 
 
-_OWN = ("Fusion", "Machine", "Mesh", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)
+_OWN = ("Fusion", "Machine", "Mesh", "Network", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)
 _DTYPES = (name for name, value in list(globals().items()) if isinstance(value, _DType))
 _FUNCTIONS = (name for part in (_functions, _attention, _composites, _contractions, _indices) for name in public_names(vars(part)))
 _PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))

@@ -120,6 +120,11 @@ class Program:
         return str(self._host)
 
     @property
+    def figures(self) -> Machine:
+        """The figures of the machine that the compiler has chosen by, and that predictions are by."""
+        return self._compiled.options.figures
+
+    @property
     def choices(self) -> tuple[Choice, ...]:
         """Overlap choices of the compiler for reshards next to matmuls, with the alternatives and their times. See `explain`."""
         return self._host.choices
@@ -171,7 +176,8 @@ class Program:
 
         `sizes` are global sizes by name; missing ones are those of `Options(sizes=...)`, or 4096. `machine` has the figures, by
         default those of the options. `ranks` compiles the program for another number of ranks, or for other sizes of mesh axes by
-        name. Host time is not included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
+        name, with what the cost model chooses there. More than 8 ranks need a machine with a `network`, which joins hosts. Host time is
+        not included. Returns a report: `print` shows totals, `save("f.html")` writes the page.
 
         Raises ArgumentError for sizes that the program does not have. Raises ProgramError if sizes do not divide, or if the
         program cannot run on so many ranks.
@@ -181,9 +187,10 @@ class Program:
         from hostweave.timeline.predict import predicted
         from hostweave.timeline.report import Report
 
-        made = self._compiled if ranks is None else self._compiled.on_ranks(ranks)
+        figures = machine or self.figures
+        made = self._compiled if ranks is None else self._compiled.on_ranks(ranks, figures)
         made, known = made.for_call("predict", sizes or {})
-        return Report(predicted(made.host, known, machine or made.options.figures))
+        return Report(predicted(made.host, known, figures))
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.

@@ -25,6 +25,7 @@ from hostweave.host_ir.size_requirements import MOST, are_divided
 from hostweave.options import Options
 from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
+from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
@@ -83,15 +84,18 @@ class Compiled:
         except ProgramError:
             return None
 
-    def on_ranks(self, ranks: int | Mapping[str, int]) -> Compiled:
-        """The same program on a mesh with other axis sizes, given by name or for its only axis. It is not checked.
+    def on_ranks(self, ranks: int | Mapping[str, int], figures: Machine) -> Compiled:
+        """The same program on a mesh with other axis sizes, given by name or for its only axis, by these figures. It is not checked.
 
         Raises ProgramError for axes that the mesh does not have, and if the program cannot run on so many ranks.
         """
         if not isinstance(self.given, Fusion):
             raise ProgramError(f"{self.host.name}: was compiled from host IR, which is for {self.host.mesh} alone; leave ranks out")
         mesh = self.given.mesh.with_sizes(ranks)
-        return compiled(on_mesh(self.given, mesh), self.target.name, replace(self.options, check=False, ways={}, windows=()))
+        if figures.hosts_of(mesh.all_ranks) > 1:
+            figures = figures.without_peers("the ranks are on several hosts")
+        options = replace(self.options, check=False, ways={}, windows=(), machine=figures)
+        return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
         """Program that runs a call at these sizes, and all sizes; missing ones are typical."""

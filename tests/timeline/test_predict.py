@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from measured_on_h200 import GATHER, PIPELINE, REDUCE, SCATTER
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.cli.programs import load_program
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, Timeline, length, union, without
-from hostweave.types.machine import H200
+from hostweave.types.machine import H200, Machine, Network
 
 Shape = tuple[int, int, int]
 EXAMPLES: dict[str, Fusion] = {
@@ -183,3 +185,79 @@ def test_a_program_on_some_ranks_stays_on_its_mesh() -> None:
     name, fusion = next(iter(pipelines(4).items()))
     with pytest.raises(ProgramError, match=f"{name}: cannot be on mesh"):
         hw.compile(fusion, options=hw.Options(check=False)).predict(ranks={fusion.mesh.axes[0][0]: 8})
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+NETWORK = Network(bandwidth=45e9, latency=5e-6, source="8 ports of 400 Gb/s a host")
+HOSTS = replace(H200, network=NETWORK)
+
+
+def test_hosts_are_joined_by_their_network() -> None:
+    """Of 16 ranks each takes half of the tensor from the other host, which its 8 ports share."""
+    size, sizes = 2 * 65536 * 8192, {"M": 65536, "K": 8192, "N": 64}
+    found = predicted_on(16, sizes, HOSTS)
+    assert gather(found) == pytest.approx(1e6 * max(5e-6 + size / 2 / 8 / 45e9, H200.link("collective", 8).seconds(size * 15 / 16)))
+    slow = replace(H200, network=replace(NETWORK, bandwidth=4.5e9))
+    assert gather(predicted_on(16, sizes, slow)) == pytest.approx(1e6 * (5e-6 + size / 2 / 8 / 4.5e9))
+    assert "and 4.5 GB/s between hosts (8 ports of 400 Gb/s a host)" in predicted_on(16, sizes, slow).basis
+    assert gather(predicted_on(8, sizes, slow)) == gather(predicted_on(8, sizes, H200))  # one host
+
+
+def gather(timeline: Timeline) -> float:
+    return next(event.micros for event in timeline.events if event.kind == COMMUNICATION)
+
+
+def predicted_on(ranks: int, sizes: dict[str, int], machine: Machine) -> Timeline:
+    made = hw.compile(product(2, ("M", "N"), is_gathered=True), options=hw.Options(check=False, overlap="off"))
+    return made.predict(sizes, ranks=ranks, machine=machine).predicted
+
+
+def test_an_axis_within_hosts_does_not_use_the_network() -> None:
+    """Ranks of `tp` are neighbours; those of `dp` are one on each host."""
+    x = hw.bf16["M@dp", "N@tp"]
+    sizes = {"M": 8192, "N": 8192}
+    slow = replace(H200, network=replace(NETWORK, bandwidth=1e9))
+    times = {}
+    for axis, result in (("tp", ("M@dp", "N")), ("dp", ("M", "N@tp"))):
+        fusion = hw.fusion(mesh=hw.Mesh(dp=2, tp=8), x=x)(lambda x, result=result: hw.reshard(x, *result))
+        made = hw.compile(fusion, options=hw.Options(check=False, machine=slow))
+        times[axis] = gather(made.predict(sizes).predicted)
+    assert times["tp"] == gather(predicted_gather(8, sizes))
+    assert times["dp"] == pytest.approx(1e6 * (5e-6 + 8192 * 8192 * 2 / 8 / 2 / 1e9))
+
+
+def predicted_gather(ranks: int, sizes: dict[str, int]) -> Timeline:
+    fusion = hw.fusion(mesh=hw.Mesh(tp=ranks), x=hw.bf16["M", "N@tp"])(lambda x: hw.reshard(x, "M", "N"))
+    return hw.compile(fusion, options=hw.Options(check=False, machine=H200)).predict({**sizes, "M": sizes["M"] // 2}).predicted
+
+
+def test_more_ranks_than_a_host_has_need_a_network() -> None:
+    made = hw.compile(product(2, ("M", "N")), options=hw.Options(check=False, machine=H200))
+    with pytest.raises(ProgramError, match=r"mesh\(x=16\) has more ranks than a host, and the figures of NVIDIA H200 have no network"):
+        made.predict(ranks=16)
+    with pytest.raises(ProgramError, match="bandwidth and latency must be above 0"):
+        Network(0.0, 1e-6, "none")
+
+
+def test_nothing_is_put_to_another_host() -> None:
+    sizes = {"M": 8192, "K": 65536, "N": 8192}
+    made = hw.compile(product(8, ("M@x", "N")), options=hw.Options(check=False, machine=H200, sizes=sizes))
+    assert any(event.name.startswith("put") for event in made.predict(sizes).predicted.events)
+    assert not any(event.name.startswith("put") for event in made.predict(sizes, ranks=16, machine=HOSTS).predicted.events)
+
+
+def test_a_network_is_kept_with_the_figures() -> None:
+    assert Machine.from_json(HOSTS.to_json(), "figures") == replace(HOSTS, refused=())
+
+
+def test_1024_ranks_take_less_than_30_seconds() -> None:
+    llama = load_program("transformer:llama_sp")
+    made = hw.compile(llama, options=hw.Options(check=False, machine=H200))
+    begin = perf_counter()
+    report = made.predict({"B": 1024, "S": 2048, "E": 8192, "F": 28672}, ranks={"dp": 128, "tp": 8}, machine=HOSTS)
+    assert len(report.html()) > 10_000
+    assert len(str(report).splitlines()) == 19
+    assert perf_counter() - begin < 30
+    assert len(report.predicted.ranks) == 1024
+    assert len({total.busy for total in report.predicted.totals}) == 1  # all do the same

@@ -34,6 +34,7 @@ from hostweave.host_ir.size_requirements import MOST
 from hostweave.options import OVERLAPS, TRANSPORTS, Options
 from hostweave.pipeline import PASSES, lower
 from hostweave.targets.target import NAMES
+from hostweave.types.machine import Network
 
 _HEADER = re.compile(r"\w+ @(\w+)\(")  # of a function, kernel or program in the text of an IR
 
@@ -100,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     timeline_help = "Predict when each rank does what, and write it as a page, as JSON for Perfetto or as SVG."
     timeline = add("timeline", _timeline, timeline_help, program)
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
+    network = "what a GPU has of the network between hosts of 8 GPUs, in bytes per second and seconds; needed for more than 8 ranks"
+    timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
     timeline.add_argument("--output", "-o", type=Path, metavar="FILE", help="a .html, .json or .svg file (default NAME.html)")
 
     export = add("export", _export, "Write a CMake project: the program as a library, which needs no Python.", program)
@@ -216,10 +219,19 @@ def _timeline(options: argparse.Namespace) -> None:
     program, settings = _load(options)
     made = hw.compile(program, options=replace(settings, check=False))
     ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
-    report = made.predict(settings.sizes, ranks=ranks or None)
+    figures = replace(made.figures, network=_network(options.network)) if options.network else made.figures
+    report = made.predict(settings.sizes, ranks=ranks or None, machine=figures)
     print(report)
     report.save(output := options.output or Path(f"{made.name}.html"))
     print(output)
+
+
+def _network(text: str) -> Network:
+    try:
+        bandwidth, latency = map(float, text.split(","))
+    except ValueError:
+        raise HostweaveError(f"--network {text}: write two numbers, as in --network 45e9,5e-6") from None
+    return Network(bandwidth, latency, source="--network")
 
 
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:

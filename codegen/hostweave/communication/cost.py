@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, log2
 from typing import Protocol
 
 from hostweave.types.machine import Machine
@@ -18,11 +19,22 @@ LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
 CHUNK = 1.5e-6  # and of the events of an iteration
 
 
-def communication(machine: Machine, kind: str, ranks: int, size: float) -> float:
-    """A collective alone, of a tensor of which a rank has so many bytes before or after it. An all-reduce takes two."""
-    link = machine.link("collective", ranks)
-    once = link.seconds(size * (ranks - 1) / ranks)
-    return 2 * once - link.seconds(0) if kind == "all_reduce" else once
+def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
+    """A collective alone, of a tensor of which a rank has so many bytes before or after it. An all-reduce takes two.
+
+    Among hosts, with as many of the ranks on each, the network and the links of each host work at the same time.
+    """
+    if hosts == 1:
+        link = machine.link("collective", ranks)
+        once = link.seconds(size * (ranks - 1) / ranks)
+        return 2 * once - link.seconds(0) if kind == "all_reduce" else once
+    assert machine.network
+    inside = max(ranks // hosts, 1)  # of one host
+    of_host = machine.link("collective", inside).seconds(size * (ranks - 1) / ranks) if inside > 1 else 0.0
+    crossing = size * (ranks - inside) / ranks  # what a rank gets from other hosts; blocks that all of a host want are taken once
+    crossing /= 1 if kind == "all_to_all" else inside
+    once = max(of_host, machine.network.seconds(crossing, messages=ceil(log2(hosts))))
+    return 2 * once if kind == "all_reduce" else once
 
 
 def kernels_beside(ranks: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -94,8 +94,10 @@ def _collective(operation: Operation, machine: Machine) -> Work:
     size = max((_bytes(access) for access in operation.accesses), default=0)
     if ranks < 2:
         return _kernel(operation, machine)
-    kind = "all_reduce" if isinstance(operation.instruction, ir.Reduction) and not operation.instruction.blocks else ""
-    return Work(communication(machine, kind, ranks, size), "kernels", sent=_sent(operation, size, 2 if kind else 1))
+    is_reduced = isinstance(operation.instruction, ir.Reduction) and not operation.instruction.blocks
+    kind = "all_reduce" if is_reduced else "all_to_all" if operation.instruction.grouped else ""
+    seconds = communication(machine, kind, ranks, size, machine.hosts_of(operation.process_group))
+    return Work(seconds, "kernels", sent=_sent(operation, size, 2 if is_reduced else 1))
 
 
 def _sent(operation: Operation, size: int, times: int) -> int:
@@ -111,12 +113,19 @@ def _rooted(operation: Operation, machine: Machine) -> Work:
     is_root = operation.peer == operation.rank
     sends = is_root if i.sends_blocks or i.at_root == "src" else not is_root
     sent = size * (ranks - 1) // ranks if i.blocks and is_root else size
-    return Work(machine.link("collective", ranks).seconds(size * (ranks - 1) / ranks), "kernels", sent=sent * sends)
+    return Work(communication(machine, "", ranks, size, machine.hosts_of(operation.process_group)), "kernels", sent=sent * sends)
 
 
 def _permute(operation: Operation, machine: Machine) -> Work:
     size = max((_bytes(access) for access in operation.accesses), default=0)
-    return Work(machine.link("collective", 2).seconds(size), "kernels", sent=size)
+    return Work(_between(operation, operation.process_group, size, machine), "kernels", sent=size)
+
+
+def _between(operation: Operation, peers: Iterable[int | None], size: float, machine: Machine) -> float:
+    """So many bytes from one rank to another: by the network, if some of the ranks are on other hosts."""
+    seconds = machine.link("collective", 2).seconds(size)
+    ranks = {operation.rank, *(peer for peer in peers if peer is not None)}
+    return max(seconds, machine.network.seconds(size)) if machine.network and machine.hosts_of(ranks) > 1 else seconds
 
 
 def _in_kernel(operation: Operation, machine: Machine) -> Work:
@@ -137,14 +146,14 @@ def _group(operation: Operation, machine: Machine) -> Work:
         else:
             work = work_of(part, machine)
             rest, sent = rest + work.seconds, sent + work.sent
-    pairs = machine.link("collective", 2).seconds(max(sent, received)) if len({part.peer for part in operation.members}) else 0.0
+    pairs = _between(operation, (part.peer for part in operation.members), max(sent, received), machine)
     return Work(rest or pairs, "kernels", sent=sent)
 
 
 def _pair(operation: Operation, machine: Machine) -> Work:
     size = _moved(operation)
     sent = size if operation.instruction.posts == "send" else 0
-    return Work(machine.link("collective", 2).seconds(size), "kernels", sent=sent)
+    return Work(_between(operation, (operation.peer,), size, machine), "kernels", sent=sent)
 
 
 def _put(operation: Operation, machine: Machine) -> Work:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 COMPUTE, COMMUNICATION, WAITING = KINDS = ("compute", "communication", "waiting")
+MOST_LINES = 16  # of ranks, in a text
 CALLER = "caller"  # the stream of the caller
 
 
@@ -14,8 +15,8 @@ CALLER = "caller"  # the stream of the caller
 class Event:
     """One execution of an instruction on one rank. Times are in microseconds from the start of the call.
 
-    `after` has the numbers, in the timeline's events, of those that must have ended before it starts; `meets` of those on other ranks
-    that communicate with it.
+    `after` has the numbers, in the timeline's events, of those that must have ended before it starts; `meets` of all that
+    must have started before it goes on, itself among them, as all ranks of a collective.
     """
 
     rank: int
@@ -117,11 +118,12 @@ class Timeline:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         head = f"{self.program} on {self.mesh}{f' at {sizes}' if sizes else ''}: {self.micros:.1f} us, {self.basis}"
-        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals]
+        rows = [(t.rank, t.busy, t.exposed, t.idle, t.sent) for t in self.totals[:MOST_LINES]]
         lines = [
             f"  rank {rank}: busy {busy:.1f} us, exposed {exposed:.1f} us, idle {idle:.1f} us, {sent:,} bytes sent"
             for rank, busy, exposed, idle, sent in rows
         ]
+        lines += [f"  and {len(self.ranks) - MOST_LINES} more ranks"] if len(self.ranks) > MOST_LINES else []
         path = [self.events[number] for number in self.critical_path]
         on = ", ".join(f"{event.name} {event.micros:.1f} us" for event in path if event.kind != WAITING)
         return "\n".join([head, *lines, f"  critical path: {on or 'nothing'}"])

@@ -69,7 +69,7 @@ def _align(ranks: list[list[Task]]) -> None:
     """Moves the times of ranks, each by its own clock, by as little as makes none receive what was not sent yet."""
     timed = [task for tasks in ranks for task in tasks if task.is_done]
     behind = [(task, other, other.end) for task in timed for other in task.after] + [
-        (task, other, other.start) for task in timed for other in task.meets
+        (task, other, other.start) for task in timed for gathering in task.meets for other in gathering.tasks
     ]
     least = [
         (task.operation.rank, other.operation.rank, at - task.end)

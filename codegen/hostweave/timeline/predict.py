@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from hostweave.base.errors import ProgramError
 from hostweave.check.match_collectives import meetings
 from hostweave.check.operations import Operation, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import CALLER, Event, Timeline
-from hostweave.timeline.simulate import Task, play, tasks_of
-from hostweave.types.machine import Machine
+from hostweave.timeline.simulate import Gathering, Task, play, tasks_of
+from hostweave.types.machine import HOST, Machine
 from hostweave.types.mesh import Sizes
 
 
 def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeline:
     """The timeline of one call of `program` on all ranks, which start it together. The time of the hosts is not in it.
 
-    Raises ProgramError where a size does not divide.
+    Raises ProgramError where a size does not divide, and for more ranks than one host has, if the machine has no network.
     """
+    if program.mesh.size > HOST and machine.network is None:
+        why = f"{program.mesh} has more ranks than a host, and the figures of {machine.name} have no network"
+        example = "machine=dataclasses.replace(figures, network=hw.Network(bandwidth=45e9, latency=5e-6, source=...))"
+        raise ProgramError(f"{program.name}: predict: {why}; give {example}")
     instances = instantiate(program, sizes)
     ranks = tasks_of(instances, meetings(instances), machine)
     play(ranks)
-    return timeline_of(program, sizes, f"predicted by the figures of {machine.name}", ranks)
+    network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
+    return timeline_of(program, sizes, f"predicted by the figures of {machine.name}{network}", ranks)
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[Task]]) -> Timeline:
@@ -28,11 +34,20 @@ def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[l
     shown = [task for tasks in ranks for task in tasks if is_shown(task)]
     numbers = {task: number for number, task in enumerate(shown)}
     behind = _Behind(numbers)
-    events = tuple(_event(task, behind.of(task), tuple(numbers[other] for other in task.meets if other in numbers)) for task in shown)
+    met: dict[Gathering, tuple[int, ...]] = {}
+    for gathering in (gathering for task in shown for gathering in task.meets):
+        if gathering not in met:
+            met[gathering] = tuple(numbers[other] for other in gathering.tasks if other in numbers)
+    events = tuple(_event(task, behind.of(task), _joined([met[gathering] for gathering in task.meets])) for task in shown)
     streams = (CALLER, *(f"{pool.name}[{k}]" for pool in program.streams for k in range(pool.count)))
     used = {event.stream for event in events}
     shown_streams = tuple(stream for stream in streams if stream in used)
     return Timeline(program.name, str(program.mesh), dict(sizes), basis, events, tuple(range(len(ranks))), shown_streams)
+
+
+def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """All of them; the same object where there is one part, which all ranks of a collective share."""
+    return parts[0] if len(parts) == 1 else tuple(dict.fromkeys(number for part in parts for number in part))
 
 
 def is_shown(task: Task) -> bool:

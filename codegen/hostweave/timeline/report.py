@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import TEMPLATES
 from hostweave.base.signatures import checked
 from hostweave.timeline.events import WAITING, Event, Timeline
-from hostweave.timeline.picture import Picture
+from hostweave.timeline.picture import MOST_RANKS, Picture
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,18 @@ class Report:
 
     def _data(self) -> Mapping[str, Any]:
         """What the page shows of an event that the mouse is on."""
-        return {"timelines": [{"basis": t.basis, "micros": t.micros, "events": [asdict(e) for e in t.events]} for t in self.timelines]}
+        ranks = set(self.predicted.ranks[:MOST_RANKS])
+        return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
+
+
+def _told(timeline: Timeline, ranks: set[int]) -> dict[int, dict[str, Any]]:
+    """The events of these ranks by number, and of what they wait for what is among them."""
+    known = {number: event for number, event in enumerate(timeline.events) if event.rank in ranks}
+    met = {event.meets: [number for number in event.meets if number in known] for event in known.values()}
+    return {
+        number: {**vars(event), "after": [other for other in event.after if other in known], "meets": met[event.meets]}
+        for number, event in known.items()
+    }
 
 
 def _mean(events: tuple[Event, ...]) -> float:

@@ -20,15 +20,24 @@ from hostweave.types.machine import Machine
 
 
 @dataclass(slots=True, eq=False)
+class Gathering:
+    """The tasks of several ranks that must have started before any of those that communicate with them goes on."""
+
+    tasks: list[Task]
+    awaited_by: list[Task]
+    missing: int
+
+
+@dataclass(slots=True, eq=False)
 class Task:
     """One operation, and when it goes on: it starts when it is the turn of its stream, and is done when its work is."""
 
     operation: Operation
     work: Work
     after: list[Task] = field(default_factory=list)  # those that must be done before it starts
-    meets: list[Task] = field(default_factory=list)  # those that must have started before its work begins
     followers: list[Task] = field(default_factory=list)
-    met_by: list[Task] = field(default_factory=list)
+    meets: list[Gathering] = field(default_factory=list)  # that must be complete before its work begins
+    completes: list[Gathering] = field(default_factory=list)  # that it must come to
     blocked: int = 0
     expected: int = 0
     start: float = -1.0
@@ -87,13 +96,18 @@ def _meet(meeting: Meeting, task_of: dict[Operation, Task]) -> None:
     if meeting.is_signal:
         _after(tasks[1], tasks[0])
         return
+    awaited: tuple[Operation, ...] = ()
+    gathering: Gathering | None = None
     for part, task in zip(meeting.parts, tasks, strict=True):
-        others = dict.fromkeys(task_of[other] for other in meeting.awaited(part) if task_of[other] is not task)
-        for other in others:
-            if other not in task.meets:
-                task.meets.append(other)
-                other.met_by.append(task)
-                task.expected += 1
+        if gathering is None or meeting.awaited(part) is not awaited:  # one for all that await the same
+            awaited = meeting.awaited(part)
+            others = list(dict.fromkeys(task_of[other] for other in awaited))
+            gathering = Gathering(others, [], len(others))
+            for other in others:
+                other.completes.append(gathering)
+        gathering.awaited_by.append(task)
+        task.meets.append(gathering)
+        task.expected += bool(gathering.tasks)
 
 
 class _Machine:
@@ -124,9 +138,11 @@ class _Machine:
             task = ready.pop()
             task.start = self.now
             begins = [task] if not task.expected else []
-            for other in task.met_by:
-                other.expected -= 1
-                begins += [other] if other.start >= 0 and not other.expected else []
+            for gathering in task.completes:
+                gathering.missing -= 1
+                for other in gathering.awaited_by if not gathering.missing else ():
+                    other.expected -= 1
+                    begins += [other] if other.start >= 0 and not other.expected else []
             for each in begins:
                 each.left, each.since = each.work.seconds, self.now
                 if each.left <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ from hostweave.base.signatures import checked
 Points = tuple[tuple[float, float], ...]  # bytes, and the seconds that they take, from few to many
 
 LINKS = ("collective", "put", "get")
+HOST = 8  # GPUs of a host, where no network says it
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,30 @@ class Link:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
         return y0 + (size - x0) * (y1 - y0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Network:
+    """How GPUs of several hosts reach each other: each has so much of the network, in both directions at once.
+
+    `source` says where the figures are from, as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Ranks fill one host after another. Raises
+    ProgramError for figures that are not above 0.
+
+    Example: `dataclasses.replace(machine, network=hw.Network(bandwidth=45e9, latency=5e-6, source="measured on our cluster"))`.
+    """
+
+    bandwidth: float  # bytes in a second that a GPU sends to other hosts
+    latency: float  # seconds of a message
+    source: str
+    ranks: int = HOST  # GPUs of a host
+
+    def __post_init__(self) -> None:
+        if min(self.bandwidth, self.latency) <= 0 or self.ranks < 1:
+            raise ProgramError(f"{self}: bandwidth and latency must be above 0, and a host has at least 1 GPU")
+
+    def seconds(self, size: float, messages: int = 1) -> float:
+        """Of so many bytes from one GPU, in messages that follow one another."""
+        return messages * self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,11 @@ class Machine:
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
+    network: Network | None = None  # None: all ranks are in one host
+
+    def hosts_of(self, ranks: Iterable[int]) -> int:
+        """On how many hosts these ranks are, as numbered in the program."""
+        return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
         """That of the number of ranks that is closest to this one, of two the larger."""
@@ -77,8 +108,9 @@ class Machine:
         """Raises ProgramError, which names `where` it is from, for a text that is not one of `to_json`."""
         try:
             facts: dict[str, Any] = json.loads(text)
+            network = Network(**facts.pop("network")) if facts.get("network") else None
             links = tuple(Link(link["by"], link["ranks"], tuple((x, y) for x, y in link["points"])) for link in facts.pop("links"))
-            machine = Machine(links=links, **facts)
+            machine = Machine(**{**facts, "links": links, "network": network})
             if {link.by for link in links} != set(LINKS) or not all(link.points for link in links):
                 raise ValueError(f"the links are not {', '.join(LINKS)}")
             if min(machine.multiprocessors, machine.flops, machine.memory) <= 0:
