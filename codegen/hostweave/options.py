@@ -40,10 +40,10 @@ class Options:
     - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster
       on tensor cores. The CPU target computes in f32.
     - `transport`: the way bytes travel between ranks.
-        - two_sided: collectives, sends and recvs of NCCL. Works everywhere.
+        - two_sided: collectives, sends and recvs of the communication library. Works everywhere.
         - peer: ranks of one host copy to and from each other's memory, which leaves all multiprocessors to the matmuls. Signals are
-          stream memory operations. Needs peer access between the GPUs, and no particular NCCL.
-        - one_sided: the same through NCCL windows and signals. Needs NCCL 2.29 or later (2.32 for moves between meshes).
+          stream memory operations. Needs peer access between the GPUs, and no communication library.
+        - one_sided: the same through windows and signals of the library. Needs version 2.29 or later (2.32 for moves between meshes).
         - auto: two_sided, and peer for chunk loops with `.stream(..., algorithm="put")` or by choice of the cost model. Falls back to
           one_sided, then to two_sided, if the ranks cannot use peer; a line on stderr gives the reason. All-reduces of few bytes are
           fused into the kernels that consume them.
