@@ -1,7 +1,6 @@
 """Def-use of a host program: which instructions read and write each buffer, and on which stream.
 
-Names are unique in programs that passes see. Where bodies side by side use one name for two buffers, what is looked up by it is the
-last one's.
+Names are unique in programs that passes see. If sibling bodies use one name for two buffers, a lookup finds the last one.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An instruction, its number in `tree.walk`, the body it stands in and where, and what is around it, outermost first.
+    """An instruction, its number in `tree.walk`, its body and index there, and the instructions around it, outermost first.
 
-    What is posted in a group stands where the group does, the number of which is its `statement`; that of others is their own.
+    `statement` is the number of the group that posts the instruction. Outside of groups it is the instruction's own number.
     """
 
     instruction: tree.Instruction
@@ -30,32 +29,32 @@ class Place:
 
     @property
     def block(self) -> Place | None:
-        """The stream block around it."""
+        """The stream block that contains it, or None."""
         return next((place for place in self.around if place.on_stream), None)
 
     @property
     def loop(self) -> Place | None:
-        """The innermost loop around it."""
+        """The innermost loop that contains it, or None."""
         return next((place for place in reversed(self.around) if place.instruction.trips is not None), None)
 
     @property
     def mesh_body(self) -> Place | None:
-        """The `on` body around it."""
+        """The `on` body that contains it, or None."""
         return next((place for place in self.around if place.instruction.ranks), None)
 
     @property
     def on_stream(self) -> tree.Slot | None:
-        """The stream that its body runs on."""
+        """The stream on which its body runs, or None."""
         return tree.slot(self.instruction, "stream")
 
     @property
     def stream(self) -> tree.Slot | None:
-        """The stream that it runs on; None: the caller's."""
+        """The stream on which it runs. None is the caller's stream."""
         return self.block.on_stream if self.block else None
 
 
 class DefUse:
-    """Made by `def_use`, once a program."""
+    """Def-use information of a program. Use `def_use`, which caches it."""
 
     def __init__(self, program: ir.HostProgram):
         self.program = program
@@ -64,10 +63,10 @@ class DefUse:
         self.views: dict[str, Place] = {}
         self.allocates: dict[str, Place] = {}
         self.indices: dict[str, Place] = {}  # lets and loops, by the index that they define
-        self.touches: dict[str, list[Place]] = {}  # of a parameter or allocation: what reads or writes it, or a view of it
-        self.viewed: dict[str, list[Place]] = {}  # the views of it
-        self.places: list[Place] = []  # by number
-        self.lives: dict[Place, list[Place]] = {}  # of each allocate: what touches its memory, in order
+        self.touches: dict[str, list[Place]] = {}  # for each parameter or allocation, the instructions that access it or one of its views
+        self.viewed: dict[str, list[Place]] = {}  # for each parameter or allocation, its views
+        self.places: list[Place] = []  # all places, by number
+        self.lives: dict[Place, list[Place]] = {}  # for each allocate, the instructions that access its memory, in program order
         for parameter in program.outputs:
             if parameter.memory:
                 self.roots.put(parameter.name, parameter.memory)
@@ -101,28 +100,28 @@ class DefUse:
         return place
 
     def root(self, name: str) -> str:
-        """The parameter or allocation that a buffer is, or is a view of."""
+        """Alias root of a buffer: the parameter or allocation behind it."""
         return self.roots.of(name)
 
     def _roots(self, i: tree.Instruction, *roles: str) -> dict[str, None]:
-        """All that an instruction may touch by the names of these roles."""
+        """Alias roots of all buffers that an instruction names in these roles."""
         return dict.fromkeys(root for name in tree.names(i, *roles) for root in self.roots.all_of(name))
 
     def is_whole(self, name: str) -> bool:
-        """Whether a buffer is all of a parameter or allocation, its elements in order."""
-        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory is all of it
+        """True if a buffer covers all of a parameter or allocation, with its elements in order."""
+        while (source := self.roots.source(name)) and name in self.views:  # an output in donated memory covers all of it
             if self.views[name].instruction.shows != "in order":
                 return False
             name = source
         return self.types[name].strides is None
 
     def chunk(self, view: Place) -> tuple[int, Expr, Size] | None:
-        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
+        """The dim, the chunk index and the number of chunks of a view of one of equal chunks. None for other views."""
         source, *_ = tree.names(view.instruction, "alias")
         return view.instruction.chunk_of(self.types[source])
 
     def edited(self, gone: set[int], before: Mapping[int, tree.Body]) -> tree.Body:
-        """The program's body without the instructions of some numbers, and with others before those of some."""
+        """The program's body without the instructions numbered in `gone`, and with new instructions before those numbered in `before`."""
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
@@ -132,11 +131,11 @@ class DefUse:
         return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "read")}
 
     def writes(self, instructions: Iterable[tree.Instruction]) -> set[str]:
-        """Or frees."""
+        """Alias roots that instructions write or free, including those in their bodies."""
         return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "write", "free")}
 
     def conflict(self, some: Iterable[tree.Instruction], others: Iterable[tree.Instruction]) -> bool:
-        """Whether the order of the two matters: one writes what the other reads or writes."""
+        """True if the order matters: one side writes what the other reads or writes."""
         some, others = tuple(some), tuple(others)
         written, also_written = self.writes(some), self.writes(others)
         return bool(written & (self.reads(others) | also_written) or also_written & self.reads(some))
@@ -144,5 +143,5 @@ class DefUse:
 
 @ir.analysis
 def def_use(program: ir.HostProgram) -> DefUse:
-    """The program's uses, found once."""
+    """Def-use information of a program, computed once and cached."""
     return DefUse(program)

@@ -1,4 +1,4 @@
-"""The index space of a kernel: which dims of its values share an index, and which indices are reduced."""
+"""Index space of a kernel: which dims of its values share an index, and which indices are reduced."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,30 +15,33 @@ Dim = tuple[str, int]  # a value and the number of its dim
 
 
 class NotOneKernel(Exception):
-    """Ops that no single kernel computes, and why."""
+    """Ops that no single kernel can compute. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The loops of a kernel.
+    """Index space of a kernel: the loops that it needs.
 
-    `indices` gives every dim of every value its index, None to a dim of one element. Every reduction takes all values
-    along `kept` and `reduced` to one value along `kept`; each result has the former or the latter.
+    `indices` maps every dim of every value to its index, and dims of one element to None. Every reduction maps `kept` and `reduced` indices
+    to `kept` ones. Each result has either all indices, or the kept ones.
     """
 
     sizes: dict[str, Size]  # of every index, in the order in which the inputs name them
     indices: dict[str, Labels]
     kept: tuple[str, ...]  # in the order of the last result's dims
     reduced: tuple[str, ...]
-    lanes: dict[str, int]  # by value the dim that no loop walks
+    lanes: dict[str, int]  # for each value, the dim that no loop iterates over
 
     def is_whole(self, value: str) -> bool:
-        """Whether the value differs along what is reduced."""
+        """True if the value varies along a reduced index."""
         return any(index in self.reduced for index in self.indices[value])
 
 
 def iteration(kernel: Kernel) -> Iteration:
-    """The loops of a kernel. Raises NotOneKernel."""
+    """Index space of a kernel.
+
+    Raises NotOneKernel if the ops need more than one kernel.
+    """
     types = {parameter.name: parameter.type for parameter in kernel.inputs}
     same: dict[Dim, Dim] = {}
     lanes: dict[str, int] = {}
@@ -65,7 +68,7 @@ def iteration(kernel: Kernel) -> Iteration:
         raise NotOneKernel(f"%{whole} takes all along a dim together")
     update = _update_of(kernel)
     written = {result.name for result in kernel.results}
-    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # what is written is walked
+    numbers = {op.result.name for op in kernel.ops if op.kind == "iota"} - written  # a written result needs a loop over all its dims
     apart = numbers | {op.result.name for op in kernel.ops if OPS[op.kind].lane} | {p.name for p in kernel.inputs}
     for name, dim in lanes.items():
         if (name, dim) in walked or name not in apart:
@@ -73,7 +76,8 @@ def iteration(kernel: Kernel) -> Iteration:
     sizes: dict[str, Size] = {}
     indices: dict[str, Labels] = {}
     for name, type in types.items():
-        if update is not None and name in (update.tensors[0], update.result.name):  # it has the indices of what is written
+        # the updated operand shares the indices of the written part
+        if update is not None and name in (update.tensors[0], update.result.name):
             indices[name] = (None,) * len(type.dims) if name == update.tensors[0] else indices[update.tensors[1]]
             continue
         own = [None if size == ONE or lanes.get(name) == i else "{}.{}".format(*first((name, i))) for i, size in enumerate(type.shape)]
@@ -85,9 +89,9 @@ def iteration(kernel: Kernel) -> Iteration:
 
 
 def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict[str, int]]:
-    """The dims of operands and result that are one index of the op, and by operand the one that no loop walks."""
+    """Groups of dims that share one index of the op, and for each operand the dim that no loop iterates over."""
     walked = index_map(op, operand_types(op, types))
-    if OPS[op.kind].updates:  # what is written is walked, not what it is written to
+    if OPS[op.kind].updates:  # the loop covers the written part, not the whole tensor
         starts = ((start, i) for start in op.tensors[2::2] for i in range(len(types[start].dims)))
         return [[(op.tensors[1], i), (start, i)] for start, i in starts], dict.fromkeys(op.tensors[3::2], 0)
     if walked.outer:
@@ -104,7 +108,10 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict
 
 
 def _update_of(kernel: Kernel) -> Op | None:
-    """The op that writes some elements of its operand in place, which nothing else of the kernel touches."""
+    """The op that writes a part of its operand in place. Returns None if the kernel has none.
+
+    Raises NotOneKernel if another op also reads that operand, or the kernel has further results.
+    """
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:
         return None
@@ -118,7 +125,7 @@ def _update_of(kernel: Kernel) -> Op | None:
 
 
 def updated(i: tree.Instruction, kernels: Mapping[str, Kernel], functions: Iterable[Function]) -> list[tuple[int, int]]:
-    """The numbers of what an instruction reads, each with that of what it writes in the same memory, maybe a part of it."""
+    """Pairs of operand and result numbers of an instruction that share memory. The result may update only a part."""
     pairs = []
     for kernel in (kernels[name] for name in tree.names(i, "launch") if name in kernels):
         names = [p.name for p in kernel.inputs]
@@ -148,14 +155,17 @@ def _checked(sizes: dict[str, Size], indices: dict[str, Labels], lanes: dict[str
 
 
 def reduced_indices(op: Op, indices: dict[str, Labels]) -> set[str]:
-    """What an op reduces: nothing where all of it is dims of one element."""
+    """Indices that an op reduces. Empty if it reduces only dims of one element."""
     if not OPS[op.kind].combine:
         return set()
     return {index for index in indices[op.tensors[0]] if index is not None} - set(indices[op.result.name])
 
 
 def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str, written: str) -> bool:
-    """Whether an instruction may write one buffer over another, element by element. What a kernel of the user reads where is not known."""
+    """True if an instruction may write `written` over `read`, element by element.
+
+    Returns False for user kernels, whose access pattern is unknown.
+    """
     sources, result = tree.names(i, "read"), tree.names(i, "write").index(written)
     for name in tree.names(i, "launch"):
         read_at = [number for number, source in enumerate(sources) if source == read]
@@ -165,19 +175,19 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """Whether a kernel reads an input, for each element of a result, at that element's index alone: the result may lie over it.
+    """True if a kernel reads an input only at the index of the result's element that it computes, so that both may share memory.
 
-    What a kernel reduces it has read before it writes, but not what differs along the kept dims alone: other threads may still
-    read that.
+    A reduction reads its operands before the kernel writes. Values that vary only along kept dims are unsafe: other threads may still read
+    them.
     """
     read, written = kernel.inputs[source], kernel.results[result]
-    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # it is sent by whatever threads there are
+    if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of it
         return False
     products = [op for op in kernel.ops if op.kind == "matmul"]
     operands = {name for op in products for name in op.tensors}
     if read.name in operands:
         return False
-    if products:  # of which it is read when they are added up
+    if products:  # a matmul reads other inputs only when it sums its terms
         made = (Parameter(op.result.name, op.result.type) for op in products)
         inputs = (*(p for p in kernel.inputs if p.name not in operands), *made)
         kernel = Kernel(kernel.name, inputs, tuple(op for op in kernel.ops if op not in products), kernel.returned)

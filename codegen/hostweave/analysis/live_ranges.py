@@ -1,9 +1,8 @@
 """Live ranges of the temporaries of a host program, for the arena that `prepare` lays out and for reports.
 
-An allocate in a stream block is one buffer for each of the streams, anywhere else it is one buffer. It lives until its
-deallocate, else to the end of the body that it stands in, and what a function allocates does so in each of its calls. What begins
-after that, in the order of the text, may have its bytes; while streams are not joined, those of a stream's own buffer are for
-what the same stream allocates next.
+An allocate in a stream block is one buffer per stream; elsewhere it is one buffer. It lives until its deallocate, or to the end of its
+body. Temporaries of a function live within each call. A buffer that begins later in program order may reuse the bytes. Until streams are
+joined, only the same stream may reuse the bytes of its own buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ from hostweave.types.tensor import BufferType
 
 @dataclass(frozen=True, eq=False)
 class Begin:
-    """Of an allocate: `slots` buffers, one for each of the first streams of the pool that its block runs on, or one outside of blocks."""
+    """Begin of a live range. Outside of stream blocks there is one buffer.
+
+    In a stream block there are `slots` buffers, one for each of the first streams of the pool.
+    """
 
     place: Place
     slots: int = 1
@@ -46,14 +48,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Called:
-    """A function, with all that it allocates."""
+    """Call of a function, with all its temporaries."""
 
     function: str
 
 
 @dataclass(frozen=True)
 class OnRanks:
-    """Of the ranks of a mesh alone."""
+    """Steps that only the ranks of a mesh execute."""
 
     mesh: Mesh
     steps: Steps
@@ -65,13 +67,16 @@ Steps = tuple[Step, ...]
 
 @ir.analysis
 def live_ranges(program: ir.HostProgram, is_function: bool = False) -> Steps:
-    """Every temporary's begin and, where another one begins after it, its end; of a function always, because another call may follow."""
+    """Begins and ends of all temporaries, in program order.
+
+    Omits an end if no later buffer can use it. Functions keep all ends, because another call may follow.
+    """
     return _needed(_Walk(program).body(program.body, {}, is_nested=is_function), follows=is_function)
 
 
 @ir.analysis
 def allocating_functions(program: ir.HostProgram) -> set[str]:
-    """The functions that allocate, or call such."""
+    """Functions that allocate, directly or through a call."""
     found: set[str] = set()
     for function in program.functions:
         if any(tree.names(i, "allocate") or not found.isdisjoint(tree.names(i, "call")) for i in tree.walk(function.body)):
@@ -82,8 +87,8 @@ def allocating_functions(program: ir.HostProgram) -> set[str]:
 class _Walk:
     def __init__(self, program: ir.HostProgram):
         self.program = program
-        self.counts: dict[str, int] = {}  # of the steps of loops, where known
-        self.allocates = iter(def_use(program).lives)  # in the order of the text
+        self.counts: dict[str, int] = {}  # trip counts of loops, by index, if known
+        self.allocates = iter(def_use(program).lives)  # in program order
 
     def body(self, body: tree.Body, outer: dict[str, Begin], is_nested: bool = True) -> Steps:
         known, own = dict(outer), dict[str, Begin]()
@@ -91,7 +96,10 @@ class _Walk:
         return (*steps, *map(End, own.values())) if is_nested else steps
 
     def steps(self, body: tree.Body, known: dict[str, Begin], own: dict[str, Begin]) -> Steps:
-        """Of the instructions of a body; `own` is what has begun in it, and stays where that was on some of the ranks."""
+        """Steps of the instructions of a body. `own` collects buffers that begin in the body and have not ended.
+
+        An `on` body adds its buffers to `own` of the body around it.
+        """
         steps: list[Step] = []
         for i in body:
             for name in tree.names(i, "allocate"):
@@ -112,7 +120,7 @@ class _Walk:
         return tuple(steps)
 
     def slots(self, stream: tree.Slot) -> int:
-        """How many of the first streams of its pool a block may run on."""
+        """Number of the first streams of the pool on which a block may run."""
         pool, index = stream
         streams = next(streams.count for streams in self.program.streams if streams.name == pool)
         match index:
@@ -124,9 +132,9 @@ class _Walk:
 
 
 def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) -> Steps:
-    """Without ends that nothing begins after, or that a join says again, and joins of streams that have nothing of their own."""
+    """Drops ends that no later begin can use or that a join repeats, and joins of pools that own no buffers."""
     pools |= {begin.place.stream[0] for begin in begins(steps) if begin.place.stream}
-    joined: set[str] = set()  # before anything begins
+    joined: set[str] = set()  # pools that are joined before the next begin
     result: list[Step] = []
     for step in reversed(steps):
         match step:
@@ -152,7 +160,7 @@ def _needed(steps: Steps, follows: bool, pools: frozenset[str] = frozenset()) ->
 
 
 def flat(steps: Steps) -> Iterator[Step]:
-    """With those of some of the ranks in their places."""
+    """All steps in order, with those of `OnRanks` inlined."""
     for step in steps:
         yield from flat(step.steps) if isinstance(step, OnRanks) else (step,)
 

@@ -1,5 +1,6 @@
 from time import clock_gettime_ns
 
-_CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE, whose ticks file systems note: never later than what a file that is written next gets
+# CLOCK_REALTIME_COARSE. File systems use its ticks for timestamps, so it is never later than the timestamp of a file written next.
+_CLOCK_OF_FILES = 5
 
-imported_at = clock_gettime_ns(_CLOCK_OF_FILES)  # a file of the package that was edited later may run here as it was before
+imported_at = clock_gettime_ns(_CLOCK_OF_FILES)  # If a file of the package was edited later, this process may run its old version.

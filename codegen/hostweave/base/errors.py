@@ -1,4 +1,4 @@
-"""The exceptions of Hostweave, and the locations in the user's source that they name."""
+"""Exceptions of Hostweave, and locations in the user's source."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ def __dir__() -> list[str]:
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")  # where a wheel has what is written as users write it
+# a wheel installs these folders in the package; their code counts as the user's
+_AS_USERS = (f"{_PACKAGE}/examples/", f"{_PACKAGE}/benchmarks/")
 
 
 def is_of_package(frame: FrameType) -> bool:
-    """Whether a frame is Hostweave's own, and not the user's."""
+    """True if a frame runs code of this package, not code of the user."""
     file = frame.f_code.co_filename
     return file.startswith(_PACKAGE) and not file.startswith(_AS_USERS)
 
 
 @dataclass(frozen=True)
 class Location:
-    """A place in the user's source, and what that line says, where it can be read."""
+    """A position in the user's source, with the text of that line if it can be read."""
 
     file: str
     line: int
@@ -44,7 +45,10 @@ class Location:
 
     @staticmethod
     def of_caller(*others: str) -> Location:
-        """The innermost frame outside this package, and other ones in these folders: the user's line; or what `stated_location` states."""
+        """Location of the innermost frame outside this package and outside the folders `others`.
+
+        If `stated_location` is active, returns its location instead.
+        """
         if (stated := _stated.get()) is not None:
             return stated
         frame = sys._getframe(1)
@@ -59,7 +63,10 @@ _stated: ContextVar[Location | None] = ContextVar("stated", default=None)
 
 @contextmanager
 def stated_location(location: Location | None) -> Iterator[None]:
-    """Here this is the user's line, where a graph that was recorded is traced and no frame is that of its author."""
+    """Makes `location` the user's line inside this context.
+
+    Used where a recorded graph is traced: no frame on the stack belongs to the graph's author.
+    """
     token = _stated.set(location)
     try:
         yield
@@ -68,7 +75,7 @@ def stated_location(location: Location | None) -> Iterator[None]:
 
 
 class HostweaveError(Exception):
-    """The base of all errors that Hostweave raises: one line with a location, a reason and a remedy."""
+    """Base class of all errors that Hostweave raises. The message has a location, a reason and a remedy."""
 
     def __init__(self, message: str, location: Location | None = None):
         super().__init__(f"{location}: {message}" if location else message)
@@ -76,16 +83,16 @@ class HostweaveError(Exception):
 
 
 class ProgramError(HostweaveError, ValueError):
-    """A program that is invalid, cannot be lowered, or has a race or a deadlock."""
+    """An invalid program: it does not verify, cannot be lowered, or has a race or a deadlock."""
 
     @classmethod
     def here(cls, message: str) -> Self:
-        """The error of what the user calls, at his line."""
+        """Error at the user's line that called Hostweave."""
         return cls(message, Location.of_caller())
 
 
 class UnknownAttribute(ProgramError, AttributeError):
-    """An attribute that is not there, for `hasattr` as well."""
+    """A missing attribute. It is also an AttributeError, so `hasattr` returns False."""
 
 
 class ParseError(ProgramError):
@@ -97,7 +104,7 @@ class ArgumentError(HostweaveError, ValueError):
 
 
 class SizeError(ArgumentError):
-    """A call with an array whose dim has another size than the program has there."""
+    """A call with an array whose dim differs from the size that the program has for it."""
 
 
 class BuildError(HostweaveError, RuntimeError):
@@ -105,7 +112,7 @@ class BuildError(HostweaveError, RuntimeError):
 
 
 class MissingPackage(HostweaveError, ImportError):
-    """A Python package that this use of Hostweave needs, and that cannot be imported."""
+    """A Python package that a feature needs and that cannot be imported."""
 
 
 class ExecutionError(HostweaveError, RuntimeError):
@@ -113,7 +120,7 @@ class ExecutionError(HostweaveError, RuntimeError):
 
 
 class CaptureError(ExecutionError):
-    """A call that could not be captured as a CUDA graph. Nothing else has failed."""
+    """A call that could not be captured as a CUDA graph. The group stays usable."""
 
 
 class OverlapWarning(UserWarning):
@@ -121,12 +128,12 @@ class OverlapWarning(UserWarning):
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an error, or its kind if it has no text, as KeyboardInterrupt has none."""
+    """The text of an error, or the name of its class if the text is empty, as of KeyboardInterrupt."""
     return str(error) or type(error).__name__
 
 
 def users_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this package, unless HOSTWEAVE_FRAMES is set."""
+    """Removes the frames of this package from a traceback, unless HOSTWEAVE_FRAMES is set."""
     if traceback is None or os.environ.get("HOSTWEAVE_FRAMES"):
         return traceback
     rest = users_frames(traceback.tb_next)
@@ -134,23 +141,26 @@ def users_frames(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The remedy for a word that is not known: the nearest of those that are, or all of them."""
+    """Remedy for an unknown word: the most similar known word, or the list of all known words."""
     known = list(known)
     return nearest(word.lower(), known) or f"one of {', '.join(known)}"
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.65) -> str | None:
-    """The question for the known word that is most like a word, at least so much of 1; None if none is."""
+    """Remedy `did you mean WORD?` for the most similar known word, or None. `likeness` is the least similarity, from 0 to 1."""
     near = get_close_matches(word, known, 1, likeness)
     return f"did you mean {near[0]}?" if near else None
 
 
 def optional(module: str, user: str) -> Any:
-    """Imports a module of a package that Hostweave does not depend on, for `user`. Raises MissingPackage if that fails."""
+    """Imports a module of an optional dependency. `user` names the feature in the error.
+
+    Raises MissingPackage if the import fails.
+    """
     package = module.partition(".")[0]
     try:
         return import_module(module)
-    except Exception as error:  # packages raise RuntimeError and OSError for libraries that they do not find
+    except Exception as error:  # a package may raise RuntimeError or OSError if a library is missing
         if isinstance(error, ModuleNotFoundError) and error.name in (package, module):
             reason = f"{package} is not installed; pip install {package}"
         else:

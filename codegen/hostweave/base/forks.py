@@ -1,4 +1,4 @@
-"""What a forked process finds: no lock that a thread holds which is not there, and no module that is imported by halves."""
+"""Makes fork safe: a child process finds no lock held by a thread of the parent, and no module that is half imported."""
 
 import os
 import sys
@@ -9,15 +9,15 @@ from weakref import WeakSet
 
 _Lock = TypeVar("_Lock")
 
-_PATIENCE = 10.0  # seconds that a fork waits for imports: the thread that forks may be in the midst of one that these wait for
+_PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be inside an import that others wait for
 
-importing = threading.RLock()  # held by whoever imports a part of the package late; a fork waits for it
+importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
 _locks: WeakSet[Any] = WeakSet()
 _waited = threading.local()
 
 
 def renewed(lock: _Lock) -> _Lock:
-    """The lock, which is free in a forked process whoever held it before."""
+    """Registers a lock to be free in forked processes, and returns the lock."""
     _locks.add(lock)
     return lock
 
@@ -37,7 +37,7 @@ def _in_child() -> None:
 
 
 def _locks_of_properties() -> list[Any]:
-    """The locks of cached properties, which these have before Python 3.12."""
+    """Locks of cached properties. Python has them before version 3.12 only."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("hostweave.")]
     classes = {one for module in modules for one in vars(module).values() if isinstance(one, type)}
     properties = (one for owner in classes for one in vars(owner).values() if isinstance(one, cached_property))

@@ -1,7 +1,7 @@
-"""Work that Ctrl-C does not leave half done, and work that is waited for only so long.
+"""Runs work that Ctrl-C must not interrupt halfway, and work with a time limit.
 
-Python raises KeyboardInterrupt in the main thread between any two of its instructions, also where a lock was just taken or an answer was
-just read. So the main thread only waits for such work, which another thread does. That thread stops where it asks.
+Python raises KeyboardInterrupt in the main thread between any two bytecode instructions, even right after a lock was taken. Therefore
+another thread does such work and the main thread only waits. The work stops at its own calls of `expect_not_interrupted`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from hostweave.base.shortages import tells_shortages
 
 T = TypeVar("T")
 
-LOOK = 0.05  # seconds between looks at whether to go on waiting
-_PATIENCE = 15.0  # seconds for work that was interrupted to end
+LOOK = 0.05  # seconds between two checks of whether to continue waiting
+_PATIENCE = 15.0  # seconds that interrupted work has to end
 
 
 class Interrupted(BaseException):
-    """The caller of this work no longer waits for it. Nobody but that caller sees it."""
+    """Ends work whose caller no longer waits. Only that caller sees this exception."""
 
 
 class _Task(Generic[T]):
-    """Work on a thread of its own."""
+    """Work that runs on a thread of its own."""
 
     def __init__(self, work: Callable[[], T]):
         self._work: Callable[[], T] | None = work
         self._context: Context | None = copy_context()
-        self._begun, self._ended = Lock(), Lock()  # the first who takes `_begun` decides whether it begins
+        self._begun, self._ended = Lock(), Lock()  # whoever takes `_begun` first decides whether the work starts
         self._ended.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
         self.is_done = False
-        self.reason = ""  # why it is to stop
+        self.reason = ""  # reason for which the work must stop; empty while it may continue
 
     def begin(self) -> None:
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
-        except RuntimeError:  # some versions of Python start no thread while they end
+        except RuntimeError:  # some Python versions cannot start threads during shutdown
             self.run()
 
     def run(self) -> None:
@@ -50,7 +50,7 @@ class _Task(Generic[T]):
             assert work is not None
             assert context is not None
             context.run(self._run, work)
-            del work, context  # before the caller goes on: what they hold ends with him
+            del work, context  # drop these references before the caller continues, so that he is the last owner
             self.is_done = True
         self._ended.release()
 
@@ -63,14 +63,17 @@ class _Task(Generic[T]):
                 self._error = error
 
     def wait(self, seconds: float) -> bool:
-        """Waits for the end. A look now and then finds one that was taken and lost."""
+        """Waits for the end. Returns True if the work has ended.
+
+        Polls `is_done`, because an interrupt can lose a lock that was just taken.
+        """
         deadline = time.monotonic() + seconds
         while not self.is_done and (left := deadline - time.monotonic()) > 0:
             self._ended.acquire(timeout=min(LOOK, left))
         return self.is_done
 
     def interrupt(self, reason: str, stop: Callable[[str], object] | None) -> None:
-        """Has it stop, and waits for its end. A second interruption ends this wait."""
+        """Asks the work to stop and waits for its end. A second interrupt ends this wait."""
         self.reason = reason
         if self._begun.acquire(blocking=False):
             return
@@ -79,7 +82,7 @@ class _Task(Generic[T]):
         self.wait(_PATIENCE)
 
     def drop(self) -> None:
-        """Forgets the error, whose traceback leads back here."""
+        """Drops the error, because its traceback refers to this task."""
         self._error = self._result = None
 
     def result(self) -> T:
@@ -98,12 +101,12 @@ _current: ContextVar[_Task[Any] | None] = ContextVar("hostweave_task", default=N
 
 @tells_shortages
 def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = None) -> T:
-    """Returns what `work` returns. The main thread has another thread do it.
+    """Runs `work` and returns its result. If called on the main thread, another thread runs it.
 
-    An exception that a signal raises in the main thread meanwhile has the work stop: at its next `expect_not_interrupted`, or where `stop`,
-    which is given the reason, ends its waits. That exception is raised when the work has ended, or after 15 seconds.
+    A signal may raise an exception in the main thread meanwhile. The work then stops at its next `expect_not_interrupted`, or when
+    `stop(reason)` ends its waits. The exception is raised once the work has ended, or after 15 seconds.
 
-    Raises ExecutionError if the machine has too little memory, too few files or threads.
+    Raises ExecutionError if the machine has too little memory, or too few files or threads.
     """
     if get_ident() != main_thread().ident:
         return work()
@@ -123,7 +126,10 @@ def interruptibly(work: Callable[[], T], stop: Callable[[str], object] | None = 
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Returns what `work` returns. Raises TimeoutError if it does not end in time; it then stops where it asks, or goes on by itself."""
+    """Runs `work` on another thread and returns its result.
+
+    Raises TimeoutError if the work does not end in time. It then stops at its next `expect_not_interrupted`, or continues unattended.
+    """
     task, deadline = _Task(work), time.monotonic() + seconds
     try:
         task.begin()
@@ -138,21 +144,21 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def expect_not_interrupted() -> None:
-    """Raises Interrupted if nobody waits for this work any more."""
+    """Raises Interrupted if the caller of this work no longer waits."""
     task = _current.get()
     if task and task.reason:
         raise Interrupted(task.reason)
 
 
 def carried(work: Callable[..., T]) -> Callable[..., T]:
-    """`work` for the threads of a pool, where it is a part of the present work."""
+    """Binds `work` to the current context, so that threads of a pool run it as a part of the current work."""
     context = copy_context()
     return lambda *arguments: context.copy().run(work, *arguments)
 
 
 @contextmanager
 def taken(lock: Any) -> Iterator[None]:
-    """Takes a lock, unless the work is interrupted before."""
+    """Takes a lock. Raises Interrupted if the work is interrupted while it waits."""
     while not lock.acquire(timeout=LOOK):
         expect_not_interrupted()
     try:

@@ -1,4 +1,4 @@
-"""A cursor over the tokens of IR text, shared by the parsers of both IRs. Errors name line and column."""
+"""Token cursor for the parsers of both IRs. Errors give the line and the column."""
 
 import re
 from bisect import bisect_left
@@ -10,8 +10,8 @@ from hostweave.base.errors import ParseError
 
 T = TypeVar("T")
 
-DEEPEST = 64  # bodies and parentheses in one another: each is a call of Python's in whatever walks them
-MAX_INT = 2**63 - 1  # of a size: C++ has it in an int64_t
+DEEPEST = 64  # deepest nesting of bodies and parentheses, because walkers recurse into each
+MAX_INT = 2**63 - 1  # largest size: C++ keeps sizes in int64_t
 
 _TOKEN = re.compile(
     r"\s+|#[^\n]*|(?P<string>\"(?:[^\"\\\n]|\\.)*\")|(?P<number>-?\d+\.(?!\.)\d*(?:e[+-]?\d+)?|-?\d+e[+-]?\d+|-?(?:inf|nan)\b|\d+)|(?P<word>[A-Za-z_]\w*)"
@@ -27,7 +27,7 @@ class Token(NamedTuple):
 
 
 class Lexer:
-    """A cursor over the tokens of a text."""
+    """Cursor over the tokens of a text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -47,7 +47,7 @@ class Lexer:
         raise ParseError(f"line {line}, column {column}: {message}")
 
     def line(self, at: int | None = None) -> int:
-        """The line of a token, the present one by default."""
+        """Line number of a token, by default of the current one."""
         at = self.at if at is None else at
         start = self.tokens[at].start if at < len(self.tokens) else len(self.text)
         return bisect_left(self.newlines, start) + 1
@@ -97,7 +97,7 @@ class Lexer:
             self.fail(f"expected {what}", start)
 
     def within(self, item: Callable[[], T], signs: str = "()") -> T:
-        """One item between two signs."""
+        """Parses one item between two signs."""
         self.expect(signs[0])
         found = item()
         self.expect(signs[1])
@@ -105,7 +105,7 @@ class Lexer:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Inside of one more body, or pair of parentheses."""
+        """Context of one more nesting level: a body, or a pair of parentheses."""
         self.depth += 1
         if self.depth > DEEPEST:
             self.fail(f"more than {DEEPEST} bodies or parentheses in one another; move the inner ones out")
@@ -113,21 +113,21 @@ class Lexer:
         self.depth -= 1
 
     def repeated(self, word: str, item: Callable[[], T]) -> tuple[T, ...]:
-        """Items behind a word each, as many as there are."""
+        """Parses items as long as `word` stands before the next one."""
         items: list[T] = []
         while self.accept(word):
             items.append(item())
         return tuple(items)
 
     def separated(self, item: Callable[[], T]) -> tuple[T, ...]:
-        """One item, and those that follow after commas."""
+        """Parses one or more items, separated by commas."""
         items = [item()]
         while self.accept(","):
             items.append(item())
         return tuple(items)
 
     def list_of(self, item: Callable[[], T], closing: str) -> tuple[T, ...]:
-        """Items between commas up to the closing sign, which is consumed."""
+        """Parses items separated by commas, up to and including the closing sign."""
         items: list[T] = []
         while not self.accept(closing):
             if items:
@@ -136,16 +136,16 @@ class Lexer:
         return tuple(items)
 
     def enclosed(self, item: Callable[[], T], signs: str = "()") -> tuple[T, ...]:
-        """The same between two signs."""
+        """Parses a list of items between two signs."""
         self.expect(signs[0])
         return self.list_of(item, signs[1])
 
     def global_name(self, what: str) -> str:
-        """The name of a program, a function or a kernel: `@name`."""
+        """Parses the name of a program, function or kernel: `@name`."""
         self.expect("@")
         return self.word(f"the name of {what}")
 
     def named(self) -> str:
-        """The name of a value: `%name`."""
+        """Parses the name of a value: `%name`."""
         self.expect("%")
         return self.word("a name after '%'")

@@ -1,4 +1,4 @@
-"""The cheapest way to part a graph, by augmenting paths (Edmonds and Karp, 1972)."""
+"""Minimum s-t cut by augmenting paths (Edmonds and Karp, 1972)."""
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
@@ -11,9 +11,9 @@ INFINITE = 1 << 200  # more than any sum of capacities
 
 
 def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
-    """The nodes on the side of `source` of a cut of the least capacity; of several such cuts the fewest nodes.
+    """Returns the nodes on the source side of a minimum cut. Of several minimum cuts, takes the one with the fewest such nodes.
 
-    An edge `(a, b, capacity)` is cut where `a` is on the side of the source and `b` is not.
+    The cut pays for an edge `(a, b, capacity)` if `a` is on the source side and `b` is not.
     """
     left: defaultdict[N, dict[N, int]] = defaultdict(dict)
     for a, b, capacity in edges:
@@ -32,7 +32,7 @@ def min_cut(edges: Iterable[tuple[N, N, int]], source: N, sink: N) -> set[N]:
 
 
 def _reached(left: dict[N, dict[N, int]], source: N) -> dict[N, N]:
-    """Every node that a path with capacity left leads to, with the one before it on a shortest one."""
+    """Maps each node that is reachable through residual capacity to its predecessor on a shortest path."""
     before, queue = {source: source}, deque([source])
     while queue:
         a = queue.popleft()

@@ -1,10 +1,10 @@
-"""Unique names."""
+"""Unique names for values and symbols."""
 
 from collections.abc import Container
 
 
 def unique_name(wanted: str, taken: Container[str]) -> str:
-    """`wanted`, or the first of `wanted_2`, `wanted_3`, ... that is not taken."""
+    """Returns `wanted`, or the first of `wanted_2`, `wanted_3`, ... that is free."""
     name, number = wanted, 1
     while name in taken:
         number += 1
@@ -13,7 +13,7 @@ def unique_name(wanted: str, taken: Container[str]) -> str:
 
 
 def claim_unique(wanted: str, taken: set[str]) -> str:
-    """A free name, which is taken from now on."""
+    """Returns a free name like `wanted` and adds it to `taken`."""
     name = unique_name(wanted, taken)
     taken.add(name)
     return name

@@ -1,6 +1,6 @@
-"""The paths of the files that belong to the package: beside the code in a wheel, at the root in a source tree.
+"""Paths of the package's files. They lie next to the code in a wheel, and at the root of a source tree.
 
-An editable installation has the code in the source tree, and what it built in site-packages: both are on the package's `__path__`.
+An editable installation has its code in the source tree and its build results in site-packages. The package's `__path__` has both.
 """
 
 from pathlib import Path
@@ -12,13 +12,14 @@ _ROOT = PACKAGE if (PACKAGE / "runtime_cpp").is_dir() else PACKAGE.parents[1]
 
 TEMPLATES = _ROOT / "templates"
 RUNTIME = _ROOT / "runtime_cpp"
-RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")  # the program's part, and the part that Python calls it by
+# headers of generated programs, and headers of the driver that Python calls
+RUNTIME_INCLUDES = (RUNTIME / "include", RUNTIME / "driver" / "include")
 RUNTIME_SOURCES = (RUNTIME / "src", RUNTIME / "driver" / "src")
 EXAMPLES = _ROOT / "examples"
 BENCHMARKS = _ROOT / "benchmarks"
 BUILDER = PACKAGE / "build"
 
-HOST_IR = "program.hw"  # the host IR of a program, among its generated sources
+HOST_IR = "program.hw"  # file with the host IR, next to the generated sources
 
-# What the installation built: libhostweave_cpu.so and the glue.
+# Results of the build: libhostweave_cpu.so and the binding.
 NATIVE = next((native for part in hostweave.__path__ if (native := Path(part) / "native").is_dir()), PACKAGE / "native")

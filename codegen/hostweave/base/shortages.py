@@ -1,4 +1,4 @@
-"""Shortages of the machine: of disk space, open files, memory and threads. Compilers, loaders and Python say them in their own words."""
+"""Remedies for shortages of disk space, open files, memory and threads, found by the messages of compilers, loaders and Python."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hostweave.base.errors import ExecutionError, HostweaveError, reason_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"  # a linker maps its output, which a full disk does not hold
+# a linker maps its output file, so a full disk raises a bus error
+_DISK = r"No space left on device|Disk quota exceeded|Bus error|signal 7\b"
 _FILES = r"Too many open files"
 _SIZE = r"File too large|File size limit exceeded|signal 25\b"
 _MEMORY = (
     r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|bad_alloc|MemoryError|failed to map segment|cannot map zero-fill pages"
-    r"|Killed signal|signal 9\b"  # as the kernel ends a process if memory is short
+    r"|Killed signal|signal 9\b"  # the kernel kills a process if memory is short
 )
 _THREADS = r"can't start new thread|Resource temporarily unavailable"
 _REMEDIES = {
@@ -30,12 +31,12 @@ _REMEDIES = {
 
 
 def remedy_of(text: str) -> str | None:
-    """The remedy of the shortage that a text tells, None if it tells none."""
+    """Remedy for the shortage that an error text reports, or None."""
     return next((remedy for signs, remedy in _REMEDIES.items() if re.search(signs, text)), None)
 
 
 def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which raises ExecutionError with a remedy where an error of Python or of a library tells a shortage."""
+    """Decorates a function: errors that report a shortage become an ExecutionError with a remedy."""
 
     @wraps(function)
     def told(*arguments: P.args, **named: P.kwargs) -> T:

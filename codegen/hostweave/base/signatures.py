@@ -1,4 +1,4 @@
-"""Errors for calls with arguments that a function does not have: location, reason, and the likely intention."""
+"""Errors for calls whose arguments do not fit a function: location, reason, and the likely intention."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,25 +12,25 @@ from hostweave.base.errors import HostweaveError, ProgramError, did_you_mean
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-LONGEST = 120  # of a function's usage in a message
+LONGEST = 120  # longest usage of a function in a message, in characters
 
-# What torch calls some parameters.
+# PyTorch's names of some parameters.
 _OF_TORCH = {"dim": "axis", "dims": "axes", "keepdim": "keepdims", "input": "x", "other": "b"}
 
 
 def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function; a call that does not fit its parameters, by number, name or type, is a ProgramError."""
+    """Decorates a function: a call with a wrong number, name or type of arguments raises ProgramError."""
 
     @wraps(function)
     def called(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
             if any(map(_has_bools, (*args, *options.values()))) and (problem := _mistyped(function, args, options, _has_bools)):
-                raise ProgramError.here(problem)  # which Python takes for ints
+                raise ProgramError.here(problem)  # Python would accept a bool as an int
             return function(*args, **options)
         except HostweaveError:
             raise
         except (TypeError, AttributeError, ValueError, LookupError) as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # from inside the function
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:  # the error was raised inside the function
                 problem = _mistyped(function, args, options)
                 if problem is None:
                     raise
@@ -42,25 +42,25 @@ def checked(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def named(function: Callable[_P, _T], name: str, doc: str) -> Callable[_P, _T]:
-    """A function made for an entry of a table, as one that was written under this name."""
+    """Names and documents a generated function, and wraps it in `checked`."""
     function.__name__ = function.__qualname__ = name
     function.__doc__ = doc
     return checked(function)
 
 
 def public_names(module: dict[str, object]) -> list[str]:
-    """The names of a module's checked functions, for its `__all__`."""
+    """Names of a module's checked functions, for its `__all__`."""
     return [name for name, value in module.items() if hasattr(value, "__wrapped__") and not name.startswith("_")]
 
 
 def checked_arguments(kind: type[_T]) -> type[_T]:
-    """The class, made as a `checked` function is called."""
+    """Decorates a class: its constructor is checked like a `checked` function."""
     kind.__init__ = checked(kind.__init__)  # type: ignore[method-assign]
     return kind
 
 
 def _misfit(function: Callable[..., object], error: Exception, options: Mapping[str, object]) -> str:
-    """What is wrong with a call, and how the function is called."""
+    """Error message for a call that does not fit: what is wrong, and the usage of the function."""
     parameters, name, usage = _usage_of(function)
     by_name = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = next((option for option in options if option not in by_name), None)
@@ -77,8 +77,10 @@ def _mistyped(
     options: Mapping[str, object],
     of: Callable[[object], bool] = lambda _: True,
 ) -> str | None:
-    """Which argument of a call, of those that are asked about, is not of the type that its parameter states; None where all are, types are
-    not stated, or the call does not fit the parameters."""
+    """Error message for the first argument whose type does not fit its annotation.
+
+    Considers only arguments for which `of` returns True. Returns None if all fit, or if the call does not bind to the parameters at all.
+    """
     try:
         bound = inspect.signature(function).bind(*args, **options)
     except TypeError:
@@ -89,7 +91,7 @@ def _mistyped(
         several = [(parameter, each) for each in given] if kind is inspect.Parameter.VAR_POSITIONAL else [(parameter, given)]
         for argument, value in given.items() if kind is inspect.Parameter.VAR_KEYWORD else several:
             if kind is not None and of(value) and not _fits(value, hints[parameter]):
-                shown = " ".join(repr(value).split())  # an array has several lines
+                shown = " ".join(repr(value).split())  # the repr of an array has several lines
                 shown = shown if len(shown) < 100 else f"{shown[:100]}..."
                 usage = usage if len(usage) <= LONGEST else f"{name}({_without_type(parameters[parameter])})"
                 return f"{name}: {argument}={shown} is no {_worded(hints[parameter])}; write {usage}"
@@ -98,7 +100,7 @@ def _mistyped(
 
 @cache
 def _hints(function: Callable[..., object]) -> dict[str, Any]:
-    """The types of its parameters, but for those that type checkers alone know."""
+    """Types of a function's parameters, except those that only type checkers can resolve."""
     hints = {}
     for name, stated in function.__annotations__.items():
         with suppress(NameError):
@@ -128,7 +130,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _worded(*hints: Any) -> str:
-    """Types in a message: `int, str or Sequence of int`."""
+    """Types as text for a message: `int, str or Sequence of int`."""
     parts = [part for hint in hints for part in (get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)) if part is not ...]
     words = [_word(part) for part in parts]
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
@@ -143,7 +145,7 @@ def _word(hint: Any) -> str:
 
 
 def _usage_of(function: Callable[..., object]) -> tuple[dict[str, inspect.Parameter], str, str]:
-    """The parameters of a function, its name, and how it is called, without types."""
+    """Parameters of a function, its name, and its usage without types."""
     parameters = {name: p for name, p in inspect.signature(function).parameters.items() if name != "self"}
     name = function.__qualname__.split(".")[0] if function.__name__ == "__init__" else function.__name__
     return parameters, name, f"{name}({', '.join(map(_without_type, parameters.values()))})"

@@ -1,4 +1,4 @@
-"""Schedules broadcast and reduce: in every step the owner of a block sends it to all, or gets the sum of it."""
+"""Schedules broadcast and reduce: in each step the owner of a block broadcasts it, or receives its sum."""
 
 from hostweave.communication.packing import branch, contiguous_source, packed_destination, temporary
 from hostweave.communication.schedule import Lowering, Schedule
@@ -10,7 +10,7 @@ from hostweave.transports.transport import COLLECTIVES
 
 class _Broadcast(Lowering):
     def owner(self, steps: Steps) -> Expr:
-        """All ranks take the blocks in the order of their owners."""
+        """Owner of the step's block. All ranks visit the blocks in the order of their owners."""
         return steps.index // expr_of(steps.subchunks)
 
     def step(self, steps: Steps) -> None:
@@ -21,7 +21,7 @@ class _Broadcast(Lowering):
 
 
 class _Reduce(_Broadcast):
-    """The owner of the step's block gets the reduction; on the others dst is not touched."""
+    """The owner of the step's block receives the reduction. Other ranks leave dst untouched."""
 
     def step(self, steps: Steps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)

@@ -1,4 +1,4 @@
-"""One collective of a complete value, or of the chunk of a step: what stands around it, and which one it is."""
+"""Lowers one collective, of a whole value or of one chunk of a loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from hostweave.types.tensor import BufferType, Dim
 
 @dataclass(frozen=True, eq=False)
 class Collective:
-    """The communication of a reshard on one mesh."""
+    """Lowering of a reshard on one mesh."""
 
     b: Builder
     flow: Dataflow
@@ -36,7 +36,7 @@ class Collective:
     reduction: Reduction
 
     def run(self, steps: Steps | None) -> None:
-        """One collective, in a loop one a step."""
+        """Emits the collective, of the chunk of `steps` in a loop."""
         change, src, dst = step_of(self.op), self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
         shards = Shards(self.flow.mesh_of(self.op), change.axes, self._dim_of_chunk(change.dim, steps), self._is_uneven())
         if change.kind == "all_to_all" and shards.is_uneven and not collectives_on(self.b, shards.axes).takes_uneven:
@@ -57,7 +57,7 @@ class Collective:
                 blocks = source_blocks(b, src, shards, steps, b.types[dst])
                 with packed_destination(b, dst, steps) as landing:
                     collectives_on(b, shards.axes).reduce_scatter(blocks, landing, reduction, shards.along)
-            case "all_to_all":  # dim `to` of src goes out block by block, and what comes in stands along the other dim of dst
+            case "all_to_all":  # sends dim `to` of src block by block; the received blocks lie along the other dim of dst
                 cut = replace(shards, dim=self._dim_of_chunk(change.to, steps))
                 blocks = source_blocks(b, src, cut, steps)
                 with destination_blocks(b, dst, shards, steps) as landing:
@@ -69,7 +69,7 @@ class Collective:
                 gather(b, src, dst, shards, steps)
 
     def _gathered(self, src: str, shards: Shards, steps: Steps | None) -> str:
-        """Memory with what each rank has of `src`, one after another."""
+        """Gathers `src` of all ranks, one after another."""
         b, type, wanted = self.b, self.b.types[src], f"{self.op.tensors[0]}_terms"
         shape = (Size(shards.size), *type.shape)
         if steps is None:
@@ -93,13 +93,13 @@ class Collective:
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
-        """Memory that is alike on all ranks, as windows are, for what is not: each block has the size of the largest one."""
+        """Copies to and from padded buffers, in which each block has the size of the largest one. Windows need equal sizes on all ranks."""
         b, mesh, source, target = self.b, self.flow.mesh_of(self.op), self.flow.types[self.op.tensors[0]].dims, self.op.result.type.dims
         pairs = [(old.size, mesh.size_of(old.axes or new.axes)) for old, new in zip(source, target, strict=True)]
         shape = tuple(size.ceil_div(ranks) * ranks if size.is_uneven(ranks, self.flow.uneven) else size for size, ranks in pairs)
 
         def padded(name: str, dims: tuple[Dim, ...]) -> tuple[str, str]:
-            """Memory for it, and the part in which it lies there."""
+            """Padded memory of a buffer, and the view of the part that it fills."""
             sizes = tuple(size // mesh.size_of(dim.axes) for size, dim in zip(shape, dims, strict=True))
             made = b.allocate_here(f"{name}_padded", BufferType(b.types[name].dtype, sizes))
             return made, b.first(made, b.types[name].shape, f"{name}_part")
@@ -113,7 +113,7 @@ class Collective:
 
 
 def gather(b: Builder, src: str, dst: str, shards: Shards, steps: Steps | None, wants_own: bool = True) -> None:
-    """`wants_own` says whether this rank's block of `dst` has to be there, too."""
+    """Gathers `src` of all ranks to `dst`. `wants_own` is False if this rank's own block need not be in `dst`."""
     with destination_blocks(b, dst, shards, steps, b.types[src]) as landing:
         collectives_on(b, shards.axes).all_gather(contiguous_source(b, src, steps), landing, shards.along, wants_own)
 
@@ -127,7 +127,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
-    """One gather of what lies one shard after another, of which this rank's own is used where it was."""
+    """Gathers shards one after another into one buffer. The own shard is not copied; its readers use the source."""
     shards = Shards(flow.mesh_of(op), step_of(op).axes, 0)
     src = contiguous_source(b, values.operand(op, 0, None), None)
     type = BufferType(op.result.type.dtype, (Size(shards.size), *b.types[src].shape))
@@ -136,7 +136,8 @@ def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:
 
 
 def take_shard(b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, arrived: Callable[[], None]) -> str:
-    """The shard that a step takes of what lies so: this rank's own, else one of those that have `arrived`."""
+    """Copies the shard of a step out of such a gather, or from the source if it is this rank's own. `arrived` emits the copy of other
+    shards."""
     source = values.operand(op, 0, None)
     shard = values.chunk(op.result.name, step_of(op).dim or 0, steps)
     own = steps.owned_by.equals(rank_in_group(flow.mesh_of(op), step_of(op).axes))

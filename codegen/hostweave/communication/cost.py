@@ -1,6 +1,6 @@
-"""How long communication takes on a machine: alone, beside other ops, and in the chunk loop of ops that need it or make it.
+"""Cost of communication: alone, next to other ops, and in a chunk loop.
 
-A chunk loop is played through: its matmuls follow one another, and so do its communications, each as soon as what it needs is there.
+A chunk loop is simulated. Its matmuls run one after another, and so do its communications. Each starts once its operands are ready.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Protocol
 
 from hostweave.types.machine import Machine
 
-BESIDE_COPIES = 1.05  # a matmul takes as many times longer while copy engines use the memory, too
-BESIDE_KERNELS = 1.7  # and while kernels that communicate hold multiprocessors
-KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # these take longer as well, by the number of ranks
+BESIDE_COPIES = 1.05  # slowdown of matmuls while copy engines also use the memory
+BESIDE_KERNELS = 1.7  # slowdown of matmuls while communication kernels hold multiprocessors
+KERNELS_BESIDE = {2: 1.15, 4: 1.7, 8: 3.7}  # slowdown of these kernels by matmuls, by number of ranks
 LOOP = 12e-6  # seconds of the forks, signals and joins of a loop
-CHUNK = 1.5e-6  # and of the events of an iteration
+CHUNK = 1.5e-6  # seconds of the events of an iteration
 
 
 def communication(machine: Machine, kind: str, ranks: int, size: float, hosts: int = 1) -> float:
-    """A collective alone, of a tensor of which a rank has so many bytes before or after it. An all-reduce takes two.
+    """Seconds of a collective alone. `size` is the larger of a rank's bytes before and after it. An all-reduce counts twice.
 
-    Among hosts, with as many of the ranks on each, the network and the links of each host work at the same time.
+    With several hosts of equally many ranks, the network and the links inside each host work concurrently.
     """
     if hosts == 1:
         link = machine.link("collective", ranks)
         once = link.seconds(size * (ranks - 1) / ranks)
         return 2 * once - link.seconds(0) if kind == "all_reduce" else once
     assert machine.network
-    inside = max(ranks // hosts, 1)  # of one host
+    inside = max(ranks // hosts, 1)  # ranks of one host
     of_host = machine.link("collective", inside).seconds(size * (ranks - 1) / ranks) if inside > 1 else 0.0
-    crossing = size * (ranks - inside) / ranks  # what a rank gets from other hosts; blocks that all of a host want are taken once
+    crossing = size * (ranks - inside) / ranks  # bytes from other hosts; a block for all ranks of a host crosses once
     crossing /= 1 if kind == "all_to_all" else inside
     once = max(of_host, machine.network.seconds(crossing, messages=ceil(log2(hosts))))
     return 2 * once if kind == "all_reduce" else once
 
 
 def kernels_beside(ranks: int) -> float:
-    """How many times longer kernels that communicate take while matmuls run."""
+    """Slowdown of communication kernels while matmuls run."""
     return next(slower for most, slower in KERNELS_BESIDE.items() if ranks <= most or most == max(KERNELS_BESIDE))
 
 
@@ -46,14 +46,16 @@ def kernels_beside(ranks: int) -> float:
 
 
 def by_collective(machine: Machine, kind: str, ranks: int, size: float, is_beside: bool) -> float:
-    """Time of a collective of so many bytes; beside other ops the time that it adds to them, since its kernels hold multiprocessors."""
+    """Seconds of a collective of `size` bytes. If it overlaps, the seconds that it adds to other ops, because its kernels hold
+    multiprocessors."""
     alone = communication(machine, kind, ranks, size)
     return alone * kernels_beside(ranks) * (1 - 1 / BESIDE_KERNELS) if is_beside else alone
 
 
 def by_copies(machine: Machine, kind: str, by: str, ranks: int, size: float, is_beside: bool) -> float:
-    """The same of copy engines, which put or get it; beside other ops they need the memory alone."""
-    # The kernel that adds up the terms of a reduction, which were copied.
+    """Seconds of the same communication by copy engines. If it overlaps, the seconds that it adds to other ops, with which it shares only
+    memory."""
+    # Kernel that sums the copied terms of a reduction.
     added = machine.launch + (ranks + 1) * size / ranks / machine.memory if kind == "reduce_scatter" else 0.0
     copied = (ranks - 1) * machine.link(by, ranks).seconds(size / ranks)
     return (copied * (BESIDE_COPIES - 1) if is_beside else copied) + LOOP + added
@@ -72,9 +74,9 @@ class Computed(Protocol):
 
 @dataclass(frozen=True)
 class Overlap:
-    """A gather and the matmuls or the attention of what it makes, or a matmul and the reduction of what that makes, over a dim of both.
+    """A reshard and the matmuls or the attention in its loop: a gather and its consumers, or a matmul and its reduction.
 
-    `size` is that of the gathered or partial tensor on one rank, in bytes. `rows` says whether the dim is one of rows of the results.
+    `size` is the size of the gathered or partial tensor on one rank, in bytes. `rows` tells if the chunked dim is a row dim of the results.
     """
 
     kind: str  # all_gather, reduce_scatter or all_reduce
@@ -82,13 +84,14 @@ class Overlap:
     size: float
     products: tuple[Computed, ...]
     rows: bool = True
-    computed: bool = False  # what is gathered lies in memory of the program, so that peers can read it
-    beside: float = 0.0  # seconds of other ops that a communication outside of a loop runs beside
-    goes_on: bool = False  # whether the kernel that takes what is reduced, which reads it anyway, adds up what was put here
-    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and around the chunks
+    computed: bool = False  # the gathered operand lies in memory of the program, so peers can read it
+    beside: float = 0.0  # seconds of other ops that overlap with the communication outside of a loop
+    goes_on: bool = False  # the consumer of the sum adds up the terms that were put here, in its own kernel
+    around: tuple[float, float] = 0.0, 0.0  # seconds of kernels that lay out and join, in sequence and with chunks
 
     def outside(self, machine: Machine, by: str = "") -> float:
-        """Outside of a loop: by a collective, or `by` copies, that is "put" or "get". Either slows down what it runs beside."""
+        """Seconds outside of a loop, by a collective, or by copies if `by` is "put" or "get". Communication slows down the ops that it
+        overlaps."""
         if by:
             communicated, slower = by_copies(machine, self.kind, by, self.ranks, self.size, is_beside=False), BESIDE_COPIES - 1
         else:
@@ -98,11 +101,14 @@ class Overlap:
         return computed + communicated - hidden + hidden * slower
 
     def in_chunks(self, machine: Machine, chunks: int, own: int, transfer: float, slower: float, beside: float, added: float) -> float:
-        """In so many chunks, of which `own` travel nowhere, and the others take a `transfer` each, so many times `slower` beside matmuls,
-        which take so many times longer `beside` it. A kernel that is `added` sums what has landed."""
+        """Seconds in a loop of `chunks` chunks, of which `own` need no transfer.
+
+        Other chunks take `transfer` seconds each, times `slower` next to matmuls. The matmuls are slower by up to a factor `beside`.
+        `added` is the time of the kernel that sums what has landed.
+        """
         others = chunks - own
         here, there = (sum(p.chunk(chunks, self.rows, is_own).seconds(machine) for p in self.products) for is_own in (True, False))
-        both = min(1.0, others * transfer / (own * here + others * there))  # for how much of the time both run
+        both = min(1.0, others * transfer / (own * here + others * there))  # share of the time in which both run
         longer = 1 + both * (beside - 1)
         here, multiply = here * longer + CHUNK, there * longer + CHUNK
         transfers = [transfer * slower] * others
@@ -121,7 +127,7 @@ def _after_arrival(here: float, transfers: Sequence[float], multiply: float) -> 
 
 
 def _before_departure(transfers: Sequence[float], multiply: float, here: float) -> float:
-    """Each chunk leaves once it is computed, one after the other; what is computed here comes last."""
+    """Seconds if each chunk is sent once it is computed, one after another. The own chunks come last."""
     computed, departed = 0.0, 0.0
     for transfer in transfers:
         computed += multiply

@@ -1,29 +1,30 @@
-"""Communication outside of loops on one-sided channels: ranks read each other's windows, and signals say when.
+"""Collectives on one-sided channels, outside of loops. Ranks get from each other's windows, synchronised by signals.
 
     all_gather %x -> %y on x
 
 of two ranks becomes
 
-    copy %x -> %x_packed                               # a window, where %x lies in none
-    signal 0 at 1 - rank.x for %x_packed on x          # it is there
+    copy %x -> %x_packed                               # if %x is not in a window
+    signal 0 at 1 - rank.x for %x_packed on x          # ready to be read
     copy %x_packed -> %y_own
     wait_signal 0 from 1 - rank.x for %x_packed on x
     get %x_packed at 1 - rank.x -> %y_i on x
-    signal 0 at 1 - rank.x for %x_packed on x          # it has been read
-    wait_signal 0 from 1 - rank.x for %x_packed on x   # and so has this rank's, which may be written again
+    signal 0 at 1 - rank.x for %x_packed on x          # has been read
+    wait_signal 0 from 1 - rank.x for %x_packed on x   # this rank's window may be written again
 
-What lies in no window, as an input does, is not copied to one for a gather; it is put to where the others want it:
+If the operand of a gather lies in no window, as an input, it is put to its place on the peers:
 
-    signal 0 at 1 - rank.x for %y on x                 # it may be written
+    signal 0 at 1 - rank.x for %y on x                 # ready to be written
     copy %x -> %y_own
     wait_signal 0 from 1 - rank.x for %y on x
     put %x -> %y_own at 1 - rank.x signal 0 on x
     wait_signal 0 from 1 - rank.x for %y on x
 
-Each rank signals before it waits, so that no order of ranks stops another one, and waits for all before it signals again: in a CUDA graph
-a signal is not given before its receiver has waited for the one before. Of what is reduced a rank reads the others' terms of its part,
-which a kernel adds to its own term where that lies; few elements it reads all, and adds them up in the order of ranks, so that all ranks
-round alike.
+Each rank signals before it waits, so ranks cannot block each other. It waits for all peers before it signals again. In a CUDA graph a
+signal may be given only after its receiver has waited for the previous one.
+
+In a reduction a rank gets the others' terms of its part, and a kernel adds them to its own term in place. For small tensors each rank gets
+all terms and sums them in rank order, so all ranks round alike.
 """
 
 from collections.abc import Callable
@@ -38,13 +39,13 @@ from hostweave.host_ir.expr import Const, Expr, opposite
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-SMALL = 1 << 15  # bytes: where one rank reads all, rather than its part of two readings, latency is what counts
+SMALL = 1 << 15  # bytes: below this size latency dominates, so each rank reads everything at once instead of its part in two rounds
 
 
 class Exchange(Signals):
-    """Communication of all ranks of a process group by reading and writing each other's memory, as `Posted` does it by collectives."""
+    """Collectives of a process group through one-sided transfers. Has the same methods as `Posted`."""
 
-    takes_uneven = False  # in an all_to_all, where a block depends on two ranks
+    takes_uneven = False  # in an all_to_all a block's size depends on two ranks
 
     def all_gather(self, src: str, dst: str, along: int | None = None, wants_own: bool = True) -> None:
         puts = self.lies_in_window(dst) and not self.lies_in_window(src)
@@ -68,7 +69,7 @@ class Exchange(Signals):
         self.read(src, lambda: self.copy(own, self.block(blocks, self.rank)), lambda peer: (own, self.block(blocks, peer)))
 
     def reduce_scatter(self, src: str, dst: str, reduction: Reduction, along: int | None = None) -> None:
-        """The terms of others lie one after another."""
+        """Gathers the other ranks' terms one after another and sums them."""
         shape, src = self.b.types[dst].shape, self.in_window(src)
         is_outside = self.b.is_outside(src) and self.b.is_outside(dst)
         with self.b.outermost() if is_outside else nullcontext():
@@ -86,7 +87,7 @@ class Exchange(Signals):
         self.b.sum_later(add) if is_outside else add()
 
     def all_reduce(self, src: str, dst: str, reduction: Reduction) -> None:
-        """Each rank reduces its part, which the others read; where that is little, or ranks may not share it evenly, all of it."""
+        """Each rank reduces its part, and the others read it. Small or uneven tensors are gathered and reduced on every rank."""
         type = self.b.types[dst]
         count = product(type.shape)
         part = count.divided_by(Size(self.size)) if count.coefficient % self.size == 0 and count.divisor == 1 else None
@@ -127,7 +128,7 @@ class Exchange(Signals):
             self.permute(src, dst, sources)
 
     def permute(self, src: str, dst: str, sources: ir.Sources) -> None:
-        """Each rank by itself."""
+        """Emits separate instructions for each rank."""
         receivers = {source: rank for rank, source in enumerate(sources) if source is not None}
         for rank, source in enumerate(sources):
             receiver = receivers.get(rank, rank)
@@ -146,7 +147,10 @@ class Exchange(Signals):
     # --- what these are made of ---
 
     def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
-        """From each peer the part of its `src`, and to where, that `taken` names: to the peer's block of a dim `along`."""
+        """Gets a part of each peer's `src`. `taken` returns the source and the destination for a peer.
+
+        `along` is the dim in which the peer's block lies, if blocks may differ in size.
+        """
         self.signal(src)
         copy_own()
         self.each_peer(lambda peer: self.take(peer, *taken(peer), along))
@@ -154,7 +158,7 @@ class Exchange(Signals):
         self.wait(src)
 
     def write(self, src: str, own: str, dst: str, copy_own: Callable[[], None]) -> None:
-        """To each peer `src`, where it has this rank's `own` block of `dst`."""
+        """Puts `src` to each peer, at this rank's block `own` of `dst`."""
         self.signal(dst)
         copy_own()
         self.wait(dst)
@@ -162,12 +166,12 @@ class Exchange(Signals):
         self.wait(dst)
 
     def take(self, peer: Expr, src: str, dst: str, along: int | None = None) -> None:
-        """Once the peer says that it is there."""
+        """Waits for the peer's signal, then gets."""
         self.wait_for(peer, src)
         self.b.emit(ir.Get(src, peer, dst, self.channel, along))
 
     def get(self, peer: Expr, src: str, dst: str) -> None:
-        """And then tells it."""
+        """Waits and gets, then signals the peer that its buffer was read."""
         self.take(peer, src, dst)
         self.signal_to(peer, src)
 
@@ -175,15 +179,15 @@ class Exchange(Signals):
         self.b.emit(ir.Copy(self.b.reshape(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def keep(self, src: str, dst: str) -> None:
-        """A copy of as much on this rank, whose sizes may have other names: what it holds along other axes."""
+        """Copies a buffer on this rank. The sizes of `dst` may be named along other axes."""
         self.b.emit(ir.Copy(self.b.first(src, self.b.types[dst].shape, f"{src}_own"), dst))
 
     def lies_in_window(self, name: str) -> bool:
-        """Whether it is all of what lies in a window, or will: a part may begin elsewhere on a peer."""
+        """True if the buffer is all of an allocation that lies in a window, or will. A part could have another offset on a peer."""
         return self.b.is_in_window(self.b.memory_of(name))
 
     def in_window(self, src: str) -> str:
-        """`src`, or a copy of it where it lies in no window."""
+        """Returns `src` if it lies in a window, or else a copy of it."""
         if self.lies_in_window(src):
             return src
         packed = self.b.allocate_here(f"{src}_packed", self.b.types[src])
@@ -191,7 +195,7 @@ class Exchange(Signals):
         return packed
 
     def by_rank(self, name: str, block: tuple[Size, ...] | None = None) -> str:
-        """The view of a buffer with one block a rank outermost; itself where nobody says what a `block` is."""
+        """View of a buffer with one block per rank outermost. Without `block`, a block has all other dims."""
         shape = (Size(self.size), *(block or self.b.types[name].shape[1:]))
         return self.b.reshape(name, shape, f"{name}_by_rank")
 
@@ -199,7 +203,7 @@ class Exchange(Signals):
         return self.b.select(by_rank, 0, rank, f"{by_rank.removesuffix('_by_rank')}_block")
 
     def own_block(self, packed: str, block: tuple[Size, ...], along: int | None) -> str:
-        """This rank's block of a buffer with one of each rank, one after another; they share its dim `along` where that is one."""
+        """View of this rank's block of a packed buffer. Blocks may differ in size if `along` is given."""
         if along is None:
             return self.block(self.by_rank(packed, block), self.rank)
         shape = self.b.types[packed].shape

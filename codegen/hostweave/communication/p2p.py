@@ -1,4 +1,4 @@
-"""Schedule p2p: in every step each rank sends a block to one rank while it receives from another."""
+"""Schedule p2p: in each step a rank sends a block to one rank and receives a block from another."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from hostweave.types.tensor import BufferType
 
 class _Swap(Lowering):
     def swap(self, src: str, receiver: Expr, dst: str, sender: Expr, steps: Steps) -> None:
-        """Sends one block while another arrives; what the step's owner would send to itself is copied."""
+        """Sends one block and receives another. If the rank is the step's owner, copies instead."""
         b = self.b
 
         def exchange() -> None:
@@ -26,7 +26,7 @@ class _Swap(Lowering):
 
 
 class _Gather(_Swap):
-    """The owner of a block sends it to whoever takes it in this step."""
+    """The owner of a block sends it to the rank that takes it in this step."""
 
     def step(self, steps: Steps) -> None:
         source, target = self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
@@ -34,7 +34,7 @@ class _Gather(_Swap):
 
 
 class _Scatter(_Swap):
-    """Each rank sends its term of a block to the owner, where terms land side by side, one a rank, and are summed after the loop."""
+    """Each rank sends its term of a block to the owner. Terms land next to each other, one per rank, and are summed after the loop."""
 
     def step(self, steps: Steps) -> None:
         b, value = self.b, self.op.result

@@ -1,4 +1,4 @@
-"""Memory as communication needs it: contiguous, with one block a rank outermost; copies where a value lies in another way."""
+"""Packing of buffers for communication: contiguous, with one block per rank outermost. Other layouts are copied."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-MOST_TERMS = 8  # that a kernel adds up as operands of its own
+MOST_TERMS = 8  # largest number of terms that a kernel takes as separate operands
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """`sum`, say, and what emits it of terms, and of all along the last one's outermost dim, into a buffer."""
+    """A reduction, such as `sum`. `emit` adds terms, and all slices of the last term along its outermost dim, into a buffer."""
 
     op: str
     emit: Callable[[Sequence[str], str], None]
@@ -26,7 +26,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Shards:
-    """Who communicates, and which dim of the buffers holds a block a rank (None for all_reduce)."""
+    """The ranks that communicate, and the dim of the buffers that holds one block per rank. `dim` is None for all_reduce."""
 
     mesh: Mesh
     axes: tuple[str, ...]
@@ -35,11 +35,11 @@ class Shards:
 
     @property
     def along(self) -> int | None:
-        """The dim, where an instruction has to name it."""
+        """The dim, if instructions must name it because blocks may differ in size."""
         return self.dim if self.is_uneven else None
 
     def cuts(self, type: BufferType) -> Cuts:
-        """How a tensor that all ranks share along the dim is cut."""
+        """Cuts of a tensor that all ranks share along the dim."""
         return tuple(Cut(self.size if i == self.dim else 1, size) for i, size in enumerate(type.shape))
 
     @property
@@ -48,7 +48,7 @@ class Shards:
 
 
 def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> str:
-    """Memory with a block of `src` a rank, one after another."""
+    """Packed memory with the blocks of `src`, one per rank."""
     if shards.is_uneven:
         return packed_source(b, contiguous_source(b, src, steps), shards.cuts(b.types[src]), steps)
     return contiguous_source(b, equal_blocks(b, src, shards, block), steps)
@@ -56,7 +56,7 @@ def source_blocks(b: Builder, src: str, shards: Shards, steps: Steps | None, blo
 
 @contextmanager
 def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None, block: BufferType | None = None) -> Iterator[str]:
-    """Memory for a block of `dst` a rank, one after another, which are put where they belong afterwards."""
+    """Packed memory for the blocks of `dst`, one per rank. On exit, unpacks them to `dst`."""
     view = dst if shards.is_uneven else equal_blocks(b, dst, shards, block)
     with packed_destination(b, view, steps) as landing:
         cuts = shards.cuts(b.types[dst])
@@ -69,7 +69,7 @@ def destination_blocks(b: Builder, dst: str, shards: Shards, steps: Steps | None
 
 
 def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
-    """Memory with the blocks of a contiguous `src`: its own where they lie in order."""
+    """Memory with the blocks of a contiguous `src` in order, its own memory if they are in order already."""
     if is_in_order(cuts):
         return src
     packed = temporary(b, src, steps)
@@ -78,10 +78,8 @@ def packed_source(b: Builder, src: str, cuts: Cuts, steps: Steps | None) -> str:
 
 
 def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None) -> str:
-    """The view of `full` with one block a rank outermost, as collectives lay them out; `full` itself where it already is.
-
-    It has a dim of their number there where nobody says what a `block` is.
-    """
+    """View of `full` with one block per rank outermost, or `full` if it has this layout. If `block` is None, the ranks get a dim of their
+    own."""
     dim, shape, blocks = shards.dim, b.types[full].shape, full
     assert dim is not None
     if block and b.is_contiguous(full) and all(size == Size() for size in shape[:dim]):
@@ -92,7 +90,7 @@ def equal_blocks(b: Builder, full: str, shards: Shards, block: BufferType | None
 
 
 def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
-    """`src`, or a contiguous copy of it where it is not."""
+    """Returns `src` if it is contiguous, or else a contiguous copy."""
     if b.is_contiguous(src):
         return src
     packed = temporary(b, src, steps)
@@ -102,7 +100,7 @@ def contiguous_source(b: Builder, src: str, steps: Steps | None) -> str:
 
 @contextmanager
 def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[str]:
-    """`dst`, or contiguous memory that is copied to it afterwards where it is not."""
+    """Yields `dst` if it is contiguous, or else contiguous memory that is copied to `dst` on exit."""
     if b.is_contiguous(dst):
         yield dst
         return
@@ -112,7 +110,7 @@ def packed_destination(b: Builder, dst: str, steps: Steps | None) -> Iterator[st
 
 
 def temporary(b: Builder, like: str, steps: Steps | None) -> str:
-    """Contiguous memory of the shape of `like`: its own in every iteration."""
+    """Allocates contiguous memory of the shape of `like`. In a loop each iteration has its own."""
     type = b.types[like]
     if steps is None:
         return b.allocate_here(f"{like}_packed", type)
@@ -121,7 +119,7 @@ def temporary(b: Builder, like: str, steps: Steps | None) -> str:
 
 
 def apart(b: Builder, terms: str, name: str) -> list[str]:
-    """Few terms along an outermost dim as operands of a kernel each, so that it goes on to what takes their sum, whatever that reduces."""
+    """Splits a few terms along the outermost dim into separate operands. Their sum can then fuse with its consumer."""
     count = int(b.types[terms].shape[0])
     return [b.select(terms, 0, Const(i), f"{name}_{i}") for i in range(count)] if count < MOST_TERMS else [terms]
 

@@ -1,9 +1,9 @@
-"""Schedule put: a rank writes blocks to the memory of others, or reads theirs, and signals say when. Copy engines move them.
+"""Schedule put: a rank puts blocks to peers, or gets theirs, synchronised by signals. Copy engines move the data.
 
-All that a rank puts, signals and waits for is on one stream, in the order in which its peers do, since the branches of a CUDA graph may
-run as one queue in any order that its edges allow. A credit comes before the puts: the first signal of a call says that the memory that
-they go to is free. A rank waits for a piece of a peer before it puts the next one, as a signal is not given in a graph before its receiver
-has waited for the one before. What ranks read of each other is signalled to be there before, and to have been read afterwards.
+All puts, gets, signals and waits of a rank are on one stream, in an order that matches its peers. A CUDA graph may run its branches as one
+queue, in any order that its edges allow. The first signal of a call is a credit: the landing memory is free. A rank waits for a peer's
+chunk before it puts the next one: in a graph, a signal must be waited for before the next one is given. With gets, a rank signals that
+its shard is ready, and the reader signals when it has read it.
 """
 
 from contextlib import AbstractContextManager
@@ -23,11 +23,11 @@ from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType
 
-PUTS = "puts"  # the stream of what a rank puts, reads, signals and waits for
+PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 
 
 class _Loop(Lowering, Signals):
-    """The communication of one loop, of which `steps` are the iterations; their owner is known inside of the loop alone."""
+    """Communication of one loop. The owner in `steps` is known only inside the loop."""
 
     def __init__(self, *known: Any):
         Lowering.__init__(self, *known)
@@ -38,14 +38,14 @@ class _Loop(Lowering, Signals):
         return self.b.inside(partial(ir.OnStream, stream, Const(0)))
 
     def chunk_shape(self, name: str) -> tuple[Size, ...]:
-        """Of what an iteration takes of a value."""
+        """Shape of a value's chunk in one iteration."""
         return chunk_shape(self.own, self.flow.mesh, self.flow.values[name], self.op.result.walked.dim)
 
 
 class Gather(_Loop):
-    """An all-gather: the own shard is used where it lies, the others arrive one after another.
+    """All-gather: the own shard is used in place, and the others arrive one after another.
 
-    A shard that the program has computed is read by its peers, which copies nothing twice; what lies in no window is put to them.
+    If the program computed the shard, peers get it from its memory. If the shard is in no window, it is put to the peers.
     """
 
     def begin(self) -> None:
@@ -60,7 +60,8 @@ class Gather(_Loop):
                 self.wait(self.landing)
 
     def take_landing(self) -> bool:
-        """Whether shards land where they are used; else in memory of their own, from where they are copied."""
+        """Chooses the landing memory. Returns True if shards land where they are used, and False if they must be copied from a landing
+        buffer."""
         b, value, dim = self.b, self.op.result, self.op.result.walked.dim
         self.values.take_chunks(self.op, self.own)
         memory = self.values.by_step.get(value.name) or self.values.buffer_of(value.name)
@@ -73,24 +74,24 @@ class Gather(_Loop):
         return False
 
     def shard_in_window(self) -> str | None:
-        """The memory of this rank's shard, where that lies in a window, or will, and chunks of it are contiguous."""
+        """Memory of this rank's shard, if it is in a window and its chunks are contiguous. None otherwise."""
         b, dim, whole = self.b, self.op.result.walked.dim, self.values.buffer_of(self.op.tensors[0])
-        memory = b.memory_of(whole)  # of which a part may begin elsewhere on a peer
+        memory = b.memory_of(whole)  # a part could have another offset on a peer
         is_contiguous = b.is_contiguous(whole) and all(size == Size() for size in b.types[whole].shape[:dim])
-        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is all of it
+        is_whole = b.is_contiguous(whole) and self.subchunks == 1 and self.steps.rows is None  # a chunk is the whole shard
         return memory if b.is_in_window(memory) and (is_contiguous or is_whole) else None
 
     def put(self, steps: Steps) -> None:
-        """A piece of this rank's shard, to whoever takes it in this step."""
+        """Puts a chunk of this rank's shard to the rank that takes it in this step."""
         own = replace(steps, owner=self.rank)
         self.b.emit(ir.Put(self.source(own), self.landed(own), (self.rank - steps.distance) % self.size, SIGNAL, self.channel))
 
     def source(self, own: Steps) -> str:
-        """A piece of this rank's shard."""
+        """A contiguous chunk of this rank's shard."""
         return contiguous_source(self.b, self.values.operand(self.op, 0, own), None)
 
     def sender(self, steps: Steps) -> Expr:
-        """From whom a piece arrives that is put."""
+        """Rank that puts the arriving chunk."""
         return steps.owned_by
 
     def landed(self, steps: Steps) -> str:
@@ -144,7 +145,7 @@ class Gather(_Loop):
 
 
 class _Scatter(_Loop):
-    """A reduce-scatter: the blocks of the others come first, each put to its owner, and a kernel adds what landed to the own one."""
+    """Reduce-scatter: the other ranks' blocks come first, each put to its owner. A kernel adds the landed terms to the own one."""
 
     def begin(self) -> None:
         b, result = self.b, self.op.result
@@ -160,11 +161,11 @@ class _Scatter(_Loop):
         return self.values.operand(self.op, 0, steps)
 
     def others(self, steps: Steps) -> Expr:
-        """Whether a step's block is another rank's."""
+        """True if a step's block belongs to another rank."""
         return opposite(steps.owned_by.equals(self.rank))
 
     def step(self, steps: Steps) -> None:
-        """After the term has been computed."""
+        """Records that the term has been computed."""
         branch(self.b, self.others(steps), lambda: self.b.emit(ir.Record(self.made, steps.index)))
 
     def after_step(self, steps: Steps) -> None:
@@ -189,9 +190,9 @@ class _Scatter(_Loop):
 
     def after_join(self) -> None:
         self.b.emit(ir.Join(PUTS))
-        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the pieces lie one behind the other
+        if all(size == Size() for size in self.op.result.type.shape[: self.op.result.walked.dim]):  # the chunks are contiguous
             rows = self.steps.rows and self.own.rows_in(self.steps.rows)
-            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # which no expression names then
+            self.add(replace(self.own, index=Var("own"), count=Size(self.size), rows=rows))  # the index is a dummy that no expression uses
         else:
             self.each(self.subchunks, lambda index: self.add(replace(self.own, index=index)))
 
@@ -214,7 +215,7 @@ class _Put(Schedule):
         return overlap.in_chunks(machine, chunks, chunks // ranks, transfer, 1.0, BESIDE_COPIES, added)
 
 
-# After a gather the end of a matmul and the beginning of the next share the device; what is scattered leaves as soon as it is multiplied,
-# which is later for the first blocks where several are at once.
+# After a gather, the end of one matmul can overlap with the start of the next. A scattered chunk leaves as soon as it is computed, and
+# running several chunks at once would delay the first ones.
 GATHER = _Put("put", "all_gather", ((SIGNALS, Gather),), FIRST, most_streams=2, tried=(1, 2, 4))
 SCATTER = _Put("put", "reduce_scatter", ((SIGNALS, _Scatter),), LAST, most_streams=1, tried=(1, 2, 4))

@@ -1,4 +1,4 @@
-"""Schedule ring: each rank passes on to the next one what it has received from the one before."""
+"""Schedule ring: each rank forwards to the next rank what it received from the previous one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,10 +25,10 @@ class _Ring(Lowering):
 
 
 class _PassedOn(_Ring):
-    """A ring whose values are used where they arrive."""
+    """Ring whose values are used where they arrive."""
 
     def pass_on(self, src: str, name: str, steps: Steps, event: str) -> None:
-        """Sends to the next rank while what a later step uses arrives, which the event of this step marks."""
+        """Sends a chunk to the next rank and receives the chunk of a later step. Records `event` for this step."""
 
         def exchange() -> None:
             self.exchange(src, self.next_chunk(name, steps))
@@ -41,10 +41,10 @@ class _PassedOn(_Ring):
         group(self.b, ir.Recv(arriving, (self.rank - 1) % self.size, channel), ir.Send(src, (self.rank + 1) % self.size, channel))
 
     def next_chunk(self, name: str, steps: Steps) -> str:
-        """The chunk that the neighbour sends in this iteration."""
+        """Buffer for the chunk that the neighbour sends in this iteration."""
         value, values = self.flow.values[name], self.values
         dim = value.walked.dim
-        if name in values.by_step and name == self.op.result.name:  # where shards lie one behind the other
+        if name in values.by_step and name == self.op.result.name:  # shards lie one behind another
             return values.chunk(name, dim, steps.next_hop)
         if name in values.by_step or not self.b.is_contiguous(values.chunk(name, dim, steps)):
             raise ProgramError(
@@ -54,7 +54,8 @@ class _PassedOn(_Ring):
         return chunk(self.b, steps.next_hop, values.buffer_of(name), value, dim, suffix="next")
 
     def arrivals(self, steps: Steps, first: Callable[[], None], arrived: Callable[[], None]) -> str:
-        """Does the first step of a shard, and others once what they use has arrived. Gives the events, one a step."""
+        """Emits `first` in the first step of a shard. In other steps, waits for the arrival and emits `arrived`. Returns the events, one
+        per step."""
         if not steps.count.is_int:
             why = "a ring needs a number of steps that is known at compile time: give chunks="
             raise ProgramError(f"{self.op.kind}: {why}", self.op.location)
@@ -69,7 +70,7 @@ class _PassedOn(_Ring):
 
 
 class _Gather(_PassedOn):
-    """Sends the block of the rank before, or this rank's own, on to the next rank."""
+    """Forwards the previous rank's block to the next rank, starting with its own."""
 
     def step(self, steps: Steps) -> None:
         b, source, target = self.b, self.values.operand(self.op, 0, steps), self.values.destination(self.op, steps)
@@ -78,12 +79,11 @@ class _Gather(_PassedOn):
 
 
 class _Sums(_PassedOn):
-    """The sum of a block grows as it passes from rank to rank, and ends in the memory of its owner's own term, from where it is taken
-    after the loop."""
+    """The sum of a block grows while it travels. It ends in the memory of its owner's term and is copied from there after the loop."""
 
     @property
     def adds(self) -> str:
-        """The matmul, seen through views, whose result the ring adds up."""
+        """Result of the matmul whose terms the ring sums, seen through views."""
         name = self.op.tensors[0]
         while name in self.in_loop:
             producer = self.flow.producer[name]
@@ -111,7 +111,7 @@ class _Sums(_PassedOn):
 
 
 class _SumsByPuts(_Sums):
-    """The same where the one before adds to this rank's sums, and waits for the signal that it may write them."""
+    """The same ring with puts: the previous rank puts to this rank's sums after a signal that they may be written."""
 
     def begin(self) -> None:
         peers, sums = Signals(self.b, self.axes), self.values.buffer_of(self.op.tensors[0])
@@ -119,17 +119,17 @@ class _SumsByPuts(_Sums):
         peers.wait_for((self.rank + 1) % self.size, sums)
 
     def exchange(self, src: str, arriving: str) -> None:
-        """A block has one place on all ranks."""
+        """Puts to the same buffer on the next rank."""
         channel = self.b.channel(self.axes, SIGNALS)
         self.b.emit(ir.Put(src, src, (self.rank + 1) % self.size, SIGNAL, channel))
         self.b.emit(ir.WaitSignal(SIGNAL, (self.rank - 1) % self.size, arriving, channel))
 
 
 class _GatherByPuts(_Ring, put.Gather):
-    """Each rank puts to the next one its own shard, then what has arrived from the one before."""
+    """Each rank puts its own shard to the next rank, then the chunks that arrive from the previous one."""
 
     def shard_in_window(self) -> str | None:
-        """Nothing is read."""
+        """Returns None: peers never get from this rank."""
         return None
 
     def signal(self, buffer: str) -> None:
@@ -142,7 +142,7 @@ class _GatherByPuts(_Ring, put.Gather):
         return (self.rank - 1) % self.size
 
     def put(self, steps: Steps) -> None:
-        """Puts the piece that this rank had as many steps before as a shard has pieces."""
+        """Puts the chunk that this rank held one shard earlier."""
         before = replace(steps, owner=(steps.owned_by + 1) % self.size)
         place = self.landed(before)
 

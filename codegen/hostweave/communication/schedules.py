@@ -1,4 +1,4 @@
-"""All schedules of chunk loops, and which of them options allow."""
+"""List of all schedules of chunk loops, filtered by what options allow."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,14 +18,14 @@ NAMES = tuple(dict.fromkeys(schedule.name for schedule in SCHEDULES))
 
 
 def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transport]]:
-    """Schedules of reshards of one kind for which the options have a transport."""
+    """Schedules for one kind of reshard for which the options have a transport."""
     for schedule in SCHEDULES:
         if schedule.kind == kind and (transport := options.transport_carrying(*schedule.needs)):
             yield schedule, transport
 
 
 def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Schedule]:
-    """Schedules that the compiler may choose on the machine of the options. Memory that ranks share holds shards of one size."""
+    """Schedules that the compiler may choose on the machine of the options. Shared memory requires shards of one size."""
     for schedule, transport in schedules_of(kind, options):
         if not transport.why_not(options.figures) and (is_even or not transport.shares_memory):
             yield schedule
@@ -36,12 +36,12 @@ def find_schedule(kind: str, name: str) -> Schedule:
 
 
 def reach_memory(choices: Iterable[Choice], options: Options) -> bool:
-    """True if ranks reach each other's memory by the chosen way."""
+    """True if the chosen way uses memory that ranks share."""
     return any(choice.taken.chunks and transport_of(choice.taken, options).shares_memory for choice in choices)
 
 
 def transport_of(way: Way, options: Options) -> Transport:
-    """The transport of what was chosen: of a schedule, or, outside of loops, of copies by put or get."""
+    """Transport of a chosen way. Outside of loops, it carries copies by put or get."""
     needs = next((schedule.needs for schedule in SCHEDULES if schedule.name == way.algorithm), (SIGNALS,))
     transport = options.transport_carrying(*needs)
     assert transport

@@ -9,21 +9,21 @@ from hostweave.host_ir.expr import Const, Expr, Var
 from hostweave.transports.transport import SIGNALS
 from hostweave.types.size import Size
 
-SIGNAL = 0  # the only number that all libraries with signals have
-NUMBERS = 64  # of signals, for moves between meshes
+SIGNAL = 0  # the only signal number that all libraries have
+NUMBERS = 64  # number of signals, for moves between meshes
 
 
 class Signals:
-    """A process group whose ranks reach each other's memory, seen from one of them."""
+    """Emits signals and waits of one rank on a one-sided channel of its process group."""
 
     def __init__(self, b: Builder, axes: tuple[str, ...]):
-        """`axes` are of the present mesh."""
+        """`axes` are axes of the current mesh."""
         self.b, self.mesh, self.axes = b, b.present_mesh, axes
         self.rank, self.size = rank_in_group(self.mesh, axes), self.mesh.size_of(axes)
         self.channel = b.channel(axes, SIGNALS)
 
     def each(self, count: int, emit: Callable[[Var], None]) -> None:
-        """A loop of its own."""
+        """Emits a loop of `count` iterations."""
         assert count > 0
         index = Var(self.b.loop_index())
         with self.b.looped() as body:
@@ -31,7 +31,7 @@ class Signals:
         self.b.emit(ir.For(index.name, Size(count), tuple(body)))
 
     def each_hop(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """For each peer, and its number among the peers of this rank."""
+        """Emits code for each peer. `emit` gets the peer's rank and its position among this rank's peers."""
         if self.size == 2:
             emit((self.rank + 1) % self.size, Const(0))
         elif self.size > 2:
@@ -47,9 +47,9 @@ class Signals:
         self.b.emit(ir.WaitSignal(number, peer, buffer, self.channel))
 
     def signal(self, buffer: str) -> None:
-        """To all peers."""
+        """Signals all peers."""
         self.each_peer(lambda peer: self.signal_to(peer, buffer))
 
     def wait(self, buffer: str) -> None:
-        """For one signal of each peer."""
+        """Waits for one signal of each peer."""
         self.each_peer(lambda peer: self.wait_for(peer, buffer))

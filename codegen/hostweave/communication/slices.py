@@ -1,4 +1,4 @@
-"""Schedules across shards: every step does one collective, or one move to another mesh, of a slice of each rank's shard."""
+"""Schedules across shards: each step does one collective, or one move to another mesh, of a slice of every rank's shard."""
 
 from hostweave.communication.collective import Collective
 from hostweave.communication.cost import BESIDE_KERNELS, Overlap, communication, kernels_beside

@@ -1,5 +1,7 @@
-"""Facts about the values of a fusion (producers, consumers, local types, which ops are views), and one iteration of a stream loop: which
-chunk it covers, which rank owns it, the views of its chunk.
+"""Facts about values and loop iterations that lowering needs.
+
+`Dataflow` gives producers, consumers, local types and views. `Steps` describes one iteration of a chunk loop: its chunk and that chunk's
+owner.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from hostweave.types.tensor import BufferType, TensorType
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """A fusion whose reshards are each one communication or one local slice."""
+    """Dataflow of a fusion in which each reshard is one communication or one local slice."""
 
     fusion: Fusion
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
@@ -45,7 +47,7 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
-        """For every value one entry for each operand that it is."""
+        """Ops that read each value, once per operand."""
         return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
     # --- on one rank ---
@@ -54,7 +56,7 @@ class Dataflow:
         return op.result.type.mesh_in(self.mesh)
 
     def local(self, value: Value) -> BufferType:
-        """What a rank holds of a value."""
+        """Type of a rank's local buffer of a value."""
         return value.type.local(self.mesh, self.uneven)
 
     # --- what an op does ---
@@ -63,7 +65,8 @@ class Dataflow:
         return index_map(op, operand_types(op, self.types))
 
     def is_local(self, op: Op) -> bool:
-        """Whether each rank of another mesh has its shard already, as all that it has or as a shard of a dim that is not sharded."""
+        """True if each rank of the target mesh already holds its shard of a transfer. The shard is then a view: its whole local tensor, or
+        a part of an unsharded dim."""
         blocks = op[BLOCKS]
         dims = zip(self.types[op.tensors[0]].dims, blocks.sent, blocks.received, strict=True)
         return not blocks.moved and all(received == 1 and (sent == 1 or not dim.axes) for dim, sent, received in dims)
@@ -71,7 +74,7 @@ class Dataflow:
     # --- views ---
 
     def is_view(self, op: Op) -> bool:
-        """Whether an op is pointer arithmetic: also a reduction of one local element, and a transfer of what is here."""
+        """True if an op only does pointer arithmetic. Includes reductions of one local element, and transfers of local data."""
         if op.kind == "transfer":
             return self.is_local(op)
         if OPS[op.kind].combine:
@@ -79,7 +82,7 @@ class Dataflow:
         return OPS[op.kind].is_view
 
     def viewed(self, name: str) -> str:
-        """The value whose memory a value is a view of."""
+        """Name of the value whose memory a value is a view of."""
         op = self.producer.get(name)
         return self.viewed(op.tensors[0]) if op is not None and self.is_view(op) else name
 
@@ -89,20 +92,20 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class Steps:
-    """The iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
+    """Iterations of one loop over a dim that `shards` ranks of `mesh` split, before or after the loop's communication.
 
-    By block, an iteration takes the `subchunk`-th of the `subchunks` blocks that `owner` holds. Across shards, it takes the
-    same slice of every rank's shard. A loop over a part of each shard takes so many `rows` a chunk, from the row `start` on.
+    By shard, an iteration takes block `subchunk` of the `subchunks` blocks of rank `owner`. Across shards, it takes the same slice of every
+    rank's shard. A loop over a part of each shard takes `rows` rows per chunk, from row `start` on.
     """
 
     mesh: Mesh
     index: Var
     count: Size  # iterations
-    drops_dim: bool  # one step an index
+    drops_dim: bool  # an iteration takes a single index and drops the dim
     shards: int
-    owner: Expr | None = None  # by block: whose block this is
+    owner: Expr | None = None  # by shard: rank that owns the block
     uneven: tuple[str, ...] = ()  # sizes that ranks may share unevenly
-    rows: Size | None = None  # of a chunk, in a loop over a part of each shard
+    rows: Size | None = None  # rows of a chunk, in a loop over a part of each shard
     start: int = 0
 
     @property
@@ -111,19 +114,19 @@ class Steps:
 
     @property
     def owned_by(self) -> Expr:
-        """`owner` of a loop by block."""
+        """`owner`, in a loop by shard."""
         assert self.owner is not None
         return self.owner
 
     @property
     def rows_of_chunk(self) -> Size:
-        """`rows` of a loop over a part of each shard."""
+        """`rows`, in a loop over a part of each shard."""
         assert self.rows is not None
         return self.rows
 
     @property
     def distance(self) -> Expr:
-        """By block: how many ranks away the owner is."""
+        """Distance in ranks from this rank to the owner, in a loop by shard."""
         return self.index // expr_of(self.subchunks)
 
     @property
@@ -132,37 +135,37 @@ class Steps:
 
     @property
     def block(self) -> Expr:
-        """The block of the global dim, by block; the slice of each shard, across shards."""
+        """Block index in the global dim if by shard, or the slice index in each shard."""
         return self.index if self.owner is None else self.owner * expr_of(self.subchunks) + self.subchunk
 
     @property
     def next_hop(self) -> Steps:
-        """The iteration of a ring that takes the block which the neighbour sends now."""
+        """The ring iteration whose block the neighbour sends in this iteration."""
         return replace(self, owner=(self.owned_by - 1) % self.shards)
 
     def shards_in(self, value: Value, dim: int) -> int:
-        """How many ranks' shards of this dim what one rank holds of a value consists of."""
+        """Number of shards of this dim in a rank's local tensor of a value."""
         return self.shards // value.type.mesh_in(self.mesh).size_of(value.type.dims[dim].axes)
 
     def splits(self, value: Value, dim: int) -> bool:
-        """Whether an iteration takes a slice of each of several ranks' shards of this dim."""
+        """True if an iteration takes a slice of each of several local shards of this dim."""
         return self.owner is None and self.shards_in(value, dim) > 1
 
     def rows_in(self, size: Size) -> Size:
-        """How many of the rows of a shard of this size the loop walks."""
+        """Number of rows that the loop visits in a shard of `size` rows."""
         return size if self.rows is None else self.rows * (self.subchunks if self.owner is not None else self.count)
 
     def part(self, builder: Builder, buffer: str, dim: int, wanted: str) -> str:
-        """The view of the rows that the loop walks of a buffer that has one shard in a dim."""
+        """View of the rows that the loop visits, in a buffer with one shard in `dim`."""
         return builder.slice(buffer, dim, self.rows_in(builder.types[buffer].shape[dim]), Const(self.start), wanted)
 
     def subchunks_of(self, value: Value, dim: int) -> Size:
-        """Into how many chunks the loop cuts this dim of what one rank holds."""
+        """Number of chunks into which the loop cuts this dim of a rank's local tensor."""
         return self.subchunks if self.owner is not None and value.type.dims[dim].axes else self.count
 
 
 def expr_of(size: Size | Sum) -> Expr:
-    """A size as an expression: `8*M/4` is `8 * M / 4`."""
+    """Converts a size to an expression: `8*M/4` becomes `8 * M / 4`."""
     if isinstance(size, Sum):
         total: Expr = Const(0)
         for term in size.terms:
@@ -175,7 +178,7 @@ def expr_of(size: Size | Sum) -> Expr:
 
 
 def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
-    """This rank's number in its process group: row-major over the axes as named."""
+    """This rank's number in its process group, row-major over the axes as named."""
     number: Expr = Const(0)
     for axis in axes:
         number = number * mesh.axis_size(axis) + Coordinate(axis)
@@ -183,9 +186,9 @@ def rank_in_group(mesh: Mesh, axes: tuple[str, ...]) -> Expr:
 
 
 def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, keeps_dim: bool = False, suffix: str = "") -> str:
-    """The view of `buffer`, which holds `value` with its dims in order, that one iteration touches.
+    """View of the chunk of one iteration in `buffer`, which holds `value` with its dims in order.
 
-    A dim of several ranks' shards, in a loop across shards, becomes two: the shards, and the slice of each.
+    If the iteration takes a slice of several shards, the dim becomes two: the shards, and the slice of each.
     """
     index, wanted = steps.block, f"{value.name}_{suffix or steps.index.name}"
     if steps.splits(value, dim):
@@ -202,7 +205,7 @@ def chunk(builder: Builder, steps: Steps, buffer: str, value: Value, dim: int, k
 
 
 def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
-    """The first row of the chunk of a loop over a part of each of `shards` shards, in what one rank holds."""
+    """First local row of a chunk, in a loop over a part of each of `shards` shards."""
     index: Expr = Const(0)
     if steps.owner is None:
         index = steps.index
@@ -213,7 +216,7 @@ def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
 
 
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
-    """The shape of such a view."""
+    """Shape of such a chunk."""
     shape = value.type.local_shape(mesh, steps.uneven)
     size = shape[dim]
     shards: tuple[Size, ...] = ()
@@ -226,13 +229,13 @@ def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size,
 
 
 def keeps_dim(op: Op) -> bool:
-    """A matmul needs its last two dims, so a step that takes one index of them keeps a dim of 1."""
+    """True if a chunk must keep its dim. A matmul needs its last two dims, even if one has size 1."""
     stream = op.result.stream
     return OPS[op.kind].is_product and stream is not None and stream.dim >= len(op.result.type.dims) - 2
 
 
 def dim_of_chunk(dim: int, op: Op, source: Value, steps: Steps | None) -> int:
-    """Where a dim of an op, whose first operand is `source`, stands in the chunks of one iteration."""
+    """Position of an op's dim in the chunks of one iteration. `source` is the op's first operand."""
     stream = op.result.stream
     if steps is None or stream is None or dim <= stream.dim:
         return dim

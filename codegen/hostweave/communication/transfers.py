@@ -1,6 +1,6 @@
-"""Moves between meshes: each side in the bodies of its own mesh, or both in one group if a rank may be on both.
+"""Moves between meshes. Each side is in the body of its mesh, or both are in one group if a rank may be in both meshes.
 
-Where ranks may share a dim unevenly, blocks end where a shard of either mesh does.
+If ranks may share a dim unevenly, blocks end where a shard of either mesh ends.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,17 +27,17 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size, product
 from hostweave.types.tensor import TensorType
 
-COPIES = "copies"  # the mesh axis of a rank that sends and those that get the same from it
+COPIES = "copies"  # mesh axis of a sender and the ranks that receive the same data from it
 
-Buffer = Callable[[], str]  # names what is sent or received, in the body of its mesh
+Buffer = Callable[[], str]  # returns the buffer to send or receive, in the body of its mesh
 
 
 class Transfers:
-    """The moves of one body, and what ranks have to wait for after them."""
+    """Moves of one body, and the waits that must follow them."""
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values):
         self.b, self.flow, self.values = b, flow, values
-        self.unread: list[Callable[[], None]] = []  # by which ranks wait until others have read what they were sent
+        self.unread: list[Callable[[], None]] = []  # emitters of waits for readers to finish
 
     def move(self, op: Op) -> None:
         operand, destination = (lambda: self.values.operand(op, 0, None)), (lambda: self.values.destination(op, None))
@@ -49,14 +49,14 @@ class Transfers:
         self.unread.append(_by_reading(self.b, self.flow, op, operand, destination, 1 + len(self.unread)))
 
     def reduce(self, op: Op, reduction: Reduction) -> None:
-        """To the one rank of the mesh that the result is on."""
+        """Reduces to the one rank of the result's mesh."""
         b, change, dst = self.b, step_of(op), self.values.destination(op, None)
         with b.on(self.flow.types[op.tensors[0]].mesh):
             src = contiguous_source(b, self.values.operand(op, 0, None), None)
             collectives_on(b, change.axes).reduce(src, dst, reduction, change.root or 0, lambda: b.on(op.result.type.mesh))
 
     def wait_for_readers(self) -> None:
-        """Ranks wait for those that they have sent something to, as late as can be: these may need something else of them before."""
+        """Emits the waits of senders for their readers. They come last, because a reader may first need other data from this rank."""
         for wait in self.unread:
             wait()
         self.unread.clear()
@@ -71,7 +71,7 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffe
     source, target = flow.types[op.tensors[0]], op.result.type
     apart = set(source.mesh_in(flow.mesh).all_ranks).isdisjoint(target.mesh_in(flow.mesh).all_ranks)
     blocks = op[BLOCKS]
-    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, the ranks of the one mesh would wait for turns of the other's
+    if steps is None and blocks.is_cheaper_to_broadcast:  # in a loop, broadcasts would serialise the ranks of both meshes
         _broadcast(b, source.mesh, target.mesh, blocks, src, dst)
         return
     to_send, to_receive = _cuts(flow, op)
@@ -90,9 +90,10 @@ def send_and_receive(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffe
 
 
 def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, number: int) -> Callable[[], None]:
-    """The same on a one-sided channel: what a rank sends lies in a window, from where others read it. Gives what has ranks wait for that.
+    """Moves through a one-sided channel: receivers get from a window of the sender. Returns the emitter of the sender's waits.
 
-    A rank tells those that read, which tell it, by a signal each of a `number` that no other move has which is not waited for.
+    A sender signals that its window is ready, and each reader signals that it has read. `number` is the signal, unique among moves whose
+    waits are pending.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
     if any(_cuts(flow, op)):
@@ -110,7 +111,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
         return name if count == 1 else b.select(b.reshape(name, (Size(count), size), f"{name}_blocks"), 0, Const(number), f"{name}_block")
 
     def each(mesh: Mesh | None, emit: Callable[[Route], None], rank_of: Callable[[Route], int], chosen: Iterable[Route]) -> None:
-        """Has each rank do its part of the routes, in their order."""
+        """Emits each route's part for the rank that `rank_of` returns, in order."""
         for route in chosen:
             with b.on(mesh), b.inside(partial(ir.If, Rank().equals(rank_of(route)))):
                 emit(route)
@@ -120,7 +121,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
         if route.sender == route.receiver:
             ranks.copy(sent, landed)
             return
-        if route in first:  # of those between two ranks, which signal once
+        if route in first:  # a pair of ranks signals once, for all its routes
             ranks.wait_for(Const(route.sender), sent, number)
         b.emit(ir.Get(sent, Const(route.sender), landed, ranks.channel))
         if route in last:
@@ -135,7 +136,7 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
 
 
 def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
-    """How what a rank holds of either side is cut; None into equal blocks."""
+    """Cuts of the local tensors of both sides. None if all blocks are equal."""
     source, target = flow.values[op.tensors[0]], op.result
     dims = shared_dims(source.type, target.type, flow.mesh)
     if not any(dim.is_uneven(flow.uneven) for dim in dims):
@@ -152,7 +153,7 @@ def _cuts(flow: Dataflow, op: Op) -> tuple[Cuts, Cuts] | tuple[None, None]:
 
 
 def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Transfer, src: Buffer, dst: Buffer) -> None:
-    """Each rank that sends and those that receive from it are a process group; no rank is in two of them."""
+    """Broadcasts within groups of one sender and its receivers. No rank is in two groups."""
     with b.on(source):
         full = src()
         sent, shape = _blocks_to_send(b, full, blocks, None, None), b.types[full].shape
@@ -165,26 +166,26 @@ def _broadcast(b: Builder, source: Mesh | None, target: Mesh | None, blocks: Tra
         if there := tuple(route.receiver for route in blocks.routes if route.sender == route.receiver):
             with b.on(Mesh(((COPIES, len(there)),), there)):
                 kept, copied = b.reshape(sent, shape, f"{sent}_kept"), b.reshape(landing, wanted, f"{landing}_copied")
-                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # by the name that it has on the other mesh
+                b.emit(ir.Copy(b.first(kept, wanted, f"{sent}_part"), copied))  # the copy uses the sizes' names on the other mesh
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
 def _blocks_to_send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> str:
-    """Memory that holds the blocks of `src` one after the other: its own, or a copy's."""
+    """Memory with the blocks of `src` in order: its own, or a copy."""
     in_order = contiguous_source(b, src if cuts else _cut(b, src, blocks.sent), steps)
     in_order = b.memory_of(packed_source(b, in_order, cuts, steps) if cuts else in_order)
     if steps is not None or b.is_memory(in_order):
         return in_order
-    packed = temporary(b, in_order, steps)  # a view of this mesh cannot be named where both meshes post together
+    packed = temporary(b, in_order, steps)  # a view cannot be named outside its mesh's body, where both meshes post together
     b.emit(ir.Copy(in_order, packed))
     return packed
 
 
 @contextmanager
 def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cuts: Cuts | None, steps: Steps | None) -> Iterator[str]:
-    """Memory for the blocks of `dst()` one after the other, copied to it afterwards where it is not its own."""
+    """Memory for the blocks of `dst()` in order. On exit, copies them to `dst()` unless it is the same memory."""
     by_block = dst() if cuts else _cut(b, dst(), blocks.received)
     if b.is_contiguous(by_block) and (cuts is None or is_in_order(cuts)):
         yield b.memory_of(by_block)
@@ -192,14 +193,14 @@ def _blocks_to_receive(b: Builder, dst: Callable[[], str], blocks: Transfer, cut
     landing = temporary(b, by_block, steps)
     yield landing
     if cuts is None:
-        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # other views where an `on` body has ended meanwhile
+        b.emit(ir.Copy(landing, _cut(b, dst(), blocks.received)))  # new views, because the `on` body of the first ones may have ended
         return
     with packed_destination(b, dst(), steps) as target:
         b.emit(ir.Unpack(landing, target, cuts))
 
 
 def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
-    """The view of `whole` with the blocks of all dims outermost, in row-major order; one block is `whole`, or the chunk of a loop."""
+    """View of `whole` with the block indices of all dims outermost, in row-major order. A single block needs no view."""
     if set(cuts) <= {1}:
         return whole
     shape: list[Size] = []
@@ -215,14 +216,14 @@ def _cut(b: Builder, whole: str, cuts: tuple[int, ...]) -> str:
 
 
 def _send(b: Builder, src: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All sends of this rank; to the rank that is so much further, where each block goes that far."""
+    """All sends of this rank. A single send if each block travels `distance` ranks."""
     if distance is not None:
         return ir.Send(src, _neighbor(distance), b.channel_of_all)
     return ir.SendBlocks(src, cuts or prod(blocks.sent), blocks.routes, b.channel_of_all)
 
 
 def _recv(b: Builder, dst: str, blocks: Transfer, cuts: Cuts | None, distance: int | None) -> tree.Instruction:
-    """All that this rank receives."""
+    """All receives of this rank."""
     if distance is not None:
         return ir.Recv(dst, _neighbor(-distance), b.channel_of_all)
     return ir.RecvBlocks(dst, cuts or prod(blocks.received), blocks.routes, b.channel_of_all)

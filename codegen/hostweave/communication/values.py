@@ -1,4 +1,4 @@
-"""Places of a program's values, which lowering knows and communication asks for."""
+"""Interface through which communication asks the lowering for buffers of values."""
 
 from typing import Protocol
 
@@ -7,13 +7,13 @@ from hostweave.fusion_ir.ir import Op
 
 
 class Values(Protocol):
-    by_step: dict[str, str]  # a value that lives in one loop -> the buffer of one chunk a step
+    by_step: dict[str, str]  # values local to a loop, with their buffers of one chunk per step
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that holds all of a value."""
+        """Buffer or view that holds all of a value."""
 
     def chunk(self, name: str, dim: int, steps: Steps) -> str:
-        """Part of a value that one iteration touches."""
+        """Part of a value that one iteration accesses."""
 
     def operand(self, op: Op, number: int, steps: Steps | None) -> str:
         """Buffer that an op reads."""
@@ -22,4 +22,4 @@ class Values(Protocol):
         """Buffer that an op writes."""
 
     def take_chunks(self, op: Op, steps: Steps) -> None:
-        """Takes memory for what the steps of an op write."""
+        """Allocates memory for the chunks that the steps of an op write."""

@@ -1,4 +1,4 @@
-"""Memory that lies in windows, which peers reach: what they read or write, and what is put from."""
+"""Windows: memory that peers reach. Holds the operands of gets and puts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from hostweave.types.tensor import BufferType
 
 
 def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) -> ir.HostProgram:
-    """Marks the parameters that lie in windows and that peers reach, in called functions too."""
+    """Marks the parameters in windows that peers reach, in called functions too."""
     named = [name for i in tree.walk(part.body) for name in tree.names(i, "remote_read", "remote_write")]
     for i in tree.walk(part.body):
         for function in tree.names(i, "call"):
@@ -25,7 +25,7 @@ def with_reached(part: ir.HostProgram, functions: Mapping[str, ir.HostProgram]) 
 
 
 def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
-    """The memory behind views."""
+    """Alias roots of buffers."""
     roots = tree.AliasRoots()
     for i in tree.walk(body):
         roots.define(i)
@@ -33,7 +33,7 @@ def roots_of(body: tree.Body, names: Iterable[str]) -> set[str]:
 
 
 def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instruction]:
-    """Memory of one size on all ranks: where some have less than others, as much as those have, of which a view is what they need."""
+    """Allocates memory of one size on all ranks, and a view of the part that this rank needs."""
     count, mesh = product(type.shape), b.present_mesh
     shared = [part for part in count.factors if isinstance(part, LocalSize)]
     parts: dict[Factor, Size] = {part: Size(1, (CeilDiv(part.size, part.ranks_in(mesh)),)) for part in shared}
@@ -47,7 +47,7 @@ def _window(b: Builder, name: str, type: BufferType) -> Iterator[tree.Instructio
 
 
 def with_windows(b: Builder) -> tree.Body:
-    """The body in which what peers read or write, and what is put from, lies in windows, which all ranks have."""
+    """Moves memory that peers access, and sources of puts, to windows. All ranks allocate the windows, even of `on` bodies."""
     body = b.body()
     named = [name for i in tree.walk(body) if isinstance(i, ir.OneSided) for name in tree.names(i, "read", "remote_write")]
     roots = roots_of(body, named)

@@ -1,6 +1,6 @@
-"""Builds host programs: unique names, types of views, nested bodies. Identity views are omitted, equal ones shared.
+"""Builder of host programs: unique names, types of views, nested bodies. Omits identity views and shares equal ones.
 
-Where `mesh` is set, only its ranks do what is emitted: neighbours of one mesh stand in one `on` body.
+While `mesh` is set, only its ranks execute what is emitted. Consecutive instructions of one mesh share an `on` body.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hostweave.types.tensor import BufferType
 
 
 class _Scope:
-    """A body that is being written, and the views that can be named there: those of all ranks, and those of the present `on` body."""
+    """A body under construction, and the views visible in it: those for all ranks, and those of the current `on` body."""
 
     def __init__(self) -> None:
         self.instructions: list[tree.Instruction] = []
@@ -32,27 +32,28 @@ class _Scope:
         self.integers: list[str] = []
 
     def move_to(self, mesh: Mesh | None) -> None:
-        """What is emitted next is for these ranks: what another `on` body defined ends with that."""
+        """Sets the ranks of the next instructions. Views of another `on` body go out of scope."""
         if mesh != self.mesh:
             self.mesh, self.views_on_mesh = mesh, {}
 
 
 class Builder:
     def __init__(self, program: Mesh, channels: dict[str, ir.Channel], transports: tuple[Transport, ...]) -> None:
-        self._program, self._channels = program, channels  # those of all bodies of the program, by name
-        self.transports = transports  # the preferred one first, which channels have that can
+        self._program, self._channels = program, channels  # channels of the whole program, by name
+        self.transports = transports  # preferred transports first; a channel gets the first one that carries what it needs
         self.types: dict[str, BufferType] = {}
         self.events: list[ir.Events] = []
-        self.location: Location | None = None  # of the op that is being lowered
-        self.mesh: Mesh | None = None  # of the ranks that do what is emitted; None: all of the program
-        self.hoists_views = True  # out of the loop that is being built; not where that is a loop of several meshes
-        self.aside: list[tree.Instruction] | None = None  # of a communication beside the rest: copies that need not hold up the next
-        self.sums: list[Callable[[], None]] | None = None  # and sums of what it has brought, which are left to what uses them
+        self.location: Location | None = None  # source location of the op that is being lowered
+        self.mesh: Mesh | None = None  # ranks that execute what is emitted; None: all ranks of the program
+        self.hoists_views = True  # views may leave the loop that is being built; False in a loop of several meshes
+        # during an asynchronous communication, collects copies that need not delay the next one
+        self.aside: list[tree.Instruction] | None = None
+        self.sums: list[Callable[[], None]] | None = None  # and sums of its results, left to the kernel that uses them
         self._taken: set[str] = set()
-        self._indices: list[str] = []  # of loops, by how many are around them
+        self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0
         self._scopes: list[_Scope] = [_Scope()]  # innermost last
-        self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> what it was made of
+        self._permuted: dict[str, tuple[str, tuple[int, ...]]] = {}  # a permuted view -> its source and order
         self._made_of: dict[str, ir.View] = {}  # every view by its name
         self._allocated: set[str] = set()
         self._windows: set[str] = set()
@@ -60,16 +61,16 @@ class Builder:
     # --- names and bodies ---
 
     def name(self, wanted: str) -> str:
-        """`wanted`, or with a number after it where that is taken."""
+        """Returns `wanted`, with a number appended if it is taken."""
         return claim_unique(wanted, self._taken)
 
     def new_events(self, wanted: str, count: int = 1) -> str:
-        """The name of so many events, with a number where it is taken."""
+        """Declares a pool of `count` events and returns its name."""
         self.events.append(ir.Events(unique_name(wanted, {pool.name for pool in self.events}), count))
         return self.events[-1].name
 
     def loop_index(self) -> str:
-        """Of a loop in the present body: i, in that j, k, l, then i_2 and so on."""
+        """Name of the index of a loop in the current body: i, then j, k, l for nested loops, then i_2 and so on."""
         if self._depth == len(self._indices):
             self._indices.append(self.name(next((letter for letter in "ijkl" if letter not in self._taken), "i")))
         return self._indices[self._depth]
@@ -81,18 +82,18 @@ class Builder:
         scope.instructions.append(ir.OnMesh(self.mesh, (placed,), location=self.location) if self.mesh else placed)
 
     def issued(self) -> Iterator[tree.Instruction]:
-        """What the present body has the streams do by now, the last first."""
+        """Instructions of the current body that do work at run time, last one first."""
         return (i for i in reversed(self._scopes[-1].instructions) if i.calls)
 
     def copy_aside(self, src: str, dst: str) -> None:
-        """A copy that nothing waits for which the present body emits; where that is of a communication, it goes beside it."""
+        """Emits a copy that nothing in the current body waits for. During an asynchronous communication, it runs in parallel."""
         if self.aside is None:
             self.emit(ir.Copy(src, dst))
         else:
             self.aside.append(ir.Copy(src, dst))
 
     def sum_later(self, emit: Callable[[], None]) -> None:
-        """A sum of terms that the present body brings; where that is of a communication, its user may compute it."""
+        """Emits a sum of terms. During an asynchronous communication, the kernel that uses the sum may compute it."""
         if self.sums is None:
             emit()
         else:
@@ -107,14 +108,14 @@ class Builder:
 
     @contextmanager
     def by(self, transport: str) -> Iterator[None]:
-        """Prefers that transport for what is emitted, "" the usual one."""
+        """Prefers a transport for what is emitted. "" keeps the usual preference."""
         outer, self.transports = self.transports, (*([find_transport(transport)] if transport else []), *self.transports)
         yield
         self.transports = outer
 
     @contextmanager
     def nested(self) -> Iterator[list[tree.Instruction]]:
-        """Emits into a body of its own, which the caller puts where it belongs."""
+        """Emits into a new body, which the caller attaches to an instruction."""
         self._scopes[-1].move_to(self.mesh)
         self._scopes.append(_Scope())
         yield self._scopes[-1].instructions
@@ -129,7 +130,7 @@ class Builder:
 
     @contextmanager
     def looped(self) -> Iterator[list[tree.Instruction]]:
-        """The same as the body of a loop, after which its names of integers are free again."""
+        """Emits into the body of a loop. Its integer names are free again after it."""
         self._depth += 1
         with self.nested() as body:
             yield body
@@ -138,39 +139,39 @@ class Builder:
 
     @contextmanager
     def outermost(self) -> Iterator[None]:
-        """Emits before the loop that is being built: allocations and views that do not change from step to step."""
+        """Emits before the loop that is being built: allocations and views that no iteration changes."""
         scopes = self._scopes
         self._scopes = scopes[:1]
         yield
         self._scopes = scopes
 
     def hoisted(self) -> AbstractContextManager[None]:
-        """The same for views alone."""
+        """Emits views before the loop, if views may be hoisted."""
         return self.outermost() if self.hoists_views else nullcontext()
 
     def body(self) -> tree.Body:
-        """All that was emitted, without views that nothing uses in the end."""
+        """All emitted instructions, without unused views."""
         body = eliminate_dead_code(_joined(tuple(self._scopes[0].instructions), None), ("view",))
         return tree.rewrite(body, lambda i: () if i.ranks and not any(tree.bodies(i)) else None)
 
     @property
     def present_mesh(self) -> Mesh:
-        """That of the ranks that do what is emitted."""
+        """Mesh of the ranks that execute what is emitted."""
         return self.mesh or self._program
 
     def carrying(self, *needs: Set[str]) -> Transport:
-        """The preferred transport that carries all of any one of these."""
+        """Returns the preferred transport that carries all of at least one set of `needs`."""
         transport = first_carrying(self.transports, *needs)
         assert transport, f"no transport carries any of {needs}"
         return transport
 
     def channel(self, axes: tuple[str, ...], needs: Set[str] = COLLECTIVES) -> str:
-        """The name of the channel of the present mesh along these axes, on a transport that carries what is needed."""
+        """Name of the channel of the current mesh along `axes`, on a transport that carries what is needed."""
         return self._channel(self.present_mesh, axes, needs)
 
     @property
     def channel_of_all(self) -> str:
-        """The name of the channel of all ranks of the program, whose numbers in the process group are those in the program."""
+        """Name of the channel of all ranks. Numbers in its process group are rank numbers of the program."""
         return self._channel(self._program, tuple(name for name, _ in self._program.axes), MESSAGES)
 
     def _channel(self, mesh: Mesh, axes: tuple[str, ...], needs: Set[str]) -> str:
@@ -195,7 +196,7 @@ class Builder:
             return self.allocate_here(wanted, type)
 
     def allocate_here(self, wanted: str, type: BufferType) -> str:
-        """Memory that is needed in this body alone."""
+        """Allocates memory that only the current body needs."""
         name = self.parameter(wanted, BufferType(type.dtype, type.shape))
         self._allocated.add(name)
         self.emit(ir.Allocate(name, self.types[name]))
@@ -221,7 +222,7 @@ class Builder:
         return self._view(ir.Slice("", src, dim, size, start), wanted)
 
     def first(self, src: str, shape: tuple[Size, ...], wanted: str) -> str:
-        """The first elements along each dim."""
+        """View of the first `shape[i]` indices of each dim i."""
         for dim, size in enumerate(shape):
             src = self.slice(src, dim, size, Const(0), wanted)
         return src
@@ -242,46 +243,46 @@ class Builder:
             return src
         shape = self.types[src].shape
         longer = [i for i in order if shape[i] != Size()]
-        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # dims of one index alone change places
+        is_reshape = longer == sorted(longer) and self.is_contiguous(src)  # only dims of size 1 change places
         turned = tuple(shape[i] for i in order)
         name = self._view(ir.Reshape("", src, turned) if is_reshape else ir.Permute("", src, order), wanted)
         self._permuted[name] = (src, order)
         return name
 
     def split(self, src: str, dim: int, outer: Size, wanted: str) -> str:
-        """Dim `dim` as two: `outer` blocks and what one holds."""
+        """Splits dim `dim` into `outer` blocks and the indices of a block."""
         shape = self.types[src].shape
         inner = shape[dim].divided_by(outer)
         assert inner is not None
         return self.reshape(src, (*shape[:dim], outer, inner, *shape[dim + 1 :]), wanted)
 
     def drop(self, src: str, dim: int, wanted: str) -> str:
-        """The same without a dim of size 1."""
+        """View without a dim of size 1."""
         shape = self.types[src].shape
         if shape[dim] == Size():
             return self.reshape(src, shape[:dim] + shape[dim + 1 :], wanted)
         return self.select(src, dim, Const(0), wanted)
 
     def memory_of(self, name: str) -> str:
-        """The buffer that is the same elements in the same order as a contiguous view, or the view where it is a part of one."""
+        """The buffer with the same elements in the same order as a contiguous view. Returns the view if it covers only a part."""
         while (view := self._made_of.get(name)) and view.shows and self.is_contiguous(view.src):
             name = view.src
         return name
 
     def is_memory(self, name: str) -> bool:
-        """Whether it is a parameter or an allocation, no view."""
+        """True for a parameter or an allocation, False for a view."""
         return name not in self._made_of
 
     def is_in_window(self, name: str) -> bool:
-        """Whether it is memory that peers can reach, or will be: what the program allocates is put there where it has to be."""
+        """True if peers can reach the memory, or will: allocations are moved to windows on demand."""
         return name in self._allocated or name in self._windows
 
     def is_outside(self, name: str) -> bool:
-        """Whether a buffer or view is defined before the loop or block that is being built, if one is."""
+        """True if a buffer or view is defined before the loop or block that is being built."""
         return not any(name in tree.names(i, "define") for scope in self._scopes[1:] for i in scope.instructions)
 
     def is_visible(self, name: str) -> bool:
-        """Whether a buffer or view can be named here."""
+        """True if a buffer or view can be named here."""
         return self.is_memory(name) or any(name in views.values() for views in self._visible_views())
 
     def is_contiguous(self, name: str) -> bool:
@@ -308,7 +309,7 @@ class Builder:
 
 
 def _joined(body: tree.Body, mesh: Mesh | None) -> tree.Body:
-    """Neighbours on one mesh in one `on` body, and none inside another; `mesh` is that of the one around."""
+    """Merges consecutive `on` bodies of one mesh and unnests equal ones. `mesh` is that of the body around."""
     result: list[tree.Instruction] = []
     for instruction in body:
         if instruction.ranks and instruction.ranks == mesh:

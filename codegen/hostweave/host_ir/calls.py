@@ -1,4 +1,4 @@
-"""Host programs with functions: each body as a program, all of them joined again, and the program with all calls inlined."""
+"""Host programs with functions: each body as a program, joining them again, and inlining all calls."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 
 @ir.analysis
 def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
-    """Every function as a program, whoever is called before its callers, then the program itself; each with what it uses."""
+    """Every function as a program, callees before callers, then the program itself. Each has only what it uses."""
     if not program.functions:
         return (program,)
     parts = [
@@ -23,7 +23,7 @@ def bodies(program: ir.HostProgram) -> tuple[ir.HostProgram, ...]:
 
 
 def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
-    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))  # its calls are looked at with it
+    events = events_of(part.body).union(*(events_of(function.body) for function in part.functions))  # its calls are analysed with it
     return replace(
         part,
         kernels=launched(part.kernels, part.body),
@@ -33,29 +33,29 @@ def _with_what_it_uses(part: ir.HostProgram) -> ir.HostProgram:
 
 
 def launched(kernels: Iterable[ir.Kernel], body: tree.Body) -> tuple[ir.Kernel, ...]:
-    """The kernels that something in a body launches."""
+    """Kernels that a body launches."""
     names = {name for i in tree.walk(body) for name in tree.names(i, "launch")}
     return tuple(kernel for kernel in kernels if kernel.name in names)
 
 
 def events_of(body: tree.Body) -> set[str]:
-    """The events that a body records or waits for."""
+    """Events that a body records or waits for."""
     return {name for i in tree.walk(body) for name in tree.names(i, "record", "wait")}
 
 
 def channels_of(program: ir.HostProgram) -> set[str]:
-    """The names of the channels that it or a function of it has a communication on."""
+    """Names of the channels on which the program or one of its functions communicates."""
     return {i.channel for i in program.instructions() if isinstance(i, ir.Communication)}
 
 
 def names_in(program: ir.HostProgram) -> set[str]:
-    """All names of buffers and indices, without those of functions."""
+    """Names of all buffers and indices of the program, without those of its functions."""
     parameters = {parameter.name for parameter in (*program.inputs, *program.outputs)}
     return parameters.union(*(tree.names(i, "define", "index") for i in tree.walk(program.body)))
 
 
 def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with the channels that it or a function of it has a communication on."""
+    """Removes channels on which neither the program nor its functions communicate."""
     used = channels_of(program)
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
@@ -64,9 +64,9 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
-    """The last of these with the others as its functions. Equal kernels are one; other kernels, and events, get names of their own.
+    """Makes one program of bodies: the last one, with the others as its functions.
 
-    All use the same streams, as many as the one that uses the most.
+    Equal kernels are merged. Other kernels, and events, get unique names. Each stream pool has the size of its largest use.
     """
     program = parts[-1]
     if len(parts) == 1:
@@ -109,25 +109,25 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
 
 @ir.analysis
 def inlined(program: ir.HostProgram) -> ir.HostProgram:
-    """The program with the body of a function in place of each call, for whoever wants one flat list of instructions.
+    """Inlines all calls, for analyses that need one flat list of instructions.
 
-    What `@layer` names `%h` is `%layer_h` there, and `%layer_h_2` in the second call. Memory of the function that lasts to its end is
-    deallocated after each call: the next one may have the same. Parameters of a function have the names of the call, those of one with
-    donated inputs names of their own, `as_given` and `take_over`.
+    Buffer `%h` of `@layer` becomes `%layer_h`, and `%layer_h_2` in the second call. Memory that a function keeps to its end is deallocated
+    after each call, so the next call may reuse it. Parameters take the names of the call's arguments. In a function with donated inputs
+    they are views, `as_given` and `take_over`.
     """
     return _Inlining(program).program() if program.functions else program
 
 
 @ir.analysis
 def dedupe_functions(program: ir.HostProgram) -> ir.HostProgram:
-    """The same with the first call of each function alone: all that is asked of sizes and instructions, but not of their order."""
+    """Inlines only the first call of each function. Enough for questions about sizes and instructions that do not depend on order."""
     return _Inlining(program, once=True).program() if program.functions else program
 
 
 class _Inlining:
     def __init__(self, program: ir.HostProgram, once: bool = False):
         self.given, self.once = program, once
-        self.seen: set[str] = set()  # functions
+        self.seen: set[str] = set()  # functions that were inlined
         self.functions = {function.name: function for function in program.functions}
         self.taken = names_in(program)
 
@@ -152,7 +152,7 @@ class _Inlining:
         return (*before, *self.body(renamed((*function.body, *ends(function.body, function.body)), names)), *after)
 
     def contents(self, function: ir.Function, names: dict[str, str], location: Location | None) -> tuple[tree.Body, tree.Body]:
-        """Instructions before and after the body of a function with donated inputs. Puts its parameters' names there into `names`."""
+        """Instructions before and after an inlined function with donated inputs. Adds the views' names to `names`."""
         taken = [p for p in function.outputs if p.memory]
         before: list[tree.Instruction] = []
         for kind, parameters in ((AsGiven, function.inputs if taken else ()), (TakeOver, taken)):
@@ -164,14 +164,14 @@ class _Inlining:
 
 
 def ends(body: tree.Body, around: tree.Body) -> Iterator[ir.Deallocate]:
-    """Deallocates of what a body allocates and nothing in the one around it frees."""
+    """Deallocates of the allocations of `body` that nothing in `around` frees."""
     freed = {name for i in tree.walk(around) for name in tree.names(i, "free")}
     for i in body:
         yield from (ir.Deallocate(name, location=i.location) for name in tree.names(i, "allocate") if name not in freed)
 
 
 def renamed(body: tree.Body, names: Mapping[str, str]) -> tree.Body:
-    """A body under other names of buffers and indices, as far as `names` has one."""
+    """Renames buffers and indices of a body. Names missing in `names` stay."""
 
     def rename(i: tree.Instruction) -> tree.Instruction:
         return tree.with_names(tree.with_expressions(i, lambda expr: _expr(expr, names)), names, *tree.NAMED)

@@ -1,4 +1,4 @@
-"""Integer arithmetic of host programs, on loop indices, rank coordinates and sizes. `%` is never negative."""
+"""Integer expressions of host programs, over loop indices, rank coordinates and sizes. `%` is never negative."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def _operator(op: str) -> Callable[[Expr, Expr | int], Expr]:
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer, or a truth value for comparisons. Python's operators build larger ones and fold constants."""
+    """An integer, or the truth value of a comparison. Python operators build expressions and fold constants."""
 
-    text: ClassVar[str] = ""  # with places for its fields
+    text: ClassVar[str] = ""  # format string over its fields
     __add__, __sub__, __mul__ = _operator("+"), _operator("-"), _operator("*")
     __floordiv__, __mod__ = _operator("/"), _operator("%")
     equals, less = _operator("=="), _operator("<")
@@ -44,7 +44,7 @@ class Var(Expr):
 
 @dataclass(frozen=True)
 class Coordinate(Expr):
-    """Where this rank stands along an axis of the mesh around it: the program's, or that of an `on` body."""
+    """Coordinate of this rank along an axis of the current mesh: the program's, or that of the `on` body."""
 
     axis: str
     text = "rank.{axis}"
@@ -52,7 +52,7 @@ class Coordinate(Expr):
 
 @dataclass(frozen=True)
 class Rank(Expr):
-    """This rank's number in the program."""
+    """Number of this rank in the program."""
 
     text = "rank"
 
@@ -65,7 +65,7 @@ class Symbol(Expr):
     text = "{size}"
 
 
-OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence, meaning
+OPERATORS: dict[str, tuple[int, Callable[[Any, Any], int]]] = {  # precedence and meaning
     "==": (1, operator.eq),
     "!=": (1, operator.ne),
     "<": (1, operator.lt),
@@ -88,7 +88,7 @@ class Binary(Expr):
 
     def __str__(self) -> str:
         precedence = OPERATORS[self.op][0]
-        # A mixed chain of * / % is hard to read without parentheses, so only repeated * goes bare.
+        # A mixed chain of * / % is hard to read without parentheses, so only repeated * has none.
         left = _parenthesized(self.left, lambda op: OPERATORS[op][0] < precedence or (precedence == 3 and not op == self.op == "*"))
         right = _parenthesized(self.right, lambda op: OPERATORS[op][0] <= precedence)
         return f"{left} {self.op} {right}"
@@ -99,7 +99,7 @@ def _parenthesized(expr: Expr, needed: Callable[[str], bool]) -> str:
 
 
 def opposite(condition: Expr) -> Expr:
-    """What is true where a condition is not."""
+    """Negation of a condition."""
     opposites = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
     if isinstance(condition, Binary) and condition.op in opposites:
         return Binary(opposites[condition.op], condition.left, condition.right)
@@ -107,7 +107,7 @@ def opposite(condition: Expr) -> Expr:
 
 
 def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
-    """`left op right`, simplified where an operand is a neutral constant or both are constants."""
+    """`left op right`, folded if both are constants or one is neutral."""
     left = Const(left) if isinstance(left, int) else left
     right = Const(right) if isinstance(right, int) else right
     if isinstance(left, Const) and isinstance(right, Const) and OPERATORS[op][0] > 1 and not (op in "/%" and right.value == 0):
@@ -127,11 +127,11 @@ def binary(op: str, left: Expr | int, right: Expr | int) -> Expr:
 
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
-Range = tuple[int | None, int | None]  # the least and the greatest value, None where unknown
+Range = tuple[int | None, int | None]  # least and greatest value; None if unknown
 
 
 def range_of(expr: Expr, variables: Mapping[str, Range], mesh: Mesh, program: Mesh) -> Range:
-    """The values that an expression may have, where the ranks of a mesh of the program's evaluate it."""
+    """Range of an expression that ranks of `mesh` evaluate."""
     match expr:
         case Const(value):
             return value, value
@@ -170,7 +170,7 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 
 def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
-    """An expression with the value of what ranges decide, and bounds of an index in place of those of its quotient."""
+    """Simplifies an expression by the ranges of its parts. Replaces bounds of a quotient by bounds of its dividend."""
     low, high = range(expr)
     if low is not None and low == high:
         return Const(low)
@@ -197,5 +197,5 @@ def simpler(expr: Expr, range: Callable[[Expr], Range]) -> Expr:
 
 
 def leaves(expr: Expr) -> list[Expr]:
-    """The constants and names in `expr`, left to right."""
+    """Constants and names in `expr`, left to right."""
     return leaves(expr.left) + leaves(expr.right) if isinstance(expr, Binary) else [expr]

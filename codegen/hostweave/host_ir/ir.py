@@ -1,8 +1,9 @@
-"""The host IR: what the CPU of one rank does, in order. One program for all ranks; the rank is a run-time value.
+"""The host IR: what the CPU of one rank does, in order. All ranks share one program; the rank is a run-time value.
 
-Each instruction is one dataclass. The `syntax` line drives printer and parser. The roles of its fields (what it defines, reads, frees,
-forks) and its traits are all that analyses, passes and the check ask for, so that a new instruction needs no edit in any of them.
-An instruction outside every `stream` block runs on the caller's stream.
+Each instruction is a dataclass. Its `syntax` line drives the printer and the parser. Analyses, passes and the check
+use only its traits and the roles of its fields: what it defines, reads, frees, forks. So they need no change for a new instruction.
+
+An instruction outside all `stream` blocks runs on the caller's stream.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType, TensorType
 
-MAX_WORDS = 3  # ops that the name of a kernel lists
+MAX_WORDS = 3  # largest number of ops that a kernel's name lists
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An input or output: its global type, of which each rank holds the part that HostProgram.local_type says.
+    """An input or output, with its global type. Each rank holds the part that HostProgram.local_type gives.
 
-    An output may lie in the memory of an input with the same dims, in any order, which is donated: that is overwritten. What is in a
-    window lies in memory that all ranks share, at the same place in that of each, so that peers can read and write it.
+    An output may lie in the memory of a donated input with the same dims, in any order, and overwrites it. A parameter in a window lies in
+    memory that all ranks share, at the same offset on each, so peers can read and write it.
     """
 
     name: str
     type: TensorType
-    memory: str = ""  # the name of that input
+    memory: str = ""  # name of the donated input, or ""
     in_window: bool = False
 
     def __str__(self) -> str:
@@ -50,15 +51,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused run of pointwise and reduction ops on local tensors, row-major in the eyes of the ops.
+    """A fused kernel of pointwise and reduction ops on local tensors. Its ops see row-major tensors.
 
-    `ends` says why it does not go on with what uses its results.
+    `ends` is the reason for which it is not fused with its consumers.
     """
 
     name: str
     inputs: tuple[Parameter, ...]
     ops: tuple[Op, ...]
-    returned: tuple[str, ...] = ()  # the names of its results, where that is more than the last value
+    returned: tuple[str, ...] = ()  # names of its results, if they are more than the last value
     ends: str = field(default="", compare=False)
 
     @property
@@ -68,14 +69,14 @@ class Kernel:
 
     @property
     def exchanges(self) -> Op | None:
-        """The op that adds up what it takes first and what kernels of other ranks do, if it has one."""
+        """The all_reduce of its first input with the kernels of other ranks, or None."""
         return next((op for op in self.ops if op.kind == "all_reduce"), None)
 
     @property
     def telling_name(self) -> str:
-        """A name that lists the ops, if they are few, and the results: `negative_multiply_y`, `fused_y`; or that says what it updates.
+        """A descriptive name: the ops, if they are few, and the results, such as `negative_multiply_y` or `fused_y`.
 
-        What makes a result that is named after it, as `multiply_y`, is said by that.
+        An in-place update is named after its operand. An op whose result is named after it, such as `multiply_y`, is not repeated.
         """
         if update := next((op for op in self.ops if OPS[op.kind].updates), None):
             return f"{update.kind}_{update.tensors[0]}"
@@ -85,7 +86,7 @@ class Kernel:
         return "_".join([*words, *results, *([] if words else ["kernel"])])
 
     def lines(self) -> list[str]:
-        """Its text."""
+        """Lines of its text."""
         end = f"}}  # ends here: {self.ends}" if self.ends else "}"
         returned = [f"return {tree.field_text(self.returned, True)}"] if self.returned else []
         return [f"kernel @{self.name}({_listed(self.inputs)}) {{", *(f"{tree.INDENT}{line}" for line in (*self.ops, *returned)), end]
@@ -93,7 +94,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """Instructions that are called: a function. What it allocates is there once, and its calls use it one after another."""
+    """A function that calls share. Its temporaries exist once; its calls use them one after another."""
 
     name: str
     inputs: tuple[Parameter, ...]
@@ -103,32 +104,32 @@ class Function:
 
 @dataclass(frozen=True)
 class Channel:
-    """`tp: tp two_sided`: a communicator of the ranks of a mesh that differ only along some axes, with how bytes travel on it."""
+    """A communicator of the ranks of a mesh that differ only along some axes, with its transport. Text: `tp: tp two_sided`."""
 
     name: str
-    mesh: Mesh  # the program's, or one of some of its ranks
+    mesh: Mesh  # the program's mesh, or one of some of its ranks
     axes: tuple[str, ...]
     transport: Transport
 
     @property
     def size(self) -> int:
-        """The number of ranks of a process group."""
+        """Number of ranks in a process group."""
         return self.mesh.size_of(self.axes)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether what is posted on it and on another such channel must not run at the same time on a device."""
+        """True if its communications must not overlap those of another such channel on a device."""
         return self.size > 1 and self.transport.holds_multiprocessors
 
     def text(self, program: Mesh) -> str:
-        """`tp: tp two_sided`, or `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`"""
+        """Text: `tp: tp two_sided`, or `x_of_ranks_2_3: x on mesh(x=2 of ranks 2, 3) two_sided`."""
         on = "" if self.mesh == program else f" on {self.mesh}"
         return f"{self.name}: {', '.join(self.axes)}{on} {self.transport.name}"
 
 
 @dataclass(frozen=True)
 class Streams:
-    """`ring[4]`: four streams, walked round robin."""
+    """A pool of streams, used round robin. `ring[4]` has four."""
 
     name: str
     count: int
@@ -149,7 +150,10 @@ P = ParamSpec("P")
 
 
 def analysis(compute: Callable[Concatenate[HostProgram, P], T]) -> Callable[Concatenate[HostProgram, P], T]:
-    """`compute`, run once a program: what it finds is kept with the program, which never changes, and is not to be changed either."""
+    """Decorates an analysis: its result is computed once per program and cached on it.
+
+    Programs are immutable. The result must not be changed either.
+    """
 
     def once(program: HostProgram, /, *args: P.args, **kwargs: P.kwargs) -> T:
         known: dict[object, T] = program.__dict__.setdefault("_analyses", {})
@@ -172,13 +176,13 @@ class HostProgram:
     events: tuple[Events, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     body: Body = ()
-    uneven: tuple[str, ...] = ()  # sizes that need not divide: of M a rank holds `local(M, x)`, not `M/8`
-    functions: tuple[Function, ...] = ()  # a function stands before those that call it
+    uneven: tuple[str, ...] = ()  # sizes that need not divide evenly: a rank holds `local(M, x)` of M, not `M/8`
+    functions: tuple[Function, ...] = ()  # callees stand before callers
     user_kernels: tuple[UserKernel, ...] = ()
-    choices: tuple[Choice, ...] = ()  # of ways to communicate, that the compiler has made
+    choices: tuple[Choice, ...] = ()  # the compiler's choices of ways to communicate
 
     def __str__(self) -> str:
-        """The program as text, kernels first, then functions. One instruction a line."""
+        """Text of the program: kernels, functions, then the body, with one instruction per line."""
         lines = [line for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel)]
         lines += [line for kernel in self.kernels for line in kernel.lines()]
         for f in self.functions:
@@ -195,13 +199,16 @@ class HostProgram:
 
     @cached_property
     def code(self) -> str:
-        """The text without its choices: programs that differ in the times of these alone are the same to a build, and to other ranks."""
+        """Text without the choices. Programs that differ only in predicted times are equal to a build and to other ranks."""
         return str(replace(self, choices=()))
 
     @staticmethod
     @checked
     def parse(text: str) -> HostProgram:
-        """The host program that `text` prints. Raises ParseError with a line and column."""
+        """Parses the text of a host program.
+
+        Raises ParseError with a line and column if the text is not valid.
+        """
         from hostweave.host_ir.text import parse_host
 
         return parse_host(text)
@@ -211,16 +218,16 @@ class HostProgram:
 
     @property
     def memory_transports(self) -> frozenset[Transport]:
-        """The transports of its channels by which ranks touch each other's memory."""
+        """Transports of its channels on which ranks access each other's memory."""
         return frozenset(channel.transport for channel in self.channels if channel.transport.shares_memory)
 
     @property
     def libraries(self) -> frozenset[str]:
-        """What it is linked with beside what all programs are."""
+        """Libraries that it links besides those of all programs."""
         return frozenset(library for i in self.instructions() for library in i.libraries)
 
     def instructions(self) -> Iterator[Instruction]:
-        """Every one, those of functions first."""
+        """All instructions, those of functions first."""
         return (i for body in (*(function.body for function in self.functions), self.body) for i in walk(body))
 
     def local_type(self, parameter: Parameter) -> BufferType:
@@ -228,12 +235,12 @@ class HostProgram:
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """The inputs and outputs that lie in windows."""
+        """Names of the inputs and outputs that lie in windows."""
         return tuple(p.name for p in (*self.inputs, *self.outputs) if p.in_window)
 
     @analysis
     def symbols(self) -> tuple[str, ...]:
-        """The names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
+        """Names of the symbolic sizes, in order of first appearance in the inputs and outputs."""
         shapes = [size for p in (*self.inputs, *self.outputs) for size in p.type.shape]
         return tuple(dict.fromkeys(name for size in shapes for name in size.symbols))
 
@@ -243,7 +250,7 @@ def _listed(items: Iterable[object]) -> str:
 
 
 def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
-    """The local type of every parameter, buffer and view with its name, which bodies side by side may give to two."""
+    """Names and local types of all parameters, buffers and views. Sibling bodies may use a name twice."""
     types = {p.name: program.local_type(p) for p in (*program.inputs, *program.outputs)}
     yield from types.items()
     for instruction in walk(program.body):
@@ -254,5 +261,5 @@ def defined_types(program: HostProgram) -> Iterator[tuple[str, BufferType]]:
 
 @analysis
 def buffer_types(program: HostProgram) -> dict[str, BufferType]:
-    """The same by name."""
+    """Local types of all parameters, buffers and views, by name."""
     return dict(defined_types(program))

@@ -1,4 +1,4 @@
-"""Requirements on the sizes of a call: slices lie inside their dims, sizes are integers, and chosen loops divide them, or others run."""
+"""Requirements on the sizes of a call: slices stay inside their dims, sizes are integers, and chosen chunk loops divide evenly."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
@@ -14,11 +14,11 @@ from hostweave.types.size import Factor, Share, Size, Sum
 from hostweave.types.tensor import BufferType, TensorType
 from hostweave.types.zigzag import Zigzag, pieces
 
-MOST = 2**48  # elements: of no memory
+MOST = 2**48  # elements: more than any memory has
 
 
 def multiples(program: ir.HostProgram) -> dict[Factor, int]:
-    """What must divide each symbolic size for every dim and trip count of the program to be whole."""
+    """For each factor, the number that must divide it so that all dims and trip counts are integers."""
     result: dict[Factor, int] = {}
     for size in dims_and_trips(program):
         if len(size.factors) == 1:
@@ -40,29 +40,29 @@ def trip_counts(program: ir.HostProgram) -> Iterator[Size]:
 
 
 def not_negative(program: ir.HostProgram) -> tuple[Size, ...]:
-    """Differences of sizes, such as `(M - 2)`, that a call must not make negative."""
+    """Sizes with subtractions, such as `(M - 2)`, that a call must not make negative."""
     types = ir.buffer_types(program)
     found = [size for i in tree.walk(program.body) if i.span for src in tree.names(i, "alias") for size in slack(i, types[src])]
     factors = (factor for type in types.values() for size in type.shape for factor in size.factors)
     found += [Size(1, (factor,)) for factor in factors if isinstance(factor, Sum)]
     for op, types_in_kernel in _ops(program):
-        if op.kind == "start":  # a slice can begin at one place at least
+        if op.kind == "start":  # a slice needs at least one possible start
             found.append(types_in_kernel[op.tensors[1]].shape[0] - 1)
-        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # of as many elements at least
+        if FIRST in OPS[op.kind].attributes and op[FIRST]:  # as many elements must exist
             found.append(types_in_kernel[op.tensors[0]].shape[op[AXIS]] - op[FIRST])
     terms = {size: [term for factor in size.factors if isinstance(factor, Sum) for term in factor.terms] for size in found}
     return tuple(size for size, parts in terms.items() if any(term.coefficient < 0 for term in (size, *parts)))
 
 
 def _ops(program: ir.HostProgram) -> Iterator[tuple[Op, dict[str, TensorType]]]:
-    """Those of the kernels that are launched, with the types of what their kernels have."""
+    """Ops of all launched kernels, each with the types of its kernel's values."""
     for kernel in launched(program.kernels, program.body):
         types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         yield from ((op, types) for op in kernel.ops)
 
 
 def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
-    """Sizes that a call must not make 0, each with the reduction that has no value of no elements. A rank may have none of them."""
+    """Sizes that must not be 0, each with the reduction over them that has no identity. A single rank's share may be empty."""
     found: dict[tuple[str, Size], None] = {}
     for op, types in _ops(program):
         combine = OPS[op.kind].combine
@@ -74,18 +74,18 @@ def not_empty(program: ir.HostProgram) -> Iterator[tuple[str, Size]]:
 
 
 def slack(view: tree.Instruction, source: BufferType) -> tuple[Size, ...]:
-    """How much room a view of some indices leaves before and after them, where that follows from sizes alone."""
+    """Room before and after a partial view, if sizes alone determine it."""
     if view.span is None:
         return ()
     dim, start, spread = view.span
     before, dim_size = _size_of(start), source.shape[dim]
     if before is None or any(isinstance(factor, Share) for size in (dim_size, spread) for factor in size.factors):
-        return ()  # it depends on the rank: right as it is made
+        return ()  # depends on the rank; correct by construction
     return (before, dim_size - before - spread)
 
 
 def _size_of(expr: Expr) -> Size | None:
-    """An expression of sizes as a size."""
+    """Converts an expression of sizes to a size, or returns None."""
     match expr:
         case Const(value):
             return Size(value)
@@ -103,15 +103,18 @@ def _size_of(expr: Expr) -> Size | None:
 
 
 # --- chosen loops -----------------------------------------------------------------------------------------------------
-# Which calls the chunk loops that the compiler has chosen can take: the others are made by the same program in sequence.
+# Calls that the chosen chunk loops support. Other calls run the same program in sequence.
 
 
 class LoopsDoNotDivide(ArgumentError):
-    """A call of sizes that chosen loops do not divide. Nothing was done."""
+    """A call with sizes that the chosen chunk loops do not divide. Nothing was executed."""
 
 
 def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Raises LoopsDoNotDivide for global inputs of these shapes, `()` for those that are not known, where loops were chosen."""
+    """Checks the global shapes of inputs against the chosen chunk loops. `()` is an unknown shape.
+
+    Raises LoopsDoNotDivide if a size does not divide.
+    """
     if wanted := _multiples(program):
         held = [(p.type.shape, shape) for p, shape in zip(program.inputs, shapes, strict=True) if shape]
         sizes = {dim.name: size for dims, shape in held for dim, size in zip(dims, shape, strict=True) if dim.name}
@@ -120,7 +123,7 @@ def expect_divided(program: ir.HostProgram, shapes: Sequence[tuple[int, ...]]) -
 
 
 def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that the program must divide, such as among ranks, and cannot: those of a sum, such as (M + 1), if it is one."""
+    """Sizes that the program must divide, for example among ranks, and cannot. For a sum such as (M + 1), all its symbols."""
     found: dict[str, int] = {}
     for size, multiple in _of_symbols(program).items():
         if sizes.keys() >= set(size.symbols) and size.bind(sizes) % multiple:
@@ -130,13 +133,13 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Multiples of names, and of sums of names."""
+    """Multiples of symbols, and of sums of symbols."""
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items() if multiple > 1}
     return {size: multiple for size, multiple in found.items() if size.symbols == size.atoms}
 
 
 def are_divided(program: ir.HostProgram, sizes: Mapping[str, int]) -> bool:
-    """Whether no size that is given, or that follows from these, is one that chosen loops do not divide."""
+    """True if the chosen chunk loops divide all given sizes and the sums of them."""
     return _first_undivided(_multiples(program), sizes) is None
 
 
@@ -147,7 +150,7 @@ def _first_undivided(multiples: Mapping[Size, int], sizes: Mapping[str, int]) ->
 
 @ir.analysis
 def _multiples(program: ir.HostProgram) -> dict[Size, int]:
-    """What must divide the sizes of a call; nothing where no loop was chosen, so that all is as the user has stated it."""
+    """Multiples that the sizes of a call must have. Empty if no loop was chosen, since the user then stated all loops."""
     if not any(choice.taken.chunks for choice in program.choices):
         return {}
     found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items()}

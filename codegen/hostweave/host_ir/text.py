@@ -1,4 +1,4 @@
-"""Parses the text of host programs: `parse_host(str(p)) == p`. The `syntax` line of each instruction drives both."""
+"""Parser of host programs: `parse_host(str(p)) == p`. The `syntax` line of each instruction drives printer and parser."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,10 @@ from hostweave.types.text import Reader
 
 
 def parse_host(text: str) -> ir.HostProgram:
-    """The host program that `text` prints. Raises ParseError with line and column."""
+    """Parses the text of a host program.
+
+    Raises ParseError with line and column if the text is not valid.
+    """
     reader = Reader(text)
     user_kernels = reader.repeated("user_kernel", lambda: parse_user_kernel(reader))
     kernels = reader.repeated("kernel", lambda: _parse_kernel(reader))
@@ -42,7 +45,7 @@ def parse_host(text: str) -> ir.HostProgram:
 
 
 def _parse_head(reader: Reader, what: str) -> tuple[str, tuple[ir.Parameter, ...], tuple[ir.Parameter, ...]]:
-    """`@name(inputs) -> (outputs)`"""
+    """Parses `@name(inputs) -> (outputs)`."""
     name, inputs = reader.global_name(what), _parse_parameters(reader)
     reader.expect("->")
     return name, inputs, _parse_parameters(reader)
@@ -135,7 +138,7 @@ def _parse_field(reader: Reader, kind: type[tree.Instruction], name: str, hint: 
         return _parse_body(reader) if reader.accept("else") else ()
     if hint is str and f"%{{{name}}}" in kind.syntax:
         return reader.named()
-    if name in tree.roles(kind) and hint is not str:  # buffers, of a launch or a call
+    if name in tree.roles(kind) and hint is not str:  # buffers of a launch or a call
         return reader.separated(reader.named) if reader.peek() == "%" else ()
     return _FIELD_PARSERS[hint](reader)
 
@@ -145,7 +148,7 @@ def _bracketed(item: Callable[[Reader], Any]) -> Callable[[Reader], Any]:
 
 
 def _parse_cut(reader: Reader) -> Cut:
-    """`4 of M`"""
+    """Parses `4 of M`."""
     start, blocks = reader.at, reader.integer()
     if blocks < 1:
         reader.fail("a dim has at least one block", start)
@@ -158,7 +161,7 @@ _parse_cuts = _bracketed(_parse_cut)
 
 def _parse_expr(reader: Reader, precedence: int = 1) -> Expr:
     left = _parse_atom(reader)
-    # A line that starts with % defines the next name: it does not go on with a remainder.
+    # A line that starts with % defines the next name, so it does not continue with a remainder.
     while (op := reader.peek()) in OPERATORS and OPERATORS[op][0] >= precedence and reader.line() == reader.line(reader.at - 1):
         reader.take()
         left = Binary(op, left, _parse_expr(reader, OPERATORS[op][0] + 1))

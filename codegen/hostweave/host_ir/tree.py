@@ -1,6 +1,6 @@
-"""An instruction of the host IR, whatever its kind: what is asked of it, and how bodies of instructions are walked and rewritten.
+"""Base class of host IR instructions, and functions that walk and rewrite bodies.
 
-The roles of its fields say what it does to what they name; traits are class variables, or what a class answers about itself.
+Roles of fields tell what an instruction does to what they name. Traits are class variables or properties.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ P = ParamSpec("P")
 T = TypeVar("T")
 INDENT = "  "
 
-# The roles of fields: what the instruction does to what they name. `names` finds it.
-Allocated = Annotated[str, "allocate"]  # the name of memory that the instruction defines
-Viewed = Annotated[str, "view"]  # of a view
-Index = Annotated[str, "index"]  # the name of an integer that it introduces
-Read = Annotated[str, "read"]  # a buffer whose bytes it reads
+# Roles of fields: what the instruction does to what they name. Use `names` to find the names of a role.
+Allocated = Annotated[str, "allocate"]  # name of memory that the instruction allocates
+Viewed = Annotated[str, "view"]  # name of a view that it defines
+Index = Annotated[str, "index"]  # name of an integer that it defines
+Read = Annotated[str, "read"]  # buffer whose bytes it reads
 Reads = Annotated[tuple[str, ...], "read"]
 Write = Annotated[str, "write"]
 Writes = Annotated[tuple[str, ...], "write"]
-Update = Annotated[str, "update"]  # reads and writes
-Alias = Annotated[str, "alias"]  # a buffer that is named but whose bytes are not touched
-Freed = Annotated[str, "free"]  # the same, of memory whose bytes others may have from here on
-Launched = Annotated[str, "launch"]  # a kernel
-Called = Annotated[str, "call"]  # a function
-Forked = Annotated[str, "fork"]  # streams
+Update = Annotated[str, "update"]  # buffer whose bytes it reads and writes
+Alias = Annotated[str, "alias"]  # buffer that it names without accessing its bytes
+Freed = Annotated[str, "free"]  # memory that it frees, so others may reuse the bytes
+Launched = Annotated[str, "launch"]  # kernel that it launches
+Called = Annotated[str, "call"]  # function that it calls
+Forked = Annotated[str, "fork"]  # pool of streams
 Joined = Annotated[str, "join"]
-Stream = Annotated[str, "stream"]  # the stream of the field `index`, on which its body runs
-Recorded = Annotated[str, "record"]  # the event of the field `index`
+Stream = Annotated[str, "stream"]  # pool of the stream on which its body runs; `index` selects the stream
+Recorded = Annotated[str, "record"]  # pool of the event; `index` selects it
 Awaited = Annotated[str, "wait"]
-RemoteRead = Annotated[str, "remote_read"]  # a buffer of which the bytes that a peer has are read
+RemoteRead = Annotated[str, "remote_read"]  # buffer whose bytes on a peer it reads
 RemoteWrite = Annotated[str, "remote_write"]
-Guarded = Annotated[str, "guard"]  # a buffer that is not touched, and whose other uses come before or after the instruction
+Guarded = Annotated[str, "guard"]  # buffer that it does not access, but that orders it: other uses stay before or after it
 
-INCLUDED = {  # what a role is besides: all ranks run one program, so that a buffer of a peer is used as its own is
+INCLUDED = {  # roles that a role implies; ranks share one program, so an access to a peer's buffer counts as one to the own
     "update": ("read", "write"),
     "remote_read": ("read",),
     "remote_write": ("write",),
@@ -54,80 +54,85 @@ INCLUDED = {  # what a role is besides: all ranks run one program, so that a buf
     "view": ("define",),
     "free": ("alias",),
 }
-NAMED = ("define", "index", "read", "write", "alias")  # of buffers and indices
+NAMED = ("define", "index", "read", "write", "alias")  # roles that name buffers and indices
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What is asked of instructions stands here and on the classes below: effects by the roles of fields, traits as class variables."""
+    """An instruction. Roles of its fields give its effects, and class variables its traits."""
 
-    syntax: ClassVar[str] = ""  # the words before a field are left out with it where it has its default value
-    calls: ClassVar[bool] = True  # False: it names memory or an integer, and nothing runs
-    shows: ClassVar[str] = ""  # of a view of all elements: "all", or "in order" where they are in their order
-    copies: ClassVar[bool] = False  # it is nothing where src and dst are the same bytes
-    work: ClassVar[str] = ""  # of this rank alone, on the stream that it stands on: to "compute", or to "move" what is there
-    orders: ClassVar[bool] = False  # streams, one after another: no work is moved past it
-    marks: ClassVar[bool] = False  # when a stream comes to it
-    grouped: ClassVar[bool] = False  # it posts sends and recvs in a group
-    posts: ClassVar[str] = ""  # of a communication: send, recv, collective, signal, wait_signal, which meet their own in order; or get
-    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for one another in it, which no library puts in order
-    in_window: ClassVar[bool] = False  # what it allocates is memory that peers read and write
-    at_root: ClassVar[str] = ""  # the field whose buffer only the root of a collective touches
-    not_at_root: ClassVar[str] = ""  # and the one that only the others do
-    in_place: ClassVar[str] = ""  # whose bytes dst may have: the field "src" or "accumulate", or the own "block of src", "block of dst"
+    syntax: ClassVar[str] = ""  # text format; a field with its default value is omitted with the words before it
+    calls: ClassVar[bool] = True  # False if it only names memory or an integer and does nothing at run time
+    shows: ClassVar[str] = ""  # for a view of all elements: "all", or "in order" if it keeps their order
+    copies: ClassVar[bool] = False  # a copy, which is a no-op if src and dst are the same bytes
+    work: ClassVar[str] = ""  # local work on its stream: "compute", or "move" for data movement
+    orders: ClassVar[bool] = False  # orders streams, so no work moves past it
+    marks: ClassVar[bool] = False  # notes when a stream reaches it
+    grouped: ClassVar[bool] = False  # posts sends and recvs in a group
+    # kind of communication: send, recv, collective, signal, wait_signal or get; all but get match their counterparts in order
+    posts: ClassVar[str] = ""
+    exchanges: ClassVar[bool] = False  # kernels of several ranks wait for one another in it, and no library orders them
+    in_window: ClassVar[bool] = False  # allocates memory that peers access
+    at_root: ClassVar[str] = ""  # field whose buffer only the root of a collective accesses
+    not_at_root: ClassVar[str] = ""  # field whose buffer only the other ranks access
+    # bytes that dst may share: the field "src" or "accumulate", or this rank's "block of src" or "block of dst"
+    in_place: ClassVar[str] = ""
     location: Location | None = field(default=None, compare=False, repr=False, kw_only=True)
 
-    # What an instruction of no class in particular says of itself.
+    # Defaults of the traits that are properties.
 
     @property
     def libraries(self) -> tuple[str, ...]:
-        """What a program with it is linked with, beside what all are."""
+        """Libraries that a program with it links besides those of all programs."""
         return ()
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
-        """The types of what it defines, from those of the buffers before it. Raises ValueError where there is no such view."""
+        """Types of the buffers and views that it defines, given those of earlier buffers.
+
+        Raises ValueError if there is no such view.
+        """
         return {}
 
     @property
     def span(self) -> tuple[int, Expr, Size] | None:
-        """Of a view of some indices of a dim: the dim, the first one, and over how many they spread."""
+        """The dim, first index and extent of a view of some indices of a dim. None for other instructions."""
         return None
 
     def chunk_of(self, source: BufferType) -> tuple[int, Expr, Size] | None:
-        """Of a view of one of equal chunks: the dim, the number of the chunk, and how many there are."""
+        """The dim, chunk index and number of chunks of a view of one of equal chunks. None for other instructions."""
         return None
 
     @property
     def chosen_by(self) -> Expr | None:
-        """Whether a view of one of two buffers is of the first that it names or of the second one; None: it has one."""
+        """Condition that selects the first of two buffers of a view. None if the view has one source."""
         return None
 
     def senders(self, rank_in_group: int, readers: tuple[T, ...]) -> tuple[T, ...]:
-        """Those whose data a rank of the process group gets from a communication, of all that read."""
+        """Senders whose data a rank of the process group receives, out of all that read."""
         return readers
 
     @property
     def packed(self) -> Cuts:
-        """How a tensor is cut whose blocks, one after another, are in what it names; nothing where none is."""
+        """Cuts of the tensor whose packed blocks its buffer holds. Empty if it is not packed."""
         return ()
 
     @property
     def ranks(self) -> Mesh | None:
-        """Whose ranks alone do its body, along whose axes; None: those that come to it. What the body allocates stays."""
+        """Mesh of the ranks that execute its body. None: all ranks that reach it. Allocations outlive the body."""
         return None
 
     @property
     def trips(self) -> Size | None:
-        """How many times its body runs, one after another; None: once."""
+        """Trip count of its body, or None if it is no loop."""
         return None
 
     @property
     def condition_of_body(self) -> Expr | None:
-        """Whether its first body runs or the second one; None: each."""
+        """Condition that selects the first of its bodies, or None if it runs each."""
         return None
 
     def lines(self, indent: str = "") -> list[str]:
-        """Its text: more than one line where it has a body."""
+        """Lines of its text. An instruction with a body has several."""
         text, defaults, buffers = indent, defaults_of(type(self)), roles(type(self))
         for literal, name in syntax_of(type(self)):
             value = getattr(self, name) if name else None
@@ -151,12 +156,12 @@ Body = tuple[Instruction, ...]
 
 
 def per_kind(function: Callable[Concatenate[type[Instruction], P], T]) -> Callable[Concatenate[type[Instruction], P], T]:
-    """`function`, worked out once for each kind of instruction."""
+    """Caches a function of a kind of instruction."""
     return cache(function)  # type: ignore[return-value]
 
 
 def body_lines(body: Body, indent: str = INDENT) -> Iterator[str]:
-    """The text of a body."""
+    """Lines of the text of a body."""
     return (line for instruction in body for line in instruction.lines(indent))
 
 
@@ -171,32 +176,32 @@ def field_text(value: Any, is_buffers: bool) -> str:
 
 @per_kind
 def syntax_of(kind: type[Instruction]) -> tuple[tuple[str, str], ...]:
-    """(literal text, field that follows it or "") pairs."""
+    """Pairs of literal text and the field that follows it, or ""."""
     pieces = re.split(r"\{(\w+)\}", kind.syntax)
     return tuple((literal, pieces[i + 1] if i + 1 < len(pieces) else "") for i, literal in enumerate(pieces) if i % 2 == 0)
 
 
 @per_kind
 def defaults_of(kind: type[Instruction]) -> dict[str, Any]:
-    """The value of each optional field, which is left out with the words before it."""
+    """Defaults of the optional fields. They are omitted from the text with the words before them."""
     return {f.name: f.default for f in fields(kind) if f.default is not MISSING and f.name != "orelse"}
 
 
 @per_kind
 def roles(kind: type[Instruction]) -> dict[str, str]:
-    """The role of every field that has one, by the field's name."""
+    """Roles of the fields that have one."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name].__metadata__[0] for f in fields(kind) if get_origin(hints[f.name]) is Annotated}
 
 
 @per_kind
 def _fields_of(kind: type[Instruction], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The fields of a class that have one of the wanted roles, or one that includes it."""
+    """Fields of a class with one of the wanted roles, or with a role that implies one."""
     return tuple(name for name, role in roles(kind).items() if not {role, *INCLUDED.get(role, ())}.isdisjoint(wanted))
 
 
 def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
-    """The names in the fields of the wanted roles, and of those that include them."""
+    """Names in the fields of the wanted roles, or of roles that imply them."""
     if not (fields := _fields_of(type(instruction), wanted)):
         return ()
     found: list[str] = []
@@ -207,7 +212,7 @@ def names(instruction: Instruction, *wanted: str) -> tuple[str, ...]:
 
 
 def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -> Instruction:
-    """The same under new names, as far as there are, in the fields of the wanted roles; itself where that changes none."""
+    """Renames buffers in the fields of the wanted roles. Returns the instruction itself if nothing changes."""
     changed: dict[str, Any] = {}
     for name in _fields_of(type(instruction), wanted):
         old = getattr(instruction, name)
@@ -216,7 +221,7 @@ def with_names(instruction: Instruction, new: Mapping[str, str], *wanted: str) -
 
 
 def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str) -> Instruction:
-    """The same with other names at these numbers of what `names` finds."""
+    """Replaces names by their position in the result of `names`."""
     changed: dict[str, Any] = {}
     number = count()
     for name in _fields_of(type(instruction), wanted):
@@ -226,11 +231,11 @@ def with_names_at(instruction: Instruction, new: Mapping[int, str], *wanted: str
     return replace(instruction, **changed)
 
 
-Slot = tuple[str, Expr]  # a stream or event: the name of its pool, and which it is
+Slot = tuple[str, Expr]  # a stream or event: name of its pool, and index in it
 
 
 def slot(instruction: Instruction, role: str) -> Slot | None:
-    """The stream on which its body runs, the event that it records or that it waits for; None where it has no field of the role."""
+    """The stream of its body, or the event that it records or waits for. None if it has no field of the role."""
     return next(((pool, getattr(instruction, "index")) for pool in names(instruction, role)), None)  # noqa: B009
 
 
@@ -239,7 +244,7 @@ def expressions(instruction: Instruction) -> list[Expr]:
 
 
 def with_expressions(instruction: Instruction, change: Callable[[Expr], Expr]) -> Instruction:
-    """The same with each expression changed; itself where none is."""
+    """Changes each expression. Returns the instruction itself if nothing changes."""
     given = {name: value for name, value in vars(instruction).items() if isinstance(value, Expr)}
     changed: dict[str, Any] = {name: new for name, value in given.items() if (new := change(value)) != value}
     return replace(instruction, **changed) if changed else instruction
@@ -255,7 +260,7 @@ def bodies(instruction: Instruction) -> tuple[Body, ...]:
 
 
 def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Instruction:
-    """The same with each body in it changed; itself where none is."""
+    """Changes each body. Returns the instruction itself if nothing changes."""
     if not (names := _body_fields(type(instruction))):
         return instruction
     inner = {name: (body := getattr(instruction, name), change(body)) for name in names}
@@ -264,7 +269,7 @@ def with_bodies(instruction: Instruction, change: Callable[[Body], Body]) -> Ins
 
 
 def together(instructions: Iterable[Instruction], of: Callable[[Instruction], object] = lambda i: i.ranks) -> Body:
-    """Neighbours on one mesh in one `on` body, or those that share what `of` says of their bodies."""
+    """Merges consecutive instructions with equal `of`, by default `on` bodies of one mesh."""
     result: list[Instruction] = []
     for i in instructions:
         if of(i) and result and of(result[-1]) == of(i):
@@ -276,7 +281,7 @@ def together(instructions: Iterable[Instruction], of: Callable[[Instruction], ob
 
 
 def walk(body: Body) -> Iterator[Instruction]:
-    """Every instruction, outer before inner, in program order."""
+    """All instructions in program order, outer before inner."""
     for instruction in body:
         yield instruction
         for name in _body_fields(type(instruction)):
@@ -284,16 +289,16 @@ def walk(body: Body) -> Iterator[Instruction]:
 
 
 def of_kind(table: Mapping[type[Instruction], T], kind: type[Instruction]) -> T:
-    """What a table has for a class of instructions, or for the nearest class above it."""
+    """Entry of a table for a class of instructions, or for its nearest base class."""
     return next(table[base] for base in kind.__mro__ if base in table)
 
 
-Outcome = Instruction | Body | None  # of a rule: None keeps, () deletes, a tuple replaces
-Edits = Mapping[int, Instruction | Body]  # by the numbers of instructions in `walk`
+Outcome = Instruction | Body | None  # result of a rule: None keeps, () deletes, a tuple replaces
+Edits = Mapping[int, Instruction | Body]  # replacements by the number of the instruction in `walk`
 
 
 def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
-    """Applies `rule` to every instruction, inner before outer: it sees what has become of a body inside. Itself where nothing changes."""
+    """Applies `rule` to every instruction, inner before outer. Returns `body` itself if nothing changes."""
     result: list[Instruction] = []
     for old in body:
         new = with_bodies(old, lambda inner: rewrite(inner, rule))
@@ -303,9 +308,9 @@ def rewrite(body: Body, rule: Callable[[Instruction], Outcome]) -> Body:
 
 
 def edited(body: Body, edits: Edits) -> Body:
-    """Replaces the instructions of these numbers. What an edit keeps of its instruction has the edits inside of it, too.
+    """Replaces the instructions of these numbers. An edit that keeps its instruction keeps the edits inside it, too.
 
-    Raises KeyError for an edit that would have no effect: the body has no such instruction, or it stands in one that is replaced.
+    Raises KeyError for an edit without effect: its number is not in the body, or an outer instruction is replaced.
     """
     walked = 0
 
@@ -328,13 +333,13 @@ def edited(body: Body, edits: Edits) -> Body:
 
 
 def unless_same(body: Body, result: list[Instruction]) -> Body:
-    """What has become of a body; the body itself where that is the same."""
+    """Returns `body` itself if `result` has the same instructions."""
     is_same = len(result) == len(body) and all(new is old for new, old in zip(result, body, strict=True))
     return body if is_same else tuple(result)
 
 
 def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view")) -> Body:
-    """A body without what only gives names, in fields of these roles, that nothing uses, nor what they alone used."""
+    """Removes unused definitions in fields of these roles, and definitions that only they used."""
     while True:
         used = {name for i in walk(body) for name in names(i, "read", "write", "alias")}
         if "index" in roles:
@@ -347,23 +352,23 @@ def eliminate_dead_code(body: Body, roles: tuple[str, ...] = ("allocate", "view"
 
 
 def indices_in(i: Instruction) -> Iterator[str]:
-    """The indices that the expressions of an instruction name."""
+    """Indices in the expressions of an instruction."""
     return (leaf.name for expr in expressions(i) for leaf in leaves(expr) if isinstance(leaf, Var))
 
 
 # --- alias roots ------------------------------------------------------------------------------------------------------
-# The parameters or allocations behind a view, through any number of views: more than one where a view chooses.
+# Parameters or allocations behind a view, through any number of views. A view that chooses has several.
 
 
 class AliasRoots:
-    """The names that a walk over a program has come to. Bodies side by side may use one name for two buffers: the last one counts."""
+    """Alias roots of the names that a walk has seen so far. If sibling bodies use a name twice, the last one counts."""
 
     def __init__(self) -> None:
-        self._sources: dict[str, str] = {}  # of each view, the first of two
-        self._roots: dict[str, tuple[str, ...]] = {}  # of each view
+        self._sources: dict[str, str] = {}  # of each view, its first source
+        self._roots: dict[str, tuple[str, ...]] = {}  # of each view, all its roots
 
     def define(self, instruction: Instruction) -> None:
-        """Notes what an instruction defines, if anything."""
+        """Records the definitions of an instruction."""
         for name in names(instruction, "define"):
             self._sources.pop(name, None)
             self._roots.pop(name, None)
@@ -372,15 +377,15 @@ class AliasRoots:
                 self._roots[name] = tuple(dict.fromkeys(root for source in sources for root in self.all_of(source)))
 
     def put(self, name: str, source: str) -> None:
-        """Makes a name a view of another one."""
+        """Makes `name` a view of `source`."""
         self._sources[name], self._roots[name] = source, self.all_of(source)
 
     def source(self, name: str) -> str | None:
-        """What a view was made of, the first of two; None for a parameter or an allocation."""
+        """First source of a view. None for a parameter or an allocation."""
         return self._sources.get(name)
 
     def of(self, name: str) -> str:
-        """The parameter or allocation that a name is, or is a view of; the first of several."""
+        """Alias root of a name: the parameter or allocation behind it, the first of several."""
         while name in self._sources:
             name = self._sources[name]
         return name

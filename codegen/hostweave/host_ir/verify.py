@@ -1,4 +1,4 @@
-"""The verifier of host programs. Each instruction has one rule, which raises a ProgramError that names the instruction."""
+"""Verifier of host programs. Each instruction has one rule, which raises a ProgramError that names the instruction."""
 
 from hostweave.host_ir import ir
 from hostweave.host_ir.calls import bodies
@@ -9,7 +9,10 @@ RULES = {**computing.RULES, **communication.RULES, **control.RULES}
 
 
 def verify_host(program: ir.HostProgram) -> None:
-    """Raises ProgramError for the first instruction that is not legal: its text, why, and what to do."""
+    """Verifies a host program.
+
+    Raises ProgramError for the first illegal instruction: its text, the reason, and the remedy.
+    """
     checker = Checker(program, RULES)
     checker.header()
     for kernel in program.kernels:

@@ -1,4 +1,4 @@
-"""One-sided transport: ranks write and read the windows of others, and signal them. Copy engines move the bytes."""
+"""One-sided transport: ranks put to, get from, and signal the windows of other ranks. Copy engines move the bytes."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

@@ -1,4 +1,4 @@
-"""Transport peer: ranks of one host copy to and from each other's memory, and signal with words that streams write and await."""
+"""Peer transport: ranks of one host copy through mapped peer memory. Signals are words that streams write and wait for."""
 
 from hostweave.transports.transport import SIGNALS, Transport
 

@@ -1,4 +1,4 @@
-"""Two-sided transport: NCCL's collectives, and a send that meets a recv."""
+"""Two-sided transport: NCCL collectives, and send with a matching recv."""
 
 from hostweave.transports.transport import COLLECTIVES, MESSAGES, Transport
 

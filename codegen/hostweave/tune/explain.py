@@ -1,4 +1,4 @@
-"""What `Program.explain` says: of each communication how it is done, out of what and why, and of each attention."""
+"""Text of `Program.explain`: how each communication and attention is done, the alternatives, and why."""
 
 import re
 from collections.abc import Iterator, Mapping, Set
@@ -19,7 +19,10 @@ from hostweave.types.tensor import TensorType, f32
 
 
 def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
-    """Of the last stage before the host IR, and of what was made of it: a line for each communication and attention, functions first."""
+    """Explains the program: one line per communication and attention, functions first.
+
+    `fusion` is the last stage before the host IR, and `host` is the host IR made from it.
+    """
     lines = [f"{fusion.name} on {fusion.mesh}", *(f"  {line}" for line in _basis(options))]
     in_kernels = {kernel.exchanges.result.name for kernel in host.kernels if kernel.exchanges}
     for body in (*fusion.functions, fusion):
@@ -83,7 +86,7 @@ def _why_composed(op: Op, types: Mapping[str, TensorType], options: Options) -> 
 
 
 def _hidden(body: Fusion, place: int, times: Mapping[str, float]) -> str:
-    """How much of a communication other ops could hide, if that is too little for a stream of its own."""
+    """How much of a communication other ops could hide, if that is too little for a stream of its own; otherwise ""."""
     could, own = hidden_beside(body.ops, place, times)[1], times[body.ops[place].result.name]
     if body.ops[place].result.is_async or could >= ENOUGH:
         return ""
@@ -118,7 +121,7 @@ def _times(choice: Choice) -> str:
 
 
 def _too_little(choice: Choice, gain: float) -> str:
-    """Why a faster way was not taken: it gains too little, or another one was stated."""
+    """Reason for which a faster way was not taken: it gains too little, or another one was stated."""
     is_by_gain = choice.taken.algorithm == IN_SEQUENCE and gain < (wanted := gain_wanted(choice.taken.micros))
     return f", and at least {wanted:.1f} us are wanted" if is_by_gain else ", and this way was stated"
 

@@ -1,4 +1,4 @@
-"""Which reshards could be hidden behind matmuls or an attention in a chunk loop, and how long each way to do that takes."""
+"""Candidates for overlap: reshards that matmuls or attention can hide in a chunk loop, with the predicted time of each way."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,28 +24,28 @@ from hostweave.types.machine import Machine
 from hostweave.types.size import Size
 from hostweave.types.zigzag import pieces
 
-MARGIN = 0.95  # of the time in sequence that a loop may take at most, by the model, to be chosen
-LEAST = 5.0  # microseconds that it must gain: with less the model may be wrong, and the host takes longer for a loop
-ENOUGH = 10e-6  # seconds of a communication outside of loops that must be hidden: what a fork and a wait cost, with room
+MARGIN = 0.95  # a loop may take at most this share of the sequential time to be chosen
+LEAST = 5.0  # microseconds that a loop must gain; smaller gains are within the model's error and cost the host more launches
+ENOUGH = 10e-6  # seconds of a communication that must be hidden outside of loops: the cost of a fork and a wait, with a margin
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can be done in chunks beside matmuls, and the dim of their results, or of its own, that the chunks cut.
+    """A reshard that can run in chunks next to matmuls. `dim` is the dim that the chunks cut, of their results or of its own.
 
-    Where it gathers keys there is an attention in place of the matmuls, whose values are gathered with them.
+    If the reshard gathers keys, `matmuls` is the attention, and the values are gathered in the same loop.
     """
 
     reshard: Op
     matmuls: tuple[Op, ...]
     dim: int
     ranks: int
-    size: Size  # of the dim, which is cut
-    shards: int  # in how many parts ranks have it meanwhile
-    unknown: tuple[str, ...]  # sizes that are not stated, on which it depends
-    is_even: bool  # whether all that is sharded is known to be shared evenly, as windows want it
+    size: Size  # global size of the dim that is cut
+    shards: int  # number of shards of that dim during the loop
+    unknown: tuple[str, ...]  # sizes that it depends on and that are not stated
+    is_even: bool  # True if all sharded dims are known to divide evenly, as windows require
     keys: GatheredKeys | None = None
 
     @property
@@ -54,12 +54,12 @@ class Candidate:
 
     @property
     def streamed(self) -> tuple[Op, ...]:
-        """The ops that a user would stream."""
+        """The ops that a user would mark with `.stream()`."""
         return self.matmuls if self.reshard.kind == "all_gather" and not self.keys else self.reshards
 
 
 def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
-    """Those of a body whose reshards are each one communication, in order."""
+    """Candidates of a body, in order. Each reshard must be a single communication."""
     finder = _Finder(fusion, sizes)
     for op in fusion.ops:
         if op.kind in KINDS and not op.result.stream and (found := finder.candidate(op)):
@@ -67,7 +67,7 @@ def candidates(fusion: Fusion, sizes: Mapping[str, int]) -> Iterator[Candidate]:
 
 
 class _Finder:
-    """Which ops of a body could share a loop with a reshard."""
+    """Finds the ops of a body that can share a loop with a reshard."""
 
     def __init__(self, fusion: Fusion, sizes: Mapping[str, int]):
         self.fusion, self.sizes, self.uses = fusion, sizes, consumers(fusion)
@@ -102,9 +102,9 @@ class _Finder:
         return self.gathered(op) if op.kind == "all_gather" else self.reduced(op)
 
     def gathered(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """The matmuls whose rows are gathered, if they stand before all else that takes the gathered value, which reads it after the loop.
+        """Matmuls whose rows the op gathers, if they are the first consumers of the gathered value. Other consumers read it after the loop.
 
-        Nothing that they take is made later than the first of them.
+        All operands of the matmuls are computed before the first of them.
         """
         users = self.uses[op.result.name]
         found = tuple(user for user in users if user is not None and self.has_rows_of(op, user))
@@ -112,7 +112,7 @@ class _Finder:
         return (found, step_of(op).dim or 0) if are_first else ((), 0)
 
     def has_rows_of(self, op: Op, user: Op) -> bool:
-        """Whether it is a matmul whose rows are gathered, and the first one that takes them needs no later value than this one."""
+        """True if `user` is a matmul whose rows are gathered, and its other operand is computed before the first consumer."""
         dim, first = step_of(op).dim, self.uses[op.result.name][0]
         if dim is None or op.result.type.dims[dim].axes or not self.is_outermost(op, dim):
             return False
@@ -125,7 +125,7 @@ class _Finder:
         return is_rows and all(place < (self.place[first.result.name] if first else 0) for place in others)
 
     def reduced(self, op: Op) -> tuple[tuple[Op, ...], int]:
-        """The matmul whose result alone is reduced, if what it takes in chunks is no result of communication itself."""
+        """The matmul whose result is only reduced. Its chunked operands must not come from a communication or a loop."""
         matmul, dim = self.producer.get(op.tensors[0]), step_of(op).dim or 0
         if matmul is None or not self.is_plain_matmul(matmul) or self.uses[matmul.result.name] != [op]:
             return (), 0
@@ -150,7 +150,7 @@ class _Finder:
         )
 
     def is_outermost(self, op: Op, dim: int) -> bool:
-        """Whether chunks of the dim are contiguous."""
+        """True if chunks along the dim are contiguous."""
         return all(size == Size() for size in op.result.type.shape[:dim])
 
     def is_even(self) -> bool:
@@ -166,7 +166,7 @@ class _Finder:
 
 
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:
-    """Outside of a loop by a collective or by copies, and in chunks by each schedule that can be, the fastest first."""
+    """All ways to do a candidate, fastest first: outside of a loop by a collective or by copies, and in chunks by each schedule."""
     op, values, keys = candidate.reshard, fusion.values(), candidate.keys
     sizes, machine, tf32 = options.sizes, options.figures, options.tf32
 
@@ -195,21 +195,23 @@ def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, .
 
 
 def reaches_memory(fusion: Fusion, options: Options) -> bool:
-    """Whether ranks can reach each other's memory where nobody says so: windows want that they share all sizes evenly."""
+    """True if `transport="auto"` lets ranks of this fusion use peer memory. Windows need sizes that divide evenly."""
     finder = _Finder(fusion, options.sizes)
     return _may_copy(options, finder.is_on_all_ranks and finder.is_even())
 
 
 def _may_copy(options: Options, is_even: bool) -> bool:
-    """Whether copy engines may communicate outside of loops, between ranks that share all sizes evenly or do not."""
+    """True if copy engines may communicate outside of loops. `is_even` tells whether ranks share all sizes evenly."""
     transport = options.transport_carrying(SIGNALS)
     return is_even and options.transport == "auto" and transport is not None and not transport.why_not(options.figures)
 
 
 def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool, reaches: bool) -> tuple[Way, ...]:
-    """Of a gather or a reduce-scatter outside of loops how it can be done, and what that costs: by kernels, or, where ranks reach each
-    other's memory, by copy engines, put from where it lies in no window and else read. Either may leave a product's shards apart, which is
-    a way in as many chunks. Nothing of another op, and where its size is not known."""
+    """Ways to do a gather or a reduce-scatter outside of loops, fastest first. Empty for other ops, or if a size is unknown.
+
+    Kernels of the collective can always do it. Copy engines can if ranks reach each other's memory: they put operands that lie in no
+    window, and get all others. Either way may leave the shards of a matmul's operand apart, which counts as one chunk per rank.
+    """
     sizes, machine = options.sizes, options.figures
     step, source = step_of(op), fusion.values()[op.tensors[0]]
     ranks = op.result.type.mesh_in(fusion.mesh).size_of(step.axes)
@@ -234,7 +236,7 @@ def ways_outside_loops(op: Op, fusion: Fusion, options: Options, is_beside: bool
 
 
 def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
-    """The matmul that alone takes what is gathered, or its transpose, where its columns are what is gathered."""
+    """The only consumer of a gather, if it is a matmul whose columns are gathered, directly or through a transpose."""
     uses, types, name, dim = consumers(fusion), fusion.values(), gather.result.name, step_of(gather).dim
     user = uses[name][0] if len(uses[name]) == 1 else None
     if user and user.kind == "permute_dims" and dim is not None and len(uses[user.result.name]) == 1:
@@ -247,7 +249,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """The same of sizes that are known, where ranks share the columns evenly."""
+    """The same matmul, if all its sizes are known and the ranks share its columns evenly."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None
@@ -261,9 +263,9 @@ def _is_outermost(gather: Op) -> bool:
 
 
 def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Mapping[str, str]) -> Choice:
-    """The way that is stated for a reshard, else the fastest where it gains enough over the sequence.
+    """Chooses the way that the user stated for a reshard, or else the fastest one if it gains enough over the sequence.
 
-    Raises ProgramError where what is stated cannot be.
+    Raises ProgramError if the stated way is not possible.
     """
     choice = Choice(reshard.result.name, fusion.name, possible)
     in_sequence = next(way for way in possible if way.algorithm == IN_SEQUENCE)
@@ -276,12 +278,12 @@ def choice_of(reshard: Op, fusion: Fusion, possible: tuple[Way, ...], stated: Ma
 
 
 def gain_wanted(in_sequence: float) -> float:
-    """Microseconds that another way must gain over one in sequence of so many, to be chosen."""
+    """Microseconds that a way must gain over the sequence to be chosen."""
     return max(LEAST, (1 - MARGIN) * in_sequence)
 
 
 def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule, int]]:
-    """Schedules that can be chosen, and numbers of chunks that divide the dim, or each rank's part of it; of keys one chunk a rank."""
+    """Schedules that may be chosen, each with numbers of chunks that divide the dim or each rank's part. Keys have one chunk per rank."""
     size, rest = divmod(candidate.size.bind(options.sizes), candidate.shards)
     for schedule in choosable(candidate.reshard.kind, options, candidate.is_even):
         for chunks in schedule.chunks(candidate.ranks):
@@ -290,7 +292,7 @@ def _chunked(candidate: Candidate, options: Options) -> Iterator[tuple[Schedule,
 
 
 def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Machine, tf32: bool) -> float:
-    """How long the ops take that a reshard outside of a loop can run beside: from what makes its operand to what takes its result."""
+    """Seconds of the ops that can overlap with a reshard outside of a loop: from the op that makes its operand to its first consumer."""
     times, results = seconds(fusion, sizes, machine, tf32), {reshard.result.name}
     ops = filled(fusion.ops, times)
     place = ops.index(reshard)
@@ -306,7 +308,7 @@ def _beside(reshard: Op, fusion: Fusion, sizes: Mapping[str, int], machine: Mach
 
 
 def _is_made(name: str, fusion: Fusion) -> bool:
-    """Whether the program allocates a value: an input, and what it views, is the caller's memory."""
+    """True if the program allocates a value. Inputs and their views are the caller's memory."""
     producer = {op.result.name: op for op in fusion.ops}
     while name in producer and OPS[producer[name].kind].is_view:
         name = producer[name].tensors[0]
@@ -321,16 +323,16 @@ def _micros(seconds: float) -> float:
 
 
 def hidden_beside(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> tuple[int, float]:
-    """The earliest place for the communication at `place`, and the seconds of it that other ops hide from there on."""
+    """The earliest position for the communication at `place`, and the seconds of it that other ops hide from there."""
     earlier, name = _earliest(ops, place, times), ops[place].result.name
     beside = sum(times[other.result.name] for other in ops[earlier : _first_use(ops, place)] if not communicates(other))
     return earlier, min(beside, times[name] + _in_flight(ops, place, times))
 
 
 def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
-    """Earliest place of the op at `place` such that the ops it moves past hide it; never later than `place`.
+    """Earliest position of the op at `place` from which the ops that it passes hide it. Never later than `place`.
 
-    It stays behind the kernel that makes its operand: ops of one element each that take this operand, too, are part of it.
+    The op stays behind the kernel that makes its operand. Pointwise ops that read the operand too are part of that kernel.
     """
     op, best, passed = ops[place], place, 0.0
     kernel = set(op.tensors)
@@ -343,19 +345,19 @@ def _earliest(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> int:
             break
         passed += times[other.result.name]
         in_loop = at > 0 and other.result.stream and ops[at - 1].result.stream
-        if times[other.result.name] and not in_loop:  # a loop stays in one piece
+        if times[other.result.name] and not in_loop:  # do not split a loop
             best = at
     return best
 
 
 def _in_flight(ops: Sequence[Op], place: int, times: Mapping[str, float]) -> float:
-    """How long the communications take that are not waited for before the one at `place`, which follows them in any case."""
+    """Seconds of the earlier communications that are still in flight at `place`. The communication there follows them anyway."""
     flying = (at for at, op in enumerate(ops[:place]) if op.result.is_async and _first_use(ops, at) > place)
     return sum(times[ops[at].result.name] for at in flying)
 
 
 def _first_use(ops: Sequence[Op], place: int) -> int:
-    """The place of the first op that takes what the op at `place` makes, or a view of it."""
+    """Position of the first op that reads the result of the op at `place`, or a view of it."""
     views = {ops[place].result.name}
     for at in range(place + 1, len(ops)):
         if not views.isdisjoint(ops[at].tensors):
@@ -366,7 +368,7 @@ def _first_use(ops: Sequence[Op], place: int) -> int:
 
 
 def needed_by_large(ops: Sequence[Op]) -> set[str]:
-    """The values that products, communications, loops and calls need."""
+    """Values that matmuls, attention, communications, loops and calls need, directly or indirectly."""
     needed: set[str] = set()
     for op in reversed(ops):
         if communicates(op) or op.callee or op.result.stream or op.kind in PRODUCTS or op.result.name in needed:
@@ -375,13 +377,14 @@ def needed_by_large(ops: Sequence[Op]) -> set[str]:
 
 
 def filled(ops: Sequence[Op], times: dict[str, float]) -> list[Op]:
-    """The ops, with products that nothing large needs, as those of gradients of weights, moved down to where the rest waits for a
-    communication: past two of them at most, since they hold what they multiply.
+    """Reorders the ops to fill waits: matmuls that nothing large needs move down to where the rest waits for a communication.
+
+    Gradients of weights are such matmuls. They pass two communications at most, because they keep their operands alive.
     """
-    needed = needed_by_large(ops)  # which a gradient of weights is not
-    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # of those that are late, how many have passed a communication
-    clock = link = 0.0  # when what was computed and communicated so far has ended
-    ends: dict[str, float] = {}  # of results of communications
+    needed = needed_by_large(ops)  # gradients of weights are not in it
+    order, late, moved, aged = list[Op](), list[Op](), set[str](), 0  # `aged` is the number of late ops that have passed a communication
+    clock = link = 0.0  # end of all compute, and of all communication, so far
+    ends: dict[str, float] = {}  # end times of communication results
 
     def take() -> float:
         order.append(late.pop(0))

@@ -1,4 +1,4 @@
-"""Tensors cut into blocks, as they are sent to ranks that share their dims: the last blocks of a dim may be short, or empty."""
+"""Blocks of tensors, cut where ranks share their dims. The last blocks of a dim may be short or empty."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from hostweave.types.tensor import TensorType
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of which a rank has `size`, cut where the shards of `blocks` ranks that share the global dim begin: `4 of M`."""
+    """A dim of local size `size`, cut where the shards of `blocks` ranks of the global dim begin. Text: `4 of M`."""
 
     blocks: int
     size: Size
 
     @property
     def local(self) -> LocalSize | None:
-        """What the rank has, where that is a shard whose beginning in the global dim depends on the rank."""
+        """The local size, if the offset of the shard in the global dim depends on the rank. None otherwise."""
         return self.size.factor if isinstance(self.size.factor, LocalSize) else None
 
     @property
@@ -29,7 +29,7 @@ class Cut:
         return self.local.size if self.local else self.size
 
     def starts(self, sizes: Sizes) -> list[int]:
-        """Where each block begins in what the rank has, and where the last one ends."""
+        """Local start of each block, and the end of the last one."""
         local = self.local.indices(sizes) if self.local else range(self.size.bind(sizes))
         end = self.global_size.bind(sizes)
         first = [local_range(end, self.blocks, block).start for block in range(self.blocks)]
@@ -43,7 +43,7 @@ Cuts = tuple[Cut, ...]
 
 
 def boxes(cuts: Cuts, sizes: Sizes) -> list[tuple[slice, ...]]:
-    """The blocks of a tensor, in row-major order."""
+    """Blocks of a tensor as slices, in row-major order."""
     return [tuple(slice(*ends) for ends in box) for box in product(*(pairwise(cut.starts(sizes)) for cut in cuts))]
 
 
@@ -52,7 +52,7 @@ def elements(box: Sequence[slice]) -> int:
 
 
 def is_in_order(cuts: Cuts) -> bool:
-    """Whether the blocks one after another are the tensor as it lies in memory: no dim but the first that is longer than 1 is cut."""
+    """True if the blocks in order are the tensor's memory layout: only the first dim longer than 1 is cut."""
     longer = [cut for cut in cuts if cut.size != Size()]
     return all(cut.blocks == 1 for cut in longer[1:])
 
@@ -62,7 +62,7 @@ def is_in_order(cuts: Cuts) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """Block `sent` of what rank `sender` holds becomes block `received` of what rank `receiver` holds."""
+    """Block `sent` of rank `sender` becomes block `received` of rank `receiver`."""
 
     sender: int
     sent: int
@@ -75,11 +75,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Transfer:
-    """How a tensor gets from one mesh to another, each block to every rank that is to hold it, once.
+    """Routes of a tensor from one mesh to another. Every receiver gets each of its blocks once.
 
-    Senders cut each dim of what they hold into `sent` blocks, receivers into `received` ones, in row-major order. A block that
-    a rank holds already it gets from itself, any other one from one of those that hold it: these take the receivers in turn.
-    Where ranks may share a dim unevenly, blocks end where a shard of either side does, and any of them may be empty.
+    Senders cut each dim of their local tensor into `sent` blocks, receivers into `received` blocks, in row-major order. A rank that already
+    holds a block sends it to itself. Otherwise the holders of a block serve its receivers in rotation. If ranks may share a dim unevenly,
+    blocks end where a shard of either side ends, and any of them may be empty.
     """
 
     sent: tuple[int, ...]
@@ -91,12 +91,12 @@ class Transfer:
 
     @property
     def moved(self) -> tuple[Route, ...]:
-        """The blocks that another rank has to send."""
+        """Routes between two different ranks."""
         return tuple(route for route in self.routes if route.sender != route.receiver)
 
     @property
     def receivers(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that receive from each one that sends."""
+        """Receivers of each sender."""
         found: dict[int, tuple[int, ...]] = {}
         for route in self.moved:
             found[route.sender] = (*found.get(route.sender, ()), route.receiver)
@@ -104,22 +104,22 @@ class Transfer:
 
     @property
     def is_cheaper_to_broadcast(self) -> bool:
-        """Whether a rank would send all that it has to several others: in a broadcast they hand it on, so that it leaves the rank once."""
+        """True if a rank would send its whole local tensor to several others. A broadcast then sends it only once."""
         is_whole = set(self.sent) | set(self.received) <= {1}
         return is_whole and any(len(receivers) > 1 for receivers in self.receivers.values())
 
     def distance(self, senders: int) -> int | None:
-        """How many ranks further each block goes, where all go as far and each of so many senders has one."""
+        """Distance in ranks, if all blocks travel equally far and each of `senders` ranks sends one block. None otherwise."""
         far = {route.receiver - route.sender for route in self.routes}
         one_each = set(self.sent) | set(self.received) <= {1} and len({route.sender for route in self.routes}) == senders
         return far.pop() if len(far) == 1 and one_each else None
 
     def share(self, shards: int) -> Fraction:
-        """How much of a tensor of so many shards travels from rank to rank, in multiples of the tensor."""
+        """Amount of data that travels between ranks, as a fraction of the tensor, which has `shards` shards."""
         return Fraction(len(self.moved), shards * prod(self.sent))
 
     def leads(self, source: TensorType, target: TensorType, program: Mesh) -> bool:
-        """Whether every rank of the target's mesh gets every block that it is to hold, once and from a rank that has it."""
+        """True if every rank of the target's mesh gets each of its blocks once, from a rank that holds it."""
         old, wanted = source.mesh_in(program), _wanted(source, target, program)
         cuts = tuple((dim.sent, dim.received) for dim in shared_dims(source, target, program))
         return (
@@ -135,24 +135,24 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SharedDim:
-    """How a dim that `have` ranks share and `want` ranks are to share is cut."""
+    """Cut of a dim that `have` ranks share and `want` ranks are to share."""
 
     size: Size
     have: int
     want: int
 
     def is_uneven(self, uneven: Container[str]) -> bool:
-        """Whether blocks may differ in size, where ranks may share these sizes unevenly."""
+        """True if blocks may differ in size, given the sizes that ranks may share `uneven`ly."""
         return self.is_crossed or (self.have != self.want and self.size.is_uneven(self.ranks, uneven))
 
     @property
     def is_crossed(self) -> bool:
-        """Whether each block of the one side may have a part of each block of the other."""
+        """True if each block of one side may overlap each block of the other side."""
         return 1 < self.have != self.want > 1 and self.size.is_uneven(self.ranks, self.size.symbols)
 
     @property
     def ranks(self) -> int:
-        """The blocks of which both sides have whole ones where they share the dim evenly."""
+        """Number of equal blocks at which each shard of both sides is a whole number of blocks."""
         return lcm(self.have, self.want)
 
     @property
@@ -164,7 +164,7 @@ class SharedDim:
         return self.have if self.is_crossed else self.ranks // self.want
 
     def source(self, target: int, number: int) -> tuple[int, int]:
-        """The place that has what `target` receives as this number, and the number that it has there."""
+        """Source shard and block index there, for block `number` of shard `target`."""
         return (number, target) if self.is_crossed else divmod(target * self.received + number, self.sent)
 
 
@@ -176,13 +176,13 @@ def shared_dims(source: TensorType, target: TensorType, program: Mesh) -> tuple[
 
 @lru_cache(maxsize=4096)
 def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
-    """The blocks of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
+    """Routes of a tensor that is not partial, from the layout and mesh of `source` to those of `target`."""
     old, new, dims = source.mesh_in(program), target.mesh_in(program), shared_dims(source, target, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in old.all_ranks:
         holders.setdefault(_place(source, old, rank), []).append(rank)
-    turns: dict[int, int] = {}  # of each rank among those that are to hold the same
-    copies: dict[tuple[int, ...], int] = {}  # of a place in the new layout, so far
+    turns: dict[int, int] = {}  # of each rank, its position among the ranks that hold the same shard
+    copies: dict[tuple[int, ...], int] = {}  # of each position in the new layout, the ranks so far
     for rank in new.all_ranks:
         place = _place(target, new, rank)
         turns[rank] = copies[place] = copies.get(place, -1) + 1
@@ -194,13 +194,13 @@ def transfer(source: TensorType, target: TensorType, program: Mesh) -> Transfer:
 
 
 def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple[int, int], tuple[tuple[int, ...], int]]:
-    """Of each rank that receives and each number of a block: the place of those that have the block, and its number there."""
+    """Maps each receiver and block index to the source shard's position and the block index there."""
     new, dims, wanted = target.mesh_in(program), shared_dims(source, target, program), {}
     for rank in new.all_ranks:
         place = _place(target, new, rank)
         for received, cut in enumerate(product(*(range(dim.received) for dim in dims))):
             found = [dim.source(at, number) for dim, at, number in zip(dims, place, cut, strict=True)]
-            sent = 0  # in row-major order
+            sent = 0  # block index in row-major order
             for dim, (_, number) in zip(dims, found, strict=True):
                 sent = sent * dim.sent + number
             wanted[rank, received] = tuple(at for at, _ in found), sent
@@ -208,5 +208,5 @@ def _wanted(source: TensorType, target: TensorType, program: Mesh) -> dict[tuple
 
 
 def _place(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Which block of each dim a rank holds."""
+    """Position of a rank's shard along each dim."""
     return tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims)

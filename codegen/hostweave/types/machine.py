@@ -1,4 +1,4 @@
-"""What the cost model knows of a machine: how fast its GPUs compute, and in what time they reach each other."""
+"""Figures of a machine for the cost model: speed of its GPUs and of the links between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked
 
-Points = tuple[tuple[float, float], ...]  # bytes, and the seconds that they take, from few to many
+Points = tuple[tuple[float, float], ...]  # pairs of bytes and seconds, by increasing bytes
 
 LINKS = ("collective", "put", "get")
 HOST = 8  # GPUs of a host, where no network says it
@@ -19,14 +19,14 @@ HOST = 8  # GPUs of a host, where no network says it
 
 @dataclass(frozen=True)
 class Link:
-    """In what time one rank of a group of so many receives bytes: by a collective from all others, by a put or a get from one."""
+    """Measured times in which one rank of a group receives data. A collective receives from all others, a put or a get from one."""
 
     by: str  # one of LINKS
     ranks: int
     points: Points
 
     def seconds(self, size: float) -> float:
-        """Between the points by straight lines, beyond the last one as fast as up to it."""
+        """Interpolates linearly between the points. Extrapolates the last segment, and uses the first point for smaller sizes."""
         if len(self.points) == 1 or size <= self.points[0][0]:
             return self.points[0][1]
         (x0, y0), (x1, y1) = next((pair for pair in pairwise(self.points) if size <= pair[1][0]), self.points[-2:])
@@ -59,20 +59,19 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of one kind of GPU and of its links, as measured; `hostweave calibrate` writes them as JSON.
+    """Measured figures of one kind of GPU and its links. `hostweave calibrate` writes them as JSON.
 
-    A matmul is computed in waves of as many tiles as there are multiprocessors: a wave takes what its operations take at `flops`,
-    and `wave` more. `refused` names transports that ranks cannot communicate by, each with the reason; `no_peers` says why ranks cannot
-    reach each other's memory at all. `no_scales` names scales that products of 8-bit
-    floats cannot have (tensor, row or block), each with the reason.
+    A matmul runs in waves with one tile per multiprocessor. A wave takes its operations divided by `flops`, plus `wave`. `refused` lists
+    transports that the ranks cannot use, each with the reason. `no_peers` is the reason for which ranks cannot reach each other's memory.
+    `no_scales` lists kinds of scales (tensor, row or block) that matmuls of 8-bit floats cannot have, each with the reason.
     """
 
     name: str
     multiprocessors: int
-    flops: float  # in a second, of matmuls of 16-bit floats
-    wave: float  # seconds
-    memory: float  # bytes in a second, read and written
-    launch: float  # seconds of a kernel that does nothing
+    flops: float  # floating-point operations per second of 16-bit matmuls
+    wave: float  # seconds of overhead per wave
+    memory: float  # bytes per second, read and written
+    launch: float  # seconds of an empty kernel
     links: tuple[Link, ...] = field(repr=False)
     refused: tuple[tuple[str, str], ...] = ()
     no_peers: str = ""
@@ -84,7 +83,7 @@ class Machine:
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:
-        """That of the number of ranks that is closest to this one, of two the larger."""
+        """The link measured for the number of ranks closest to `ranks`. In a tie, the larger number wins."""
         return min((link for link in self.links if link.by == by), key=lambda link: (abs(link.ranks - ranks), -link.ranks))
 
     def without(self, transport: str, why: str) -> Machine:
@@ -105,7 +104,10 @@ class Machine:
     @staticmethod
     @checked
     def from_json(text: str, where: str) -> Machine:
-        """Raises ProgramError, which names `where` it is from, for a text that is not one of `to_json`."""
+        """Parses the text of `to_json`. `where` names the file in errors.
+
+        Raises ProgramError if the text is not valid.
+        """
         try:
             facts: dict[str, Any] = json.loads(text)
             network = Network(**facts.pop("network")) if facts.get("network") else None
@@ -122,7 +124,7 @@ class Machine:
 
 KB, MB = 2**10, 2**20
 
-# H200 in one host, with NVLink between all of them: the figures that stand in where none were measured.
+# H200 in one host with NVLink: the default figures if none were measured.
 H200 = Machine(
     name="NVIDIA H200",
     multiprocessors=132,

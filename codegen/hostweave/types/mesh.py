@@ -1,4 +1,4 @@
-"""Meshes: the ranks of a program, with named axes; and what each of so many ranks has of a size that they share."""
+"""Meshes: the ranks of a program with named axes, and the local share of each rank."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 from hostweave.base.errors import ProgramError
 from hostweave.base.signatures import checked
 
-MAX_RANKS = 2**16  # of a mesh
+MAX_RANKS = 2**16  # largest number of ranks in a mesh
 
 
 @dataclass(frozen=True, init=False)
 class Mesh:
     """The ranks of a program, with named axes: `hw.Mesh(dp=2, tp=4)` has 8 ranks. Ranks are row-major, the last axis fastest.
 
-    `hw.Mesh()` is a single device. A mesh of some of a program's ranks is made by `ranks`. Raises ProgramError for axes without
-    names, sizes below 1, and more than 65536 ranks.
+    `hw.Mesh()` is a single device. Use `ranks` to make a mesh of some ranks.
 
-    Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2, and its process group along `tp` is ranks 4 to 7.
+    Raises ProgramError if an axis has no name or a size below 1, or if there are more than 65536 ranks.
+
+    Example: in `hw.Mesh(dp=2, tp=4)` rank 6 has the coordinates dp=1, tp=2. Its process group along `tp` is ranks 4 to 7.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -48,10 +49,12 @@ class Mesh:
 
     @checked
     def ranks(self, ranks: Sequence[int], /, **axes: int) -> Mesh:
-        """A mesh of these ranks of this one, in this order.
+        """Mesh of some ranks of this mesh, in the given order.
 
-        `axes` gives its axes by name. Without them, a mesh of one axis passes it on; of a mesh of several axes the ranks must be a
-        block, which keeps the axes along which they differ. Raises ProgramError otherwise, or for ranks that this mesh does not have.
+        `axes` gives the sizes of its axes by name. Without `axes`, a mesh with one axis keeps that axis. If this mesh has several axes, the
+        ranks must form a block, which keeps the axes along which they differ.
+
+        Raises ProgramError if the ranks are no such block, or if this mesh lacks one of them.
 
         Example: `hw.Mesh(x=8).ranks([4, 5, 6, 7], dp=2, tp=2)`.
         """
@@ -76,7 +79,10 @@ class Mesh:
         return Mesh(tuple((name, len(kept)) for name, kept in found if len(kept) > 1), chosen)
 
     def with_sizes(self, sizes: int | Mapping[str, int]) -> Mesh:
-        """The mesh with other sizes of these axes; an int is for its one axis. Raises ProgramError for axes that it does not have."""
+        """The mesh with other sizes of the given axes. An int is the size of the only axis.
+
+        Raises ProgramError if the mesh does not have such an axis.
+        """
         names = [name for name, _ in self.axes]
         if not isinstance(sizes, Mapping):
             if len(names) != 1:
@@ -89,38 +95,38 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
-        """The number of ranks."""
+        """Number of ranks."""
         return prod(size for _, size in self.axes)
 
     @cached_property
     def all_ranks(self) -> Sequence[int]:
-        """The program's ranks that it consists of, in the order of their coordinates."""
+        """Ranks of the program in this mesh, in the order of their coordinates."""
         return range(self.size) if self.members is None else self.members
 
     @property
     def is_run(self) -> bool:
-        """Whether its ranks follow one another."""
+        """True if its ranks are consecutive numbers."""
         first = self.all_ranks[0]
         return tuple(self.all_ranks) == tuple(range(first, first + self.size))
 
     @property
     def label(self) -> str:
-        """A name for a mesh of some of the ranks: `ranks_2_3`, `ranks_4_to_7`."""
+        """Name for a mesh of some ranks: `ranks_2_3`, `ranks_4_to_7`."""
         ranks = self.all_ranks
         if len(ranks) > 2 and self.is_run:
             return f"ranks_{ranks[0]}_to_{ranks[-1]}"
         return "_".join(["ranks", *map(str, ranks)]) if len(ranks) <= 4 else f"ranks_{ranks[0]}_and_others"
 
     def axis_size(self, axis: str) -> int:
-        """The number of ranks along an axis."""
+        """Number of ranks along an axis."""
         return dict(self.axes)[axis]
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """The number of ranks of a process group along `axes`."""
+        """Number of ranks of a process group along `axes`."""
         return prod(map(self.axis_size, axes))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """The coordinate of `rank`, numbered in the program, along `axis`."""
+        """Coordinate of a rank along `axis`. `rank` is its number in the program."""
         index = self.all_ranks.index(rank)
         for name, size in reversed(self.axes):
             if name == axis:
@@ -129,14 +135,14 @@ class Mesh:
         raise KeyError(axis)
 
     def rank_in_group(self, rank: int, axes: tuple[str, ...]) -> int:
-        """The number of `rank` in its process group along `axes`."""
+        """Number of a rank in its process group along `axes`."""
         number = 0
         for axis in axes:
             number = number * self.axis_size(axis) + self.coordinate(rank, axis)
         return number
 
     def process_group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
+        """Ranks that differ from `rank` only along `axes`, in row-major order of `axes` as given."""
         strides, stride = {}, 1
         for name, size in reversed(self.axes):
             strides[name] = stride
@@ -157,14 +163,14 @@ def _axes_text(axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """`0, 2, 5`, or `0..4` of neighbours."""
+    """Text of ranks: `0, 2, 5`, or `0..4` if they are consecutive."""
     first = ranks[0]
     in_a_row = len(ranks) > 2 and tuple(ranks) == tuple(range(first, first + len(ranks)))
     return f"{first}..{first + len(ranks)}" if in_a_row else ", ".join(map(str, ranks))
 
 
 def _named_sizes(sizes: Any) -> str:
-    """`2, y=4` of (2, 4), for a remedy."""
+    """Text of sizes for a remedy: `2, y=4` for (2, 4)."""
     given = [size for size in (sizes if isinstance(sizes, Sequence) else (sizes,)) if isinstance(size, int)]
     return ", ".join([str(given[0]), *(f"{name}={size}" for name, size in zip("yzuvw", given[1:], strict=False))]) if given else "8"
 
@@ -176,7 +182,7 @@ Sizes = Mapping[str, int]
 
 
 class RankSizes(dict[str, int]):
-    """Sizes by symbol for one rank of a mesh, which local sizes are bound for."""
+    """Values of symbols for one rank of a mesh. Local sizes need the rank."""
 
     def __init__(self, sizes: Sizes, mesh: Mesh, rank: int = 0):
         super().__init__(sizes)
@@ -184,13 +190,16 @@ class RankSizes(dict[str, int]):
 
 
 def local_range(size: int, ranks: int, rank_in_group: int) -> range:
-    """The indices of a dim that one rank has: a block of ceil(size / ranks), of which the last ranks have less or nothing."""
+    """Indices of a dim that one rank holds. Blocks have ceil(size / ranks) indices; the last ones are shorter or empty."""
     block = -(-size // ranks)
     return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
 def shares(shape: Sequence[int], dim: int | None, ranks: Sequence[int]) -> list[range]:
-    """Which elements of a buffer that holds a block for each rank belong to each: of one dim what a rank holds, or as many each."""
+    """Element ranges of each rank's block in a buffer with one block per rank.
+
+    Blocks follow the shares of dim `dim`. If `dim` is None, they are equal.
+    """
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0
     own = (local_range(size, len(ranks), rank_in_group) for rank_in_group in range(len(ranks)))

@@ -1,9 +1,13 @@
-"""Sizes of dims, as trees: a `Size` is an int times factors, exactly divided by an int, as in `M`, `M/8` and `8*M*K`.
+"""Symbolic sizes of dims. A `Size` is an int times factors, exactly divided by an int: `M`, `M/8`, `8*M*K`.
 
-A factor is a symbol, which is its name, or a node over other sizes: a sum such as `(M + N)` or `(M - 2)`, which concat, pad and slices
-make; `ceil(M/8)`, the block of each of 8 ranks that cannot share M evenly; `local(M, x)`, what this rank holds of M along mesh axis x: a
-block, of which the last ranks have less or nothing. On a mesh of some of the ranks that is `local(M, x on ranks 2, 3)`, or
-`local(M, b on mesh(a=2, b=2 of ranks 0..4))` of several axes.
+A factor is the name of a symbol, or a node over other sizes:
+
+- a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
+- `ceil(M/8)`, the block size if 8 ranks cannot share M evenly;
+- `local(M, x)`, this rank's share of M along mesh axis x. The last ranks have less or nothing.
+
+On a mesh of some ranks, the share is `local(M, x on ranks 2, 3)`. With several axes it is
+`local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
 """
 
 from __future__ import annotations
@@ -22,14 +26,14 @@ from hostweave.types.mesh import MAX_RANKS, Mesh, RankSizes, Sizes, listed_ranks
 
 @dataclass(frozen=True)
 class Size:
-    """coefficient * product(factors) / divisor: in lowest terms, factors in order of their text, so equal sizes compare equal."""
+    """coefficient * product(factors) / divisor, in lowest terms. Factors are sorted by their text, so equal sizes compare equal."""
 
     coefficient: int = 1
     factors: tuple[Factor, ...] = ()
     divisor: int = 1
 
     def __post_init__(self) -> None:
-        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # most are a number or a symbol
+        if self.divisor == 1 and len(self.factors) <= (self.coefficient != 0):  # fast path: most sizes are a number or a symbol
             return
         common = gcd(self.coefficient, self.divisor) or 1
         object.__setattr__(self, "coefficient", self.coefficient // common)
@@ -38,8 +42,10 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`. Raises ValueError, and TypeError for other
-        values."""
+        """A size from an int, a name, or text such as `M/8`, `8*M` and `K*M/4`.
+
+        Raises ValueError if the text is not a size, and TypeError for values of other types.
+        """
         if isinstance(value, Size):
             return value
         return _parsed(value) if isinstance(value, str) else Size(index(value))
@@ -50,32 +56,32 @@ class Size:
 
     @property
     def factor(self) -> Factor | None:
-        """Its factor, if it is one and nothing else."""
+        """Its only factor, if it is nothing else. None otherwise."""
         return self.factors[0] if self.coefficient == self.divisor == len(self.factors) == 1 else None
 
     @property
     def name(self) -> str | None:
-        """Its symbol, if it is one and nothing else."""
+        """Its symbol, if it is nothing else. None otherwise."""
         return self.factor if isinstance(self.factor, str) else None
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
-        """The factors, and instead of a sum those of its terms."""
+        """All factors, with each sum replaced by the atoms of its terms."""
         return tuple(atom for factor in self.factors for atom in (factor.atoms if isinstance(factor, Sum) else (factor,)))
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """All names in it."""
+        """Names of all symbols in it."""
         return tuple(name for atom in self.atoms for name in ((atom,) if isinstance(atom, str) else atom.size.symbols))
 
     def is_uneven(self, ranks: int, uneven: Container[str]) -> bool:
-        """True if so many ranks may hold different parts: of an int that does not divide, an `uneven` symbol, or a sum with one."""
+        """True if the shares of `ranks` ranks may differ: of an int that does not divide, of an `uneven` symbol, or of a sum with one."""
         if self.is_int:
             return int(self) % ranks > 0
         return ranks > 1 and self.factor is not None and any(name in uneven for name in self.symbols)
 
     def ceil_div(self, ranks: int) -> Size:
-        """What each of so many ranks holds, but for the last ones."""
+        """Share of each rank, except the last ones, if `ranks` ranks share the size."""
         return Size(-(-int(self) // ranks)) if self.is_int else Size(1, (CeilDiv(self, ranks),))
 
     def __add__(self, other: int | Size) -> Size:
@@ -97,11 +103,11 @@ class Size:
         return Size(self.coefficient * other.coefficient, self.factors + other.factors, self.divisor * other.divisor)
 
     def __floordiv__(self, other: int) -> Size:
-        """The exact quotient: that `other` divides the size is checked when the size is known."""
+        """Exact quotient. Divisibility is checked once the size is known."""
         return self if other == 1 else Size(self.coefficient, self.factors, self.divisor * other)
 
     def divided_by(self, other: Size) -> Size | None:
-        """The quotient by another size, or None where it has no such form."""
+        """Quotient by another size, or None if it is not a size."""
         factors = list(self.factors)
         for factor in other.factors:
             if factor not in factors:
@@ -110,14 +116,17 @@ class Size:
         return Size(self.coefficient * other.divisor, tuple(factors), self.divisor * other.coefficient)
 
     def bind(self, sizes: Sizes) -> int:
-        """The value where every symbol has one, for local sizes of a rank. Raises ValueError where the divisor does not divide it."""
+        """Value of the size if every symbol has a value. Local sizes need `RankSizes`.
+
+        Raises ValueError if the divisor does not divide the product.
+        """
         total = self.coefficient * prod(bound(factor, sizes) for factor in self.factors)
         if total % self.divisor:
             raise ValueError(f"{self}: {self.divisor} does not divide {total}")
         return total // self.divisor
 
     def at(self, sizes: Mapping[str, int]) -> Size:
-        """The size with numbers for some of its symbols, also inside sums."""
+        """Substitutes numbers for some symbols, inside sums too."""
 
         def of_factor(factor: Factor) -> Size:
             if isinstance(factor, Sum):
@@ -127,7 +136,7 @@ class Size:
         return product((Size(self.coefficient, (), self.divisor), *map(of_factor, self.factors)))
 
     def replaced(self, values: Mapping[Factor, Size]) -> Size:
-        """With sizes in place of some factors."""
+        """Substitutes sizes for some factors."""
         if not any(factor in values for factor in self.factors):
             return self
         kept = Size(self.coefficient, tuple(factor for factor in self.factors if factor not in values), self.divisor)
@@ -140,7 +149,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class CeilDiv:
-    """The block of each of so many ranks, but for the last ones."""
+    """Share of each of `ranks` ranks, except the last ones: ceil(size / ranks)."""
 
     size: Size
     ranks: int
@@ -157,7 +166,7 @@ class CeilDiv:
 
 @dataclass(frozen=True, slots=True)
 class LocalSize:
-    """What this rank holds along the axes of a mesh: the program's, or one of some of its ranks."""
+    """Share of this rank along axes of a mesh."""
 
     size: Size
     axes: tuple[str, ...]
@@ -167,18 +176,19 @@ class LocalSize:
         return self.mesh or program
 
     def ranks_in(self, program: Mesh) -> int:
-        """How many ranks share the size, in a program on that mesh."""
+        """Number of ranks that share the size, in a program on mesh `program`."""
         return self.mesh_in(program).size_of(self.axes)
 
     def bind(self, sizes: Sizes) -> int:
         return len(self.indices(sizes))
 
     def indices(self, sizes: Sizes) -> range:
-        """Which indices of the size the rank holds."""
+        """Indices of the size that the rank holds."""
         if not isinstance(sizes, RankSizes):
             raise KeyError(str(self))
         mesh = self.mesh_in(sizes.mesh)
-        rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0  # others never have it
+        # ranks outside the mesh never use it
+        rank_in_group = mesh.rank_in_group(sizes.rank, self.axes) if sizes.rank in mesh.all_ranks else 0
         return local_range(self.size.bind(sizes), mesh.size_of(self.axes), rank_in_group)
 
     def __str__(self) -> str:
@@ -190,7 +200,7 @@ class LocalSize:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Of products, none of which is another one's multiple."""
+    """Sum of products. No term is a multiple of another."""
 
     terms: tuple[Size, ...]
 
@@ -206,7 +216,7 @@ class Sum:
         return f"({first}{''.join(f' - {-1 * term}' if term.coefficient < 0 else f' + {term}' for term in others)})"
 
 
-Share = CeilDiv | LocalSize  # of a size that ranks may not share evenly
+Share = CeilDiv | LocalSize  # share of a size that ranks may not share evenly
 Atom = str | Share
 Factor = Atom | Sum
 
@@ -217,7 +227,10 @@ def bound(factor: Factor, sizes: Sizes) -> int:
 
 @cache
 def _parsed(text: str) -> Size:
-    """The size that a text says and nothing else. Raises ValueError."""
+    """Parses a text that is a size and nothing else.
+
+    Raises ValueError if it is not.
+    """
     try:
         reader = SizeReader(text)
         size = reader.size()
@@ -239,7 +252,7 @@ def product(sizes: tuple[Size, ...]) -> Size:
 
 
 def _terms(size: Size) -> tuple[Size, ...]:
-    """The products that a size is the sum of."""
+    """Expands a size to a sum of products."""
     terms: tuple[Size, ...] = (Size(size.coefficient, tuple(f for f in size.factors if not isinstance(f, Sum)), size.divisor),)
     for factor in size.factors:
         if isinstance(factor, Sum):
@@ -248,7 +261,7 @@ def _terms(size: Size) -> tuple[Size, ...]:
 
 
 def summed(sizes: Iterable[Size]) -> Size:
-    """Their sum: a product where it is one, else a factor of its own, the same for equal sums."""
+    """Canonical sum: a product if it is one, or else a `Sum` factor. Equal sums compare equal."""
     totals: dict[tuple[Factor, ...], Fraction] = {}
     for term in (term for size in sizes for term in _terms(size)):
         totals[term.factors] = totals.get(term.factors, Fraction(0)) + Fraction(term.coefficient, term.divisor)
@@ -256,7 +269,7 @@ def summed(sizes: Iterable[Size]) -> Size:
     if len(left) <= 1:
         return next((Size(total.numerator, factors, total.denominator) for factors, total in left.items()), Size(0))
     fractions = [total.denominator for total in left.values() if total.denominator > 1]
-    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # of (M - 1)/2, which may be whole where its terms are not
+    divisor = lcm(*fractions) if len(fractions) > 1 else 1  # (M - 1)/2 may be whole although its terms are not
     scaled = {factors: total * divisor for factors, total in left.items()}
     products = [Size(total.numerator, factors, total.denominator) for factors, total in scaled.items()]
     products.sort(key=lambda term: (term.coefficient < 0, not term.factors, tuple(map(str, term.factors))))
@@ -267,10 +280,10 @@ def summed(sizes: Iterable[Size]) -> Size:
 
 
 class SizeReader(Lexer):
-    """Sizes, and the meshes that they name."""
+    """Parses sizes, and the meshes in them."""
 
     def size(self) -> Size:
-        """`M`, `8*M/4` or `(M + 2)*K`"""
+        """Parses a size: `M`, `8*M/4` or `(M + 2)*K`."""
         start = self.at
         size = self._product()
         if self.accept("/"):
@@ -304,7 +317,7 @@ class SizeReader(Lexer):
         return summed(terms)
 
     def atom(self, what: str = "a size") -> Atom:
-        """A name, `ceil(M/8)` or `local(M, x)`."""
+        """Parses a name, `ceil(M/8)` or `local(M, x)`."""
         start, name = self.at, self.word(what)
         if name not in ("ceil", "local") or not self.accept("("):
             return name
@@ -323,7 +336,7 @@ class SizeReader(Lexer):
         return LocalSize(size, axes, mesh)
 
     def mesh(self) -> Mesh:
-        """`mesh(dp=2, tp=4)`, or `mesh(x=2 of ranks 4, 5)` and `mesh(x=4 of ranks 4..8)` of some ranks of the program."""
+        """Parses a mesh: `mesh(dp=2, tp=4)`. A mesh of some ranks is `mesh(x=2 of ranks 4, 5)` or `mesh(x=4 of ranks 4..8)`."""
         start = self.at
         self.expect("mesh")
         self.expect("(")
@@ -348,7 +361,7 @@ class SizeReader(Lexer):
         return self.separated(lambda: self.word("a mesh axis"))
 
     def _line(self, axis: str) -> Mesh:
-        """`ranks 2, 3`, along one axis"""
+        """Parses `ranks 2, 3` as a mesh with one axis."""
         start, ranks = self.at, self._ranks()
         return self._mesh_of(((axis, len(ranks)),), ranks, start)
 
@@ -359,7 +372,7 @@ class SizeReader(Lexer):
             self.fail(str(error), start)
 
     def _ranks(self) -> tuple[int, ...]:
-        """`ranks 0, 1` or `ranks 4..8`."""
+        """Parses `ranks 0, 1` or `ranks 4..8`."""
         self.expect("ranks")
         first, *others = self.separated(self.integer)
         if others or not self.accept(".."):

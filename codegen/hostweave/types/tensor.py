@@ -1,4 +1,4 @@
-"""Tensor types: dtype, dims, the mesh axes that shard each dim, the axes of a partial result; and global arrays, split as a type says."""
+"""Tensor types: dtype, dims, sharding and partial sums. Also splits global arrays into the local arrays of a type."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class DType:
     """An element type, such as `hw.bf16` (also `hw.bfloat16`). `hw.bf16["M@x", "K"]` is the type of a tensor.
 
-    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `itemsize` is in bytes; `cpp` is
-    the name in generated code, in namespace hw unless it is a built-in type.
+    The dtypes are f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8 and bool. `itemsize` is in bytes. `cpp` is the
+    name in generated code, in namespace hw unless it is a built-in type.
     """
 
     name: str
@@ -36,9 +36,9 @@ class DType:
         return f"hw.{self.name}"
 
     def __getitem__(self, dims: int | str | tuple[int | str, ...]) -> TensorType:
-        """The type of a tensor: `bf16["M@x", "K"]`. A dim is a name or an int, then the mesh axes that split it.
+        """Tensor type, such as `bf16["M@x", "K"]`. A dim is a name or an int, followed by the mesh axes that split it.
 
-        Raises ProgramError for text that is not a dim, or a mesh axis that splits two dims.
+        Raises ProgramError if the text is not a dim, or if a mesh axis splits two dims.
         """
         dims = dims if isinstance(dims, tuple) else (dims,)
         type = TensorType(self, tuple(_spec_dim(dim) for dim in dims))
@@ -47,12 +47,12 @@ class DType:
 
     @property
     def long_name(self) -> str:
-        """What NumPy, PyTorch and CuPy call it."""
+        """Name of the dtype in NumPy, PyTorch and CuPy."""
         return _LONG_NAMES.get(self.name, f"{self.kind}{8 * self.itemsize}")
 
     @property
     def roundoff(self) -> float:
-        """The unit roundoff u of a float: rounding x errs by up to u |x|."""
+        """Unit roundoff u of a float: the rounding error of x is at most u |x|."""
         return 2.0 ** -(_MANTISSA_BITS[self.name] + 1)
 
     def __str__(self) -> str:
@@ -78,16 +78,16 @@ u16 = DType("u16", 2, "uint", "uint16_t")
 u8 = DType("u8", 1, "uint", "uint8_t")
 bool_ = DType("bool", 1, "bool", "bool")
 
-MAX_DIMS = 8  # of an array, as hw::Shape has them
+MAX_DIMS = 8  # largest number of dims of an array, as in hw::Shape
 DTYPES = {d.name: d for d in (f64, f32, f16, bf16, f8e4m3, f8e5m2, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim of a global tensor: its global size and the mesh axes that split it, the first one outermost."""
+    """A dim of a global tensor: its global size and the mesh axes that split it, the outermost axis first."""
 
     size: Size
-    axes: tuple[str, ...] = ()  # Zigzag where each rank has two pieces
+    axes: tuple[str, ...] = ()  # a Zigzag if each rank has two pieces
 
     def __str__(self) -> str:
         axes = str(self.axes) if isinstance(self.axes, Zigzag) else ",".join(self.axes)
@@ -95,7 +95,10 @@ class Dim:
 
     @staticmethod
     def of(value: int | str | Size | Dim) -> Dim:
-        """A dim from an int, an size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`. Raises ValueError."""
+        """A dim from an int, a size, or text such as `M@x`, `8@x`, `M/4@dp,tp` and `M@zigzag(x)`.
+
+        Raises ValueError if the text is not a dim.
+        """
         if isinstance(value, Dim):
             return value
         if not isinstance(value, str):
@@ -128,7 +131,10 @@ def _spec_dim(value: int | str) -> Dim:
 
 @dataclass(frozen=True)
 class Partial:
-    """What each rank holds is a term still to be reduced by `op` (sum, prod, min, max, avg, and, or, xor) over the mesh axes."""
+    """Partial result: each rank holds a term, to be reduced by `op` over the mesh axes.
+
+    `op` is sum, prod, min, max, avg, and, or, or xor.
+    """
 
     op: str
     axes: tuple[str, ...]
@@ -139,7 +145,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class TensorType:
-    """A global tensor: `bf16[M@x, K]`. Its mesh is the program's, or one of some of the program's ranks, which alone hold it."""
+    """Type of a global tensor: `bf16[M@x, K]`. `mesh` is set if only some ranks of the program hold it."""
 
     dtype: DType
     dims: tuple[Dim, ...]
@@ -148,7 +154,7 @@ class TensorType:
 
     @checked
     def on(self, mesh: Mesh) -> TensorType:
-        """The same on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
+        """The same type on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""
         if not isinstance(mesh, Mesh):
             raise ProgramError.here(f"on: {mesh!r} is not an hw.Mesh; write it like hw.Mesh(x=4).ranks([0, 1])")
         placed = replace(self, mesh=mesh)
@@ -156,7 +162,7 @@ class TensorType:
         return placed
 
     def mesh_in(self, program: Mesh) -> Mesh:
-        """The mesh whose ranks hold it, in a program on that mesh."""
+        """The mesh whose ranks hold it, in a program on mesh `program`."""
         return self.mesh or program
 
     @cached_property
@@ -164,18 +170,18 @@ class TensorType:
         return tuple(dim.size for dim in self.dims)
 
     def fills(self, other: TensorType) -> bool:
-        """True if a rank's elements fill the memory of the other's: dtype and mesh are equal, and so are the dims, in any order."""
+        """True if local tensors of both types have equal memory: the same dtype, mesh and dims, in any order."""
         return (self.dtype, self.mesh) == (other.dtype, other.mesh) and sorted(map(str, self.dims)) == sorted(map(str, other.dims))
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis that splits some dim."""
+        """Mesh axes that split any dim."""
         return tuple(axis for dim in self.dims for axis in dim.axes)
 
     def local_shape(self, mesh: Mesh, uneven: Container[str] = ()) -> tuple[Size, ...]:
-        """What one rank holds: `M/8` rows where 8 ranks split M, `local(M, x)` where M is uneven or an int that 8 does not divide.
+        """Local shape of one rank. `mesh` is the program's.
 
-        `mesh` is the program's.
+        A dim has `M/8` rows if 8 ranks split M. It has `local(M, x)` rows if M is uneven, or is an int that 8 does not divide.
         """
 
         def local(dim: Dim) -> Size:
@@ -187,11 +193,14 @@ class TensorType:
         return tuple(map(local, self.dims))
 
     def local(self, mesh: Mesh, uneven: Container[str] = ()) -> BufferType:
-        """The type of that."""
+        """Type of a rank's local buffer."""
         return BufferType(self.dtype, self.local_shape(mesh, uneven))
 
     def dim(self, axis: int | str) -> int:
-        """The number of a dim from its number (negative from the end) or its name. Raises ValueError where it names none or several."""
+        """Number of a dim, given its number (negative counts from the end) or its name.
+
+        Raises ValueError if no dim matches, or several do.
+        """
         if isinstance(axis, str):
             found = [i for i, dim in enumerate(self.dims) if str(dim.size) == axis]
             if len(found) == 1:
@@ -207,7 +216,10 @@ class TensorType:
         return axis % rank
 
     def check(self, location: Location | None, mesh: Mesh | None = None) -> None:
-        """Raises ProgramError where a mesh axis splits two dims or is not in the mesh, and for more than MAX_DIMS dims."""
+        """Checks the type.
+
+        Raises ProgramError if a mesh axis splits two dims or is not in the mesh, or if there are more than MAX_DIMS dims.
+        """
         if len(self.dims) > MAX_DIMS:
             raise ProgramError(f"{self}: has {len(self.dims)} dims, and an array has at most {MAX_DIMS}; reshape it", location)
         if prod([dim.size.coefficient for dim in self.dims]) > MAX_INT:
@@ -232,18 +244,18 @@ class TensorType:
 
     @checked
     def shard(self, array: NDArray[Any], rank: int, mesh: Mesh) -> NDArray[Any]:
-        """What `rank` of the mesh holds of a global array: a view of its block, or a copy of its two pieces.
+        """Local array of `rank` from a global array. It is a view of the rank's block, or a copy of its two pieces.
 
-        Raises ArgumentError where the shape does not fit.
+        Raises ArgumentError if the shape does not fit.
         """
         own: NDArray[Any] = array[checked_block(self, _shape_of(array, "shard"), rank, mesh, "shard")]
         return own
 
     @checked
     def block(self, shape: Sequence[int], rank: int, mesh: Mesh) -> tuple[Any, ...]:
-        """Where in a global array of this shape the block of `rank` lies, as of a file that is read in part. Raises as `shard`.
+        """Index of a rank's block in a global array of this shape, to read only a part of a file.
 
-        A slice of each dim, or an array of the indices of two pieces.
+        Returns a slice for each dim. A dim in zigzag gets an array of indices. Raises like `shard`.
 
         Example: `handle.get_slice("w")[hw.bf16["K", "N@tp"].block((4096, 4096), rank, mesh)]` of a safetensors file.
         """
@@ -251,9 +263,9 @@ class TensorType:
 
     @checked
     def unshard(self, arrays: Sequence[NDArray[Any]], mesh: Mesh) -> NDArray[Any]:
-        """The global array of what the ranks of the mesh hold, in rank order; where they hold copies the last one's is taken.
+        """Joins the local arrays of all ranks of the mesh, in rank order, to the global array. Of replicas, the last one is used.
 
-        Raises ArgumentError where there is not one array a rank, or where a shape does not fit.
+        Raises ArgumentError if the number of arrays or a shape does not fit.
         """
         import numpy as np
 
@@ -282,7 +294,7 @@ class TensorType:
 
 @dataclass(frozen=True)
 class BufferType:
-    """What one rank holds in memory: local sizes, and strides in elements (None: row-major, contiguous)."""
+    """Local buffer of one rank: local sizes, and strides in elements. Strides of None are row-major and contiguous."""
 
     dtype: DType
     shape: tuple[Size, ...]
@@ -299,7 +311,10 @@ Shape = tuple[int, ...]
 
 
 def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: str) -> tuple[Any, ...]:
-    """`block_of` for what a user gives: raises ArgumentError where the shape does not fit, or the rank has none."""
+    """`block_of` with checks of the user's arguments.
+
+    Raises ArgumentError if the shape does not fit, or if the rank holds nothing.
+    """
     type_.check(Location.of_caller(), mesh)
     if not holds(type_, mesh, rank):
         raise ArgumentError(f"{word}: rank {rank} has nothing of {type_}; ask a rank of its mesh")
@@ -311,13 +326,13 @@ def checked_block(type_: TensorType, shape: Shape, rank: int, mesh: Mesh, word: 
 
 
 def shape_of_global(type_: TensorType, mesh: Mesh, shapes: Sequence[Shape] | Mapping[int, Shape]) -> Shape:
-    """The shape of the global array of which the ranks hold blocks of these shapes: along each dim what the ranks that split it hold."""
+    """Shape of the global array, given the ranks' local shapes. Sums each dim over the ranks that split it."""
     mesh = type_.mesh_in(mesh)
     return tuple(sum(shapes[rank][i] for rank in mesh.process_group(mesh.all_ranks[0], dim.axes)) for i, dim in enumerate(type_.dims))
 
 
 def holds(type_: TensorType, mesh: Mesh, rank: int) -> bool:
-    """Whether a rank has anything of it: none has that is not in its mesh."""
+    """True if a rank is in the mesh of the tensor."""
     return rank in type_.mesh_in(mesh).all_ranks
 
 
@@ -337,12 +352,12 @@ def global_shape(type_: TensorType, sizes: Mapping[str, int]) -> Shape:
 
 
 def block_shape(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> Shape:
-    """The shape of what a rank holds of a global array of `shape`."""
+    """Local shape of a rank, for a global array of `shape`."""
     return tuple(sum(map(len, own)) for own in _runs(type_, mesh, rank, shape))
 
 
 def block_of(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> tuple[Any, ...]:
-    """What indexes the block of a global array of `shape` that `rank`, one of its mesh, holds. A dim's first axis splits it outermost."""
+    """Index of a rank's block in a global array of `shape`. The first axis of a dim splits it outermost."""
     return indices(_runs(type_, mesh, rank, shape))
 
 
@@ -354,9 +369,9 @@ def _runs(type_: TensorType, mesh: Mesh, rank: int, shape: Sequence[int]) -> lis
 def local_outputs(
     program: str, mesh: Mesh, inputs: Mapping[str, TensorType], outputs: Sequence[TensorType], shapes: Mapping[str, Shape], rank: int
 ) -> list[Shape]:
-    """The shapes of a rank's outputs, for its inputs of these shapes, where each rank has an even share of every sharded dim.
+    """Local shapes of a rank's outputs, given the local shapes of its inputs. All sharded dims must divide evenly.
 
-    Raises ArgumentError where a shape does not fit its type, or a name has two sizes.
+    Raises ArgumentError if a shape does not fit its type, or a name has two sizes.
     """
     even = {
         name: tuple(size * mesh.size_of(dim.axes) for size, dim in zip(shapes[name], type_.dims, strict=True))
@@ -373,9 +388,11 @@ def bind_sizes(
     shapes: Mapping[str, Shape],
     uneven: Container[str] | None = (),
 ) -> dict[str, int]:
-    """The size of every name in the types of the inputs; those in `uneven` need not divide, with None no size need.
+    """Value of every name in the types of the inputs.
 
-    Raises ArgumentError where a shape does not fit its type, a name has two sizes, or ranks cannot share a dim evenly.
+    Sizes named in `uneven` need not divide evenly. If `uneven` is None, no size needs to.
+
+    Raises ArgumentError if a shape does not fit its type, a name has two sizes, or ranks cannot share a dim evenly.
     """
     sizes: dict[str, int] = {}
     bound_by: dict[str, str] = {}
@@ -406,12 +423,12 @@ def bind_sizes(
 
 
 # --- strides ----------------------------------------------------------------------------------------------------------
-# Of buffers and of views, in elements, and their types.
+# Strides of buffers and views, in elements.
 
 
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The strides of a contiguous buffer, in elements."""
+    """Strides of a contiguous buffer, in elements."""
     strides: list[Size] = []
     step = Size()
     for size in reversed(shape):
@@ -425,11 +442,11 @@ def strides_of(buffer: BufferType) -> tuple[Size, ...]:
 
 
 def is_matrix(buffer: BufferType) -> bool:
-    """True if the elements of a row or of a column of the last two dims lie side by side, as cuBLASLt takes and gives matrices."""
+    """True if one of the last two dims has stride 1, as cuBLASLt requires of matrices."""
     return any(Size() in pair for pair in zip(buffer.shape[-2:], strides_of(buffer)[-2:], strict=True))
 
 
 def strided(buffer: BufferType, shape: tuple[Size, ...], strides: tuple[Size, ...]) -> BufferType:
-    """A view's type, without strides where it is contiguous. The stride of a dim of size 1 has no effect."""
+    """Type of a view. Omits the strides if it is contiguous. The stride of a dim of size 1 has no effect."""
     contiguous = all(e == Size() or s == c for e, s, c in zip(shape, strides, row_major(shape), strict=True))
     return BufferType(buffer.dtype, shape, None if contiguous else strides)

@@ -1,4 +1,4 @@
-"""The types in the text of both IRs: dims, tensors, and what sizes and meshes are."""
+"""Parser of types in the text of both IRs."""
 
 import re
 
@@ -11,7 +11,7 @@ from hostweave.types.zigzag import ZIGZAG, Zigzag
 class Reader(SizeReader):
     def __init__(self, text: str):
         super().__init__(text)
-        # `M@dp,tp, K`: a comma goes on with axes where a mesh axis follows, so the axes must be known before the dims.
+        # In `M@dp,tp, K` a comma continues the axes if a mesh axis follows. Therefore all axes are collected first.
         self.axes = {axis for mesh in re.findall(r"\bmesh\(([^)]*)\)", text) for axis in re.findall(r"(\w+)\s*=", mesh)}
 
     def dtype(self) -> DType:
@@ -43,7 +43,7 @@ class Reader(SizeReader):
         return TensorType(dtype, dims, partial, self.mesh() if self.accept("on") else None)
 
     def route(self) -> Route:
-        """`0[1] -> 2[0]`"""
+        """Parses `0[1] -> 2[0]`."""
         numbers = []
         for sign in ("->", ""):
             numbers += [self.integer(), self.within(self.integer, "[]")]
@@ -52,7 +52,7 @@ class Reader(SizeReader):
         return Route(*numbers)
 
     def typed_name(self) -> tuple[str, TensorType]:
-        """`%x: bf16[M@x, K]`"""
+        """Parses `%x: bf16[M@x, K]`."""
         name = self.named()
         self.expect(":")
         return name, self.tensor_type()

@@ -1,4 +1,4 @@
-"""Instructions of the host IR that communicate: of contiguous buffers of one dtype."""
+"""Communication instructions of the host IR. Buffers are contiguous and of one dtype."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,32 +7,32 @@ from hostweave.host_ir.expr import Expr
 from hostweave.host_ir.tree import Body, Instruction, Launched, Read, Reads, T, Update, Write, Writes
 from hostweave.types.blocks import Cuts, Route
 
-EXCHANGE_RANKS = 8  # at most, whose kernels send each other what they add up: hw::kExchangeRanks
-EXCHANGED = ("f16", "bf16", "f32")  # dtypes of that
-EXCHANGE_BYTES = 512 << 10  # at most, of the term of one: hw::kExchangeBytes
+EXCHANGE_RANKS = 8  # largest group whose kernels exchange terms: hw::kExchangeRanks
+EXCHANGED = ("f16", "bf16", "f32")  # dtypes of such terms
+EXCHANGE_BYTES = 512 << 10  # largest term in bytes: hw::kExchangeBytes
 
 Routes = tuple[Route, ...]
-Sources = tuple[int | None, ...]  # for each rank of a process group the one that sends to it, by their numbers there
+Sources = tuple[int | None, ...]  # for each rank of a process group, the rank there that sends to it
 
 
 class Communication(Instruction):
-    """Moves data between the ranks of a channel's process group. A rank that writes has it from those that read."""
+    """Moves data between the ranks of a channel's process group. Ranks that write receive from ranks that read."""
 
     channel: str
-    blocks: ClassVar[str] = ""  # the field whose buffer has a block for each rank of the process group, where the other one has just one
+    blocks: ClassVar[str] = ""  # field whose buffer has one block per rank, while the other buffer has one block
 
 
 class Collective(Communication):
-    """All ranks of the process group issue it, in the same order.
+    """A communication that all ranks of the process group issue, in the same order.
 
-    One that names a dim has the shares of that dim that ranks hold as blocks, packed, which may differ in size: the last ones are
-    short or empty. Else blocks are equal.
+    If it names a dim, its blocks are the ranks' shares of that dim, packed. The last blocks may be short or empty. Otherwise blocks are
+    equal.
     """
 
     posts = "collective"
-    sends_blocks: ClassVar[bool] = False  # a rank that receives gets its own block of what each sender has
-    sent_along: int | None = None  # the dim of src that its blocks share
-    received_along: int | None = None  # and that of dst
+    sends_blocks: ClassVar[bool] = False  # each receiver gets its own block of every sender's buffer
+    sent_along: int | None = None  # dim of src that its blocks share
+    received_along: int | None = None  # dim of dst that its blocks share
 
     @property
     def is_shared(self) -> bool:
@@ -40,30 +40,30 @@ class Collective(Communication):
 
     @property
     def may_differ(self) -> bool:
-        """Whether ranks may send different numbers of elements."""
+        """True if ranks may send different numbers of elements."""
         return self.is_shared
 
 
 @dataclass(frozen=True)
 class FromTo(Collective):
-    """What ranks have in src goes into the dst of ranks."""
+    """A collective from src to dst."""
 
     src: Read
     dst: Write
 
 
 class Reduction(Collective):
-    """What the ranks send becomes one, by `op`."""
+    """A collective that reduces the terms of all ranks by `op`."""
 
     op: str
 
 
 class PointToPoint(Communication):
-    """A send meets the recv of its peer."""
+    """A send that matches a recv of its peer."""
 
 
 class Routed(PointToPoint):
-    """Blocks that go by routes, `count` equal ones or those of a packed tensor: sends or recvs in a group."""
+    """Sends or recvs blocks by routes, posted as a group. `count` is a number of equal blocks, or the cuts of a packed tensor."""
 
     count: int | Cuts
     routes: Routes
@@ -76,7 +76,7 @@ class Routed(PointToPoint):
 
 @dataclass(frozen=True)
 class AllGather(FromTo):
-    """dst holds the src of every rank of the process group, in process group order."""
+    """dst holds the src of every rank, in process group order."""
 
     channel: str
     received_along: int | None = None
@@ -97,9 +97,9 @@ class AllReduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class LaunchAllReduce(Collective):
-    """Runs a kernel of the program that begins with an all_reduce of its first input: the ranks' kernels send each other that.
+    """Launches a kernel that begins with an all_reduce of its first input. The ranks' kernels send their terms to each other.
 
-    Their terms are added up in f32 in the order of ranks, and rounded once.
+    Terms are summed in f32 in rank order and rounded once.
     """
 
     kernel: Launched
@@ -125,7 +125,7 @@ class ReduceScatter(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class Broadcast(FromTo):
-    """dst = the src of the rank whose coordinate in the process group is root."""
+    """dst = the src of the rank whose number in the process group is root."""
 
     root: Expr
     channel: str
@@ -136,9 +136,9 @@ class Broadcast(FromTo):
 
 @dataclass(frozen=True)
 class BroadcastToOthers(FromTo):
-    """On every rank of the process group but the root, dst = the src of the root, which keeps it.
+    """On every rank but the root, dst = the src of the root.
 
-    In place on the root. The root needs no dst, and no other rank a src: they may be on two meshes.
+    The root keeps its src and needs no dst. Other ranks need no src, because both may be on different meshes.
     """
 
     root: Expr
@@ -150,7 +150,7 @@ class BroadcastToOthers(FromTo):
 
 @dataclass(frozen=True)
 class Reduce(FromTo, Reduction):
-    """At root, dst = the reduction of every rank's src; elsewhere dst is not touched."""
+    """On the root, dst = the reduction of every rank's src. Other ranks leave dst untouched."""
 
     op: str
     root: Expr
@@ -162,7 +162,7 @@ class Reduce(FromTo, Reduction):
 
 @dataclass(frozen=True)
 class Gather(FromTo):
-    """At root, dst holds the src of every rank, in process group order; elsewhere it is not touched. Sends and recvs in a group."""
+    """On the root, dst holds the src of every rank, in process group order. Other ranks leave it untouched. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -174,7 +174,7 @@ class Gather(FromTo):
 
 @dataclass(frozen=True)
 class Scatter(FromTo):
-    """dst = this rank's block of the src of root; elsewhere src is not touched. Sends and recvs in a group."""
+    """dst = this rank's block of the root's src. Other ranks' src is not used. Posted as sends and recvs."""
 
     root: Expr
     channel: str
@@ -187,7 +187,7 @@ class Scatter(FromTo):
 
 @dataclass(frozen=True)
 class AllToAll(FromTo):
-    """Block i of src goes to the i-th rank of the process group, and block i of dst comes from it. Sends and recvs in a group."""
+    """Block i of src goes to rank i of the process group, and block i of dst comes from it. Posted as sends and recvs."""
 
     channel: str
     sent_along: int | None = None
@@ -199,9 +199,9 @@ class AllToAll(FromTo):
 
 @dataclass(frozen=True)
 class CollectivePermute(FromTo):
-    """dst = the src of the rank that `sources` names for this one's number in the process group; a rank without a source gets zeros.
+    """dst = the src of rank `sources[i]`, on rank i of the process group. A rank without a source gets zeros.
 
-    A collective permute: a rank sends to at most one other, itself included. A send and a recv in a group.
+    Each rank sends to at most one rank, which may be itself. Posted as a send and a recv.
     """
 
     sources: Sources
@@ -220,7 +220,7 @@ class CollectivePermute(FromTo):
 
 @dataclass(frozen=True)
 class Barrier(Reduction):
-    """Ends when every rank of the process group has come here. An all_reduce of one element, which no rank needs."""
+    """Ends once every rank of the process group has arrived. It is an all_reduce of one element that no rank uses."""
 
     token: Update
     channel: str
@@ -230,7 +230,7 @@ class Barrier(Reduction):
 
 @dataclass(frozen=True)
 class Send(PointToPoint):
-    """Meets the recv of the peer, given by its coordinate in the process group."""
+    """Matches the recv of `peer`, a rank number in the process group."""
 
     src: Read
     peer: Expr
@@ -250,9 +250,10 @@ class Recv(PointToPoint):
 
 @dataclass(frozen=True)
 class SendBlocks(Routed):
-    """Of src, which holds blocks one after another, those that the routes have this rank send. Sends in a group.
+    """Sends the blocks of src that the routes give to this rank. Posted as a group.
 
-    The blocks are `count` equal ones, or those of a packed tensor. The recv_blocks of the same routes meet it, in their order.
+    src holds its blocks one after another: `count` equal ones, or those of a packed tensor. The recv_blocks of the same routes matches it,
+    in order.
     """
 
     src: Read
@@ -265,7 +266,7 @@ class SendBlocks(Routed):
 
 @dataclass(frozen=True)
 class RecvBlocks(Routed):
-    """Into dst, which gets blocks one after another, those that the routes have this rank receive. Recvs in a group."""
+    """Receives the blocks of dst that the routes give to this rank, stored one after another. Posted as a group."""
 
     dst: Write
     count: int | Cuts
@@ -277,7 +278,7 @@ class RecvBlocks(Routed):
 
 @dataclass(frozen=True)
 class Group(Instruction):
-    """Communications of one transport, posted together."""
+    """Communications of one transport that are posted together."""
 
     body: Body
     syntax = "group {body}"

@@ -1,4 +1,4 @@
-"""Instructions of the host IR that compute, or move what is there."""
+"""Compute and local copy instructions of the host IR."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from hostweave.host_ir.tree import Instruction, Launched, Read, Reads, Write, Wr
 from hostweave.types.blocks import Cuts, boxes
 from hostweave.types.mesh import Sizes
 
-ACTIVATIONS = ("relu", "gelu_tanh")  # ops that a matmul may end with
-FEW_ROWS = 8  # at most, of products that a kernel computes: hw::kFewRows
-PRODUCTS = 4  # at most, of such a kernel: hw::kProducts
+ACTIVATIONS = ("relu", "gelu_tanh")  # activations that a matmul can apply as its epilogue
+FEW_ROWS = 8  # largest number of rows of a matmul inside a kernel: hw::kFewRows
+PRODUCTS = 4  # largest number of matmuls in such a kernel: hw::kProducts
 
 
 class Compute(Instruction):
-    """Work of this rank alone."""
+    """Local work of a rank."""
 
     work = "compute"
 
     def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
-        """What it writes, by NumPy, from a rank's sizes and what it reads (small floats as f32). A launch does what its kernel says."""
+        """NumPy reference: the written values, from a rank's sizes and the read values. Small floats are given as f32.
+
+        A launch is computed from its kernel's ops instead.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Matmul(Compute):
-    """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with its epilogue.
+    """dst = activation(scale * a b + accumulate + bias), rounded once. Equivalent to cublasLtMatmul with an epilogue.
 
-    The product is over the last two dims, leading dims broadcast as NumPy does. `accumulate` is of dst's type and may be dst, the bias
-    a vector along dst's columns; there is at most one of each. Two `scales`, of f32, go with operands of 8-bit floats, of which a is
-    [M, K] row by row and b [K, N] column by column: scales of a are [1, 1], [M, 1], [M, K/128] or [M/128, K/128], those of b alike, and
-    each multiplies the elements of its block. Those of blocks lie as cuBLASLt takes them: see `scales_lie`.
+    The product is over the last two dims; leading dims broadcast as in NumPy. `accumulate` has dst's type and may be dst. The bias is a
+    vector along dst's columns. There is at most one of each.
+
+    8-bit floats have two `scales` of f32. Then a is [M, K] with contiguous rows, and b is [K, N] with contiguous columns. Scales of a are
+    [1, 1], [M, 1], [M, K/128] or [M/128, K/128], and each multiplies the elements of its block; those of b are alike. Scales of blocks lie
+    as cuBLASLt requires: see `scales_lie`.
     """
 
     a: Read
@@ -46,8 +51,8 @@ class Matmul(Compute):
     scale: float = 1.0
     accumulate: Reads = ()
     bias: Reads = ()
-    activation: str = ""  # one of ACTIVATIONS
-    scales: Reads = ()  # of a, and of b
+    activation: str = ""  # one of ACTIVATIONS, or ""
+    scales: Reads = ()  # scales of a and of b
     syntax = (
         "matmul %{a}, %{b} scales {scales} in {precision} scaled {scale} accumulate {accumulate} bias {bias} activation {activation}"
         " -> %{dst}"
@@ -63,7 +68,7 @@ class Matmul(Compute):
 
 
 class _Masked(Compute):
-    """Attention, or its backward pass: what masks its scores."""
+    """Masks of attention and of its backward pass."""
 
     scale: float
     diagonal: Expr | None
@@ -80,14 +85,14 @@ class _Masked(Compute):
 
     @property
     def masked_by(self) -> dict[str, str]:
-        """The buffers that mask the scores, by what they are, in the order in which it reads them."""
+        """Buffers that mask the scores, by field, in the order in which they are read."""
         masks = {"lengths": self.lengths, "bias": self.bias, "offsets": self.offsets}
         return {word: name for word, names in masks.items() for name in names}
 
     def split(self, reads: tuple[Any, ...]) -> tuple[tuple[Any, ...], Masks]:
-        """What every one reads, and the masks, by their values."""
+        """Splits the read values into operands and masks."""
         count = len(reads) - len(self.masked_by)
-        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # an execution has its value
+        diagonal = self.diagonal.value if isinstance(self.diagonal, Const) else None  # constant once the instruction is executed
         masks = dict(zip(self.masked_by, reads[count:], strict=True))
         return reads[:count], Masks(diagonal, self.window or 0, bool(self.corner), **masks)
 
@@ -96,14 +101,19 @@ class _Masked(Compute):
 class Attention(_Masked):
     """dst = softmax(scale * q kT) v, by blocks of scores. q is [..., H, S, E], k [..., G, T, E], v [..., G, T, F], dst [..., H, S, F].
 
-    Head h of the queries is of group h / (H / G). With a `diagonal` row i sees columns up to i + diagonal, and with a window only the
-    last so many of them. `lengths`, contiguous [...] of i32, say how many columns there are; diagonals of the corner `bottom_right` begin
-    there. The `bias`, [..., H, S, T] whose dims before the last one may be 1 or missing, is added to the scaled scores, and -inf hides a
-    column. `offsets`, contiguous [..., N + 1] of i32, say where N sequences begin that are packed into one, and where the last one ends:
-    rows see columns of their own sequence alone. `lse`, contiguous [..., H, S] of f32, gets the logarithms of the sums of exp.
-    The elements of a row of all else lie side by side. A row that sees no column is an error, but with lengths, a bias or offsets, or
-    where `blind` says `zeros`: it gets these, and an lse below -1e30. `kernels` names those of this package that CUDA may need for it, as
-    `bf16_64` for heads of up to 64 elements: all for f32, what cuDNN has not for f16 and bf16.
+    Head h of the queries uses group h / (H / G). The masks are:
+
+    - `diagonal`: row i sees columns up to i + diagonal. With `window`, it sees only the last `window` of them.
+    - `lengths`, contiguous [...] of i32: the number of columns. A diagonal of corner `bottom_right` starts at the last one.
+    - `bias`, [..., H, S, T], added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides a column.
+    - `offsets`, contiguous [..., N + 1] of i32: starts of N packed sequences, and the end of the last one.
+      Rows see only their own sequence.
+
+    `lse`, contiguous [..., H, S] of f32, receives the log-sum-exps. In all other buffers, the elements of a row are contiguous.
+
+    A row that sees no column is an error, unless there are lengths, a bias or offsets, or `blind` is `zeros`. It then gets zeros, and an
+    lse below -1e30. `kernels` names the kernels of this package that CUDA may need: `bf16_64` for heads of up to 64 elements. f32 always
+    needs them; f16 and bf16 need them for what cuDNN lacks.
     """
 
     q: Read
@@ -132,9 +142,9 @@ class Attention(_Masked):
 
 @dataclass(frozen=True)
 class AttentionBackward(_Masked):
-    """The gradients of q, k and v from that of the result, by blocks of scores; `o` and `lse` are what Attention gave.
+    """Gradients of q, k and v from the gradient of the result. `o` and `lse` are the results of Attention.
 
-    `dbias` gets that of the bias, of its shape: dims that this has once are summed over.
+    `dbias` receives the gradient of the bias, in its shape. Dims of size 1 are summed over.
     """
 
     q: Read
@@ -167,7 +177,7 @@ class AttentionBackward(_Masked):
 
 @dataclass(frozen=True)
 class Launch(Compute):
-    """Runs a kernel of the program, or one of the user's, whose buffers are contiguous."""
+    """Launches a kernel of the program or of the user. A user kernel's buffers are contiguous."""
 
     kernel: Launched
     srcs: Reads
@@ -177,7 +187,7 @@ class Launch(Compute):
 
 @dataclass(frozen=True)
 class Copy(Compute):
-    """dst = src, of one shape and dtype, strided or not."""
+    """dst = src. Both have one shape and dtype, and any strides."""
 
     src: Read
     dst: Write
@@ -191,7 +201,7 @@ class Copy(Compute):
 
 @dataclass(frozen=True)
 class Pack(Compute):
-    """dst holds the blocks of src, which is cut along its dims: one after another in row-major order, each row-major in itself."""
+    """Packs the blocks of src into dst, in row-major order. Each block is row-major."""
 
     src: Read
     dst: Write
@@ -207,7 +217,7 @@ class Pack(Compute):
         return (reads[0].ravel()[self.order(np, sizes)].reshape(reads[0].shape),)
 
     def order(self, np: Any, sizes: Sizes) -> Any:
-        """Of each element of the blocks the place that it has in the tensor."""
+        """Tensor index of each packed element."""
         shape = [cut.size.bind(sizes) for cut in self.cuts]
         places = np.arange(prod(shape)).reshape(shape)
         return np.concatenate([places[box].ravel() for box in boxes(self.cuts, sizes)])
@@ -215,7 +225,7 @@ class Pack(Compute):
 
 @dataclass(frozen=True)
 class Unpack(Pack):
-    """dst is what pack has made src of."""
+    """Inverse of pack: dst is the tensor whose packed blocks are in src."""
 
     syntax = "unpack %{src} -> %{dst} in {cuts}"
 
@@ -225,7 +235,7 @@ class Unpack(Pack):
 
 @dataclass(frozen=True)
 class Fill(Compute):
-    """Every element of dst = value, which the dtype must represent."""
+    """Sets every element of dst to `value`, which the dtype must represent."""
 
     dst: Write
     value: int | float

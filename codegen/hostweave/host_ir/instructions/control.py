@@ -1,4 +1,4 @@
-"""Instructions of the host IR for streams and events, and for what runs when, how often, and on which ranks."""
+"""Instructions of the host IR for streams, events, control flow and meshes."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class OnStream(Instruction):
-    """The body runs on stream `index % count` of the named streams."""
+    """Runs the body on stream `index % count` of the pool."""
 
     stream: Stream
     index: Expr
@@ -20,17 +20,17 @@ class OnStream(Instruction):
 
 @dataclass(frozen=True)
 class Fork(Instruction):
-    """The named streams, or the first of them, wait for what the caller's stream holds."""
+    """The streams of the pool wait for the caller's stream."""
 
     stream: Forked
-    first: int | None = None  # that many; None: all
+    first: int | None = None  # only the first this many; None: all
     syntax = "fork {stream} first {first}"
     orders = True
 
 
 @dataclass(frozen=True)
 class Join(Instruction):
-    """The caller's stream waits for what the named streams hold, or the first of them."""
+    """The caller's stream waits for the streams of the pool, or for the first of them."""
 
     stream: Joined
     first: int | None = None
@@ -40,7 +40,7 @@ class Join(Instruction):
 
 @dataclass(frozen=True)
 class Record(Instruction):
-    """The event marks what the current stream holds now. Equivalent to cudaEventRecord."""
+    """The event captures the current work of the stream. Equivalent to cudaEventRecord."""
 
     event: Recorded
     index: Expr
@@ -50,7 +50,7 @@ class Record(Instruction):
 
 @dataclass(frozen=True)
 class Wait(Instruction):
-    """The current stream waits for the event as last recorded in this call. Equivalent to cudaStreamWaitEvent."""
+    """The current stream waits for the last record of the event in this call. Equivalent to cudaStreamWaitEvent."""
 
     event: Awaited
     index: Expr
@@ -101,7 +101,7 @@ class If(Instruction):
 
 @dataclass(frozen=True)
 class Call(Instruction):
-    """Runs a function of the program, which forks from the caller's stream and joins it by itself."""
+    """Runs a function of the program. The function forks from the caller's stream and joins it itself."""
 
     function: Called
     srcs: Reads
@@ -111,7 +111,7 @@ class Call(Instruction):
 
 @dataclass(frozen=True)
 class OnMesh(Instruction):
-    """The ranks of a mesh do the body, the others nothing. Inside, axes are those of that mesh. What it allocates stays."""
+    """Runs the body on the ranks of a mesh only. Axes inside are those of that mesh. Its allocations outlive the body."""
 
     mesh: Mesh
     body: Body

@@ -1,4 +1,4 @@
-"""Instructions of inlined programs alone: which contents of memory the parameters of a call with donated arguments stand for.
+"""Instructions of inlined programs only: versions of the memory behind parameters of a call with donated arguments.
 
 The check reads them. They are neither parsed nor emitted.
 """
@@ -20,7 +20,7 @@ class _Parameter(View):
 
 @dataclass(frozen=True)
 class AsGiven(_Parameter):
-    """An input: the argument as it is now. What a result in donated memory has overwritten cannot be read by this name."""
+    """An input: the argument as it is now. Bytes that a result in donated memory has overwritten cannot be read by this name."""
 
     syntax = "%{out} = as_given %{src}"
 
@@ -34,7 +34,7 @@ class TakeOver(_Parameter):
 
 @dataclass(frozen=True)
 class Returned(Instruction):
-    """The end of a call, when all of such a result must be there."""
+    """End of a call. The whole result must have been written."""
 
     src: Read
     syntax = "returned %{src}"

@@ -1,4 +1,4 @@
-"""Instructions of the host IR that name memory."""
+"""Instructions of the host IR that allocate memory or name a view of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Allocate(Instruction):
 
 @dataclass(frozen=True)
 class AllocateWindow(Allocate):
-    """Memory of this call that peers read and write: it has the same offset in the arena of every rank."""
+    """Memory of this call that peers read and write. It has the same offset in the arena of every rank."""
 
     syntax = "%{out} = allocate_window {type}"
     in_window = True
@@ -38,14 +38,17 @@ class Deallocate(Instruction):
 
 @dataclass(frozen=True)
 class View(Instruction):
-    """Elements of a buffer under another shape: pointer arithmetic at most."""
+    """A view of elements of a buffer. Costs pointer arithmetic at most."""
 
     out: Viewed
     src: Alias
     calls = False
 
     def type_of(self, source: BufferType) -> BufferType:
-        """The type of what it defines. Raises ValueError where there is no such view."""
+        """Type of the view.
+
+        Raises ValueError if there is no such view of the source.
+        """
         raise NotImplementedError
 
     def defined(self, types: Mapping[str, BufferType]) -> dict[str, BufferType]:
@@ -53,16 +56,16 @@ class View(Instruction):
 
     @property
     def offset(self) -> Expr:
-        """Where it begins along its dim, in steps of what it takes there."""
+        """Start along the dim, in units of `stride`."""
         return Const(0)
 
     def stride(self, source: BufferType) -> Size:
-        """The elements between one such step and the next."""
+        """Elements per unit of `offset`."""
         return Size()
 
 
 class PartialView(View):
-    """Some indices of a dim."""
+    """A view of some indices of a dim."""
 
     dim: int
 
@@ -128,7 +131,7 @@ class Chunk(View):
 
 @dataclass(frozen=True)
 class Slice(PartialView):
-    """`size` indices of a dim from `start` on. Pointer arithmetic."""
+    """`size` indices of a dim, starting at `start`. Pointer arithmetic."""
 
     dim: int
     size: Size
@@ -145,7 +148,7 @@ class Slice(PartialView):
 
 @dataclass(frozen=True)
 class Strided(Slice):
-    """`size` indices of a dim from `start` on, `step` apart. Pointer arithmetic."""
+    """`size` indices of a dim, starting at `start`, `step` apart. Pointer arithmetic."""
 
     step: int
     syntax = "%{out} = strided %{src}[{dim}: {size} from {start} by {step}]"
@@ -163,7 +166,7 @@ class Strided(Slice):
 
 @dataclass(frozen=True)
 class Reshape(View):
-    """The same elements in the same order under another shape. No call."""
+    """The same elements in the same order under another shape. Emits no code."""
 
     shape: tuple[Size, ...]
     syntax = "%{out} = reshape %{src} to {shape}"
@@ -175,7 +178,7 @@ class Reshape(View):
 
 @dataclass(frozen=True)
 class Permute(View):
-    """Dim i of the result is dim `order[i]` of the source. No call."""
+    """Dim i of the result is dim `order[i]` of the source. Emits no code."""
 
     order: tuple[int, ...]
     syntax = "%{out} = permute %{src} by {order}"
@@ -190,7 +193,7 @@ class Permute(View):
 
 @dataclass(frozen=True)
 class Choose(View):
-    """One of two buffers of one type: `src` where the condition is true. No call."""
+    """`src` if the condition is true, or else `other`, of the same type. A pointer selection."""
 
     condition: Expr
     other: Alias
@@ -210,14 +213,14 @@ class Choose(View):
 
 
 def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
-    """The same with another one for a dim."""
+    """Replaces the value of one dim."""
     return (*values[:dim], value, *values[dim + 1 :])
 
 
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Strides of the same elements under another shape: each run of dims that is split or merged must be contiguous in itself.
+    """Strides of the same elements under another shape. Each run of dims that is split or merged must be contiguous.
 
-    A buffer without elements has any strides.
+    A buffer without elements can have any strides.
     """
     if product(shape) == product(wanted) == Size(0):
         return row_major(wanted)
@@ -234,7 +237,7 @@ def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted
             raise ValueError("a reshape keeps the number of elements")
         have, want = source[i][0], target[j]
         i_end, j_end = i + 1, j + 1
-        while have != want:  # grow the smaller side; where names hide which that is, the target first
+        while have != want:  # grow the smaller side; if symbols hide which one that is, grow the target first
             quotient = want.divided_by(have)
             grow_source = (quotient is not None and quotient.divisor == 1) or j_end == len(target)
             if grow_source and i_end < len(source) and source[i_end - 1][1] == source[i_end][1] * source[i_end][0]:

@@ -1,4 +1,4 @@
-"""Instructions of the host IR by which a rank reads and writes the memory of others, and signals that order them."""
+"""One-sided instructions of the host IR: puts, gets, and the signals that order them."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,25 @@ from hostweave.host_ir.tree import Guarded, Read, RemoteRead, RemoteWrite, Write
 
 
 class OneSided(Communication):
-    """What a rank does with the windows of a peer, given by its coordinate in the process group, and the signals that order it.
+    """An access to the window of a peer, or a signal that orders such accesses. `peer` is a rank number in the process group.
 
-    A signal has a number, and is counted: the n-th wait for the signals of one peer and number, in the order in which the host issues
-    them, ends when the n-th of them is there. What peers touch lies in windows, at the place that it has on this rank.
+    Signals are counted per peer and number. The n-th wait for a peer and number, in the host's issue order, ends at the n-th signal.
+    Buffers that peers access lie in windows, at the same offset on all ranks.
     """
 
     peer: Expr
-    received_along: int | None = None  # the dim of dst of which the peer's block is written
+    received_along: int | None = None  # dim of dst along which the peer's block is written
 
 
 class Signalled(OneSided):
-    """Raises a signal, or waits for one."""
+    """An instruction that gives a signal or waits for one."""
 
     signal: int
 
 
 @dataclass(frozen=True)
 class Put(Signalled):
-    """Writes src to where dst is on the peer, then signals that. src need not lie in a window."""
+    """Writes src to dst on the peer, then signals. src need not lie in a window."""
 
     src: Read
     dst: RemoteWrite
@@ -39,7 +39,7 @@ class Put(Signalled):
 
 @dataclass(frozen=True)
 class Get(OneSided):
-    """dst = what src is on the peer; where the ranks share a dim of dst, its block of that, of which it has more or less than others."""
+    """dst = src on the peer. If ranks share a dim of dst, only the peer's block of dst is written, which may differ in size."""
 
     src: RemoteRead
     peer: Expr
@@ -52,7 +52,7 @@ class Get(OneSided):
 
 @dataclass(frozen=True)
 class Signal(Signalled):
-    """Tells the peer that it may read the buffer, or write it: a credit."""
+    """Signals the peer that it may read the buffer, or write it. The latter is a credit."""
 
     signal: int
     peer: Expr
@@ -64,7 +64,7 @@ class Signal(Signalled):
 
 @dataclass(frozen=True)
 class WaitSignal(Signalled):
-    """The current stream waits for the peer's next signal of this number: what it says of the buffer is true then."""
+    """The current stream waits for the peer's next signal of this number. The buffer may be used from then on."""
 
     signal: int
     peer: Expr

@@ -1,4 +1,4 @@
-"""What the verifier's rules share: the names of a program, their types, and the context of an instruction."""
+"""State that the verifier's rules share: names and types of a program, and the context of an instruction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,26 +16,26 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.size import Factor, LocalSize, Size, product
 from hostweave.types.tensor import BufferType
 
-MAX_POOL = 2**16  # streams, or events, of one name
+MAX_POOL = 2**16  # largest pool of streams or events
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What surrounds an instruction."""
+    """Context of an instruction."""
 
     in_stream: bool = False
-    condition: Expr | None = None  # the innermost rank-dependent condition
-    steps: Size | None = None  # of a loop that ranks may walk another number of times
+    condition: Expr | None = None  # innermost condition that depends on the rank
+    steps: Size | None = None  # trip count of a loop that may differ between ranks
 
 
-Rule = Callable[["Checker", Any, Scope], None]  # of a kind of instruction
+Rule = Callable[["Checker", Any, Scope], None]  # verifies one kind of instruction
 
 
 @dataclass
 class Checker:
-    """Walks a program, and finds for its rules what they ask of buffers, sizes, meshes and expressions."""
+    """Visits a program, and answers questions of its rules about buffers, sizes, meshes and expressions."""
 
-    program: ir.HostProgram  # or a function as one
+    program: ir.HostProgram  # the program, or a function as a program
     rules: Mapping[type[tree.Instruction], Rule]
     kernels: dict[str, ir.Kernel] = field(default_factory=dict)
     inputs: set[str] = field(default_factory=set)
@@ -44,9 +44,9 @@ class Checker:
     rank_dependent: set[str] = field(default_factory=set)
     roots: AliasRoots = field(default_factory=AliasRoots)
     freed: set[str] = field(default_factory=set)
-    windows: set[str] = field(default_factory=set)  # what is allocated in windows, and parameters that lie there
+    windows: set[str] = field(default_factory=set)  # allocations and parameters that lie in windows
     current: tree.Instruction | None = None
-    mesh: Mesh = field(init=False)  # of the `on` body around, or the program's
+    mesh: Mesh = field(init=False)  # mesh of the current `on` body, or the program's
 
     def __post_init__(self) -> None:
         self.mesh = self.program.mesh
@@ -87,7 +87,7 @@ class Checker:
                 self.fail(f"no communication is on channel {channel.name}: leave it out of the header")
 
     def apart(self, parts: tuple[ir.HostProgram, ...]) -> None:
-        """Events belong to one body, so that a wait cannot meet the record of another."""
+        """Events belong to one body, so a wait cannot match a record of another body."""
         users: dict[str, str] = {}
         for part in parts:
             for event in sorted(events_of(part.body)):
@@ -111,7 +111,7 @@ class Checker:
         self.windows.update(self.program.windows)
 
     def memories(self) -> None:
-        """An input is donated for one output, of its dims in any order."""
+        """Checks donated inputs: each serves one output, which has the same dims in any order."""
         inputs, taken = {p.name: p.type for p in self.program.inputs}, set[str]()
         for parameter in (p for p in (*self.program.inputs, *self.program.outputs) if p.memory):
             here = f"%{parameter.name} in %{parameter.memory}"
@@ -124,7 +124,7 @@ class Checker:
             taken.add(parameter.memory)
 
     def once(self, names: Sequence[str], word: str) -> None:
-        """What is declared has names of its own."""
+        """Checks that declared names are unique."""
         for name in names:
             if names.count(name) > 1:
                 self.fail(f"{word}{name} is declared twice: rename one")
@@ -160,7 +160,7 @@ class Checker:
             tree.of_kind(self.rules, type(instruction))(self, instruction, scope)
 
     def inner(self, body: tree.Body, scope: Scope) -> None:
-        """A nested body: what it defines ends with it."""
+        """Checks a nested body. Its definitions go out of scope at its end."""
         outside, current = len(self.types), self.current
         indices = set(self.indices)
         self.body(body, scope)
@@ -217,12 +217,12 @@ class Checker:
             self.fail(f"{mesh} has no axis {axis!r}: its axes are {', '.join(dict(mesh.axes))}")
 
     def part(self, mesh: Mesh) -> None:
-        """A mesh of some of the program's ranks."""
+        """Checks that a mesh has only ranks of the program."""
         if outside := set(mesh.all_ranks) - set(self.program.mesh.all_ranks):
             self.fail(f"{self.program.mesh} has no rank {min(outside)}: name ranks of it")
 
     def channel(self, i: ir.Communication) -> ir.Channel:
-        """That of a communication, which its transport carries, and which all ranks are of that come here."""
+        """Channel of a communication. Checks that its transport carries it and that all ranks that execute it are members."""
         channel = next((channel for channel in self.program.channels if channel.name == i.channel), None)
         if channel is None:
             known = ", ".join(channel.name for channel in self.program.channels) or "none"
@@ -251,12 +251,12 @@ class Checker:
                 self.fail(f"%{name} is not contiguous{what}: copy it to a buffer of its own first")
 
     def as_wanted(self, name: str, wanted: BufferType, what: str) -> None:
-        """Its dtype and shape."""
+        """Checks the dtype and shape of a buffer."""
         if (self.types[name].dtype, self.types[name].shape) != (wanted.dtype, wanted.shape):
             self.fail(f"%{name} is {self.types[name]}, {what}")
 
     def cuts(self, cuts: Cuts, name: str) -> None:
-        """Those of a tensor that a buffer holds."""
+        """Checks the cuts of a tensor that a buffer holds."""
         for cut in cuts:
             self.size(cut.size)
         have, wanted = (self.known(product(shape)) for shape in (self.types[name].shape, tuple(cut.size for cut in cuts)))
@@ -270,7 +270,7 @@ class Checker:
             self.fail(f"%{large} must hold {factor} x %{small}: it has {have} elements, not {want}")
 
     def known(self, size: Size) -> Size:
-        """A size with the quotients in place of parts that are equal on all ranks."""
+        """Replaces local sizes by exact quotients if all ranks have equal shares."""
         exact = dict[Factor, Size]()
         for part in size.factors:
             if isinstance(part, LocalSize) and not part.size.is_uneven(ranks := part.ranks_in(self.program.mesh), self.program.uneven):
@@ -278,13 +278,13 @@ class Checker:
         return size.replaced(exact)
 
     def alike(self, size: Size) -> Size:
-        """A size in which a part is told by its size and the number of ranks alone."""
+        """Renames local sizes so that they depend only on their size and the number of ranks."""
         local = [factor for factor in size.factors if isinstance(factor, LocalSize)]
         meshes = {part: Mesh(ranks=part.ranks_in(self.program.mesh)) for part in local}
         return self.known(size).replaced({part: Size(1, (LocalSize(part.size, ("ranks",), mesh),)) for part, mesh in meshes.items()})
 
     def unknown(self, size: Size) -> str | None:
-        """A name in a size that no input or output tells."""
+        """A symbol of a size that no input or output determines, or None."""
         missing = [symbol for symbol in size.symbols if symbol not in self.program.symbols()]
         for part in size.atoms:
             if isinstance(part, LocalSize) and not missing:
@@ -315,7 +315,7 @@ class Checker:
         of_parts = {axis for i in tree.walk(self.program.body) if i.ranks for axis, _ in i.ranks.axes}
         dims = (*kernel.grid, *(a.dim for a in kernel.arguments if a.dim))
         for axis in (axis for dim in (*dims, *(dim for type in types if not type.mesh for dim in type.dims)) for axis in dim.axes):
-            if axis not in of_parts:  # on the program's mesh, then
+            if axis not in of_parts:  # must be an axis of the program's mesh
                 self.axis(axis)
         for dim in dims:
             if unknown := self.unknown(dim.size):

@@ -26,7 +26,7 @@ def _communication(check: Callable[[Checker, Any, int], None]) -> Rule:
 
 
 def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
-    """That of a communication, which all its ranks come to where it is a collective."""
+    """Channel of a communication. Checks that all its ranks execute a collective."""
     channel = c.channel(i)
     if i.posts == "collective":
         if scope.condition is not None:
@@ -39,7 +39,7 @@ def _channel(c: Checker, i: ir.Communication, scope: Scope) -> ir.Channel:
 
 
 def _usual(c: Checker, i: Any, size: int) -> None:
-    """What it reduces by, and that either side has as many elements, or a block for each rank of the process group."""
+    """Checks the reduction, and that both sides have equal sizes or one block per rank."""
     if isinstance(i, ir.Reduction):
         _reduction(c, i)
     if i.posts == "collective":
@@ -57,7 +57,7 @@ def _has_block(c: Checker, i: ir.Communication, small: str, large: str, along: i
 
 
 def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
-    """The elements of a rank's block of a buffer of which the ranks share a dim."""
+    """Number of elements of a rank's block in a buffer whose dim `along` the ranks share."""
     shape, channel = c.types[name].shape, c.channel(i)
     if along >= len(shape):
         c.fail(f"%{name} is {c.types[name]}: it has no dim {along}")
@@ -66,7 +66,7 @@ def _own_block(c: Checker, i: ir.Communication, name: str, along: int) -> Size:
 
 
 def _as_much(c: Checker, i: ir.BroadcastToOthers | ir.CollectivePermute | ir.Put | ir.Get, size: int) -> None:
-    """Parts of one dim, shared by as many ranks of two meshes or axes, may be equal: that is seen when sizes are known."""
+    """Checks equal sizes. Shares of one dim, on two meshes or along two axes of as many ranks, count as equal."""
     have, want = (c.alike(product(c.types[name].shape)) for name in (i.dst, i.src))
     if have != want:
         c.counts(i.src, i.dst, 1)
@@ -126,11 +126,11 @@ def _routed(c: Checker, i: ir.Routed, size: int) -> None:
             c.fail(f"{route}: there are {count} blocks, the last one {count - 1}")
 
 
-MAX_SIGNAL = 63  # the greatest number of a signal
+MAX_SIGNAL = 63  # largest signal number
 
 
 def _one_sided(c: Checker, i: Any, size: int) -> None:
-    """What peers touch lies in windows, and has one place in those of all ranks of the channel."""
+    """Checks that memory which peers access lies in windows."""
     for name in tree.names(i, "remote_read", "remote_write"):
         if outside := next((root for root in c.roots.all_of(name) if root not in c.windows), None):
             c.fail(f"%{outside} lies in no window, so that a peer cannot reach it: write allocate_window, or `in window` after a parameter")
@@ -145,7 +145,7 @@ def _one_sided(c: Checker, i: Any, size: int) -> None:
 
 
 def _launch_all_reduce(c: Checker, i: ir.LaunchAllReduce, scope: Scope) -> None:
-    """A launch of a kernel that begins with the all_reduce of what it takes first, which the kernels of these ranks can do."""
+    """Checks the launch of a kernel that begins with an all_reduce of its first input, and that its ranks' kernels support it."""
     launch(c, i, scope)
     channel = _channel(c, i, scope)
     term, (first, *others) = i.srcs[0], c.kernels[i.kernel].ops

@@ -26,7 +26,7 @@ def _allocate(c: Checker, i: ir.Allocate, scope: Scope) -> None:
 
 
 def _window(c: Checker, i: ir.Allocate) -> None:
-    """A window has one place in the memory of all ranks, so that all of them allocate it, of one size."""
+    """Checks that all ranks allocate a window, with one size, so that it has one offset."""
     if c.mesh != c.program.mesh:
         c.fail(f"on {c.mesh} others are allocated than on other ranks, so that a window has no one place: allocate it on all ranks")
     if any(isinstance(part, LocalSize) for size in i.type.shape for part in c.known(size).atoms):
@@ -122,7 +122,7 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
-    """What cuBLASLt adds and applies to a product, as far as it does for every size."""
+    """Checks an epilogue: only what cuBLASLt supports for every size."""
     dst, a, b = c.types[i.dst], c.types[i.a], c.types[i.b]
     if len(i.accumulate) > 1 or len(i.bias) > 1:
         c.fail("one buffer can be added, and one bias: add the others before")
@@ -142,7 +142,8 @@ def _epilogue(c: Checker, i: ir.Matmul) -> None:
 
 
 def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
-    """Why a product cannot end with a bias or an activation, or "": it has to be one matrix product with whole rows."""
+    """Reason for which a matmul cannot have a bias or activation as its epilogue, or "". It must be a single matrix product with whole
+    rows."""
     if dst.dtype.name == "f64":
         return "it is of f64"
     if len(b.shape) != 2:
@@ -155,7 +156,7 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
 
 
 def _rows_follow(type: BufferType) -> bool:
-    """Whether all rows lie equally far apart, as those of one matrix."""
+    """True if all rows have equal distances, as in one matrix."""
     strides = strides_of(type)
     return all(outer == size * inner for outer, size, inner in zip(strides[:-2], type.shape[1:-1], strides[1:-1], strict=True))
 
@@ -214,7 +215,7 @@ def _attends(c: Checker, i: ir.Attention | ir.AttentionBackward, result: str, *o
 
 
 def _masks(c: Checker, i: ir.Attention | ir.AttentionBackward) -> None:
-    """A bias, or packed sequences."""
+    """Checks a bias, or the offsets of packed sequences."""
     q, k = (unsharded(c.types[name]) for name in (i.q, i.k))
     for name in i.bias:
         if why := why_no_bias(q, k, unsharded(c.types[name])):
@@ -235,7 +236,7 @@ def _is_grouped(heads: Size, groups: Size) -> bool:
 
 
 def broadcast_shapes(a: tuple[Size, ...], b: tuple[Size, ...]) -> tuple[Size, ...] | None:
-    """The shape that two shapes broadcast to, as NumPy does, or None."""
+    """Shape that two shapes broadcast to under NumPy's rules, or None."""
     rank, one = max(len(a), len(b)), Size()
     padded = zip((one,) * (rank - len(a)) + a, (one,) * (rank - len(b)) + b, strict=True)
     result = [x if y == one else y if x in (one, y) else None for x, y in padded]

@@ -1,20 +1,4 @@
-"""Causal attention of rows in zigzag: of each rank's first piece, then of its second one, which lies as far from the last row.
-
-    %y: bf16[H, S@zigzag(cp), 64] = attention(%q, %k, %v, scale=0.125, causal=top_left)        # on 2 ranks
-
-becomes
-
-    %q_by_rank: bf16[H, S@cp, 64] = renumber(%q, axis=1, sources=(0, 3, 1, 2))
-    %q_pieces: bf16[H, 2@cp, 2, S/4, 64] = reshape(%q_by_rank)
-    %q_piece: bf16[H, 2@cp, S/4, 64] = select(%q_pieces, axis=2, index=0)
-    %q_rows: bf16[H, S/2@cp, 64] = reshape(%q_piece)
-    %q_rows_2: bf16[H, S/2@cp, 64] = reshape(%q_piece_2)                        # the same of index 1
-    %k_columns: bf16[H, S/2, 64] = slice(%k, axis=1, start=0, step=1)           # and of %v
-    %y_first: bf16[H, S/2@cp, 64] = attention(%q_rows, %k_columns, %v_columns, scale=0.125, causal=top_left)
-    %y_second: bf16[H, S/2@cp, 64] = attention(%q_rows_2, %k, %v, scale=0.125, causal=bottom_right, reversed=2)
-
-and the same way back. Of N ranks rank r has rows that see up to (r + 1) S/2N and (2N - r) S/2N columns: all ranks have as much to do.
-"""
+"""Splits causal attention of rows in zigzag into two calls: for each rank's first piece, and for its second piece."""
 
 from collections.abc import Sequence
 
@@ -31,20 +15,21 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# Which dim rows are, 0 where there are none: of queries, keys, values, and of a backward pass the result, its gradient, and lse.
+# Dim of the rows in each operand, 0 for operands without rows: q, k, v, and the result, gradient and lse of a backward pass.
 ROWS = (-2, 0, 0, -2, -2, -1)
 OF_ROWS = ("attention", "attention_lse", GRADIENTS[0])
 
 
 def attend_in_halves(fusion: Fusion, options: Options) -> Fusion:
-    """After it no attention under a mask that depends on where rows are has rows in zigzag."""
+    """Rewrites every attention whose mask depends on the position of rows in zigzag."""
     return _Halving(fusion).rewritten()
 
 
 class _Halving(Emitter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}  # of values, along their rows, or of keys the first half and all
+        # halves of values along their rows; for keys, the first half and all of them
+        self.halves: dict[tuple[str, Layout, int], tuple[str, str]] = {}
 
     def add(self, op: Op) -> None:
         self.op = op
@@ -84,7 +69,7 @@ class _Halving(Emitter):
         return self.size // (2 * self.ranks)
 
     def in_layout(self, name: str, needed: Layout) -> str:
-        """The value as the attention as a whole needs it."""
+        """Reshards a value to the layout that the whole attention needs."""
         if layout(self.types[name]) == needed:
             return name
         result = Value(self.names.new(f"{name}_in_order"), with_layout(self.types[name], needed))
@@ -98,7 +83,7 @@ class _Halving(Emitter):
         return self.halves[name, needed, rows]
 
     def rows(self, name: str, dim: int) -> tuple[str, str]:
-        """Those of the first pieces of all ranks, and of the second ones, as the ranks have them."""
+        """The rows of all ranks' first pieces, and those of all second pieces."""
         at = len(self.types[name].dims) + dim
         by_rank = self.make("renumber", name, how=attributes(axis=at, sources=order_of_pieces(self.ranks)), word="by_rank", of=name)
         pieces = self.reshaped(by_rank, at, 1, (Size(self.ranks), Size(2), self.piece), "pieces", name)
@@ -107,13 +92,13 @@ class _Halving(Emitter):
         return first, second
 
     def columns(self, name: str) -> tuple[str, str]:
-        """The first half of them, and all."""
+        """The first half of the columns, and all of them."""
         type = self.types[name]
         some = TensorType(type.dtype, (*type.dims[:-2], Dim(self.half), type.dims[-1]))
         return self.make("slice", name, how=attributes(axis=len(type.dims) - 2, start=0, step=1), like=some, word="columns", of=name), name
 
     def join(self, halves: tuple[str, str]) -> None:
-        """The result of the rows, from those of each half."""
+        """Joins the results of both halves of the rows."""
         result, rows = self.op.result, -1 if self.op.kind == "attention_lse" else -2
         at = len(result.type.dims) + rows
         pieces = [self.reshaped(half, at, 1, (Size(self.ranks), ONE, self.piece), "piece") for half in halves]
@@ -123,7 +108,7 @@ class _Halving(Emitter):
         self.finish("renumber", by_rank, attributes(axis=at, sources=inverse(order_of_pieces(self.ranks))))
 
     def add_up(self, first: str, second: str) -> None:
-        """The gradients of all columns, from those of the first half of them by the first half of the rows, and of all by the others."""
+        """Sums the gradients of the keys. The first half of the rows contributes to the first half of the columns only."""
         at = len(self.types[second].dims) - 2
         halves = self.reshaped(second, at, 1, (Size(2), self.half), "halves")
         low, high = (self.make("select", halves, how=attributes(axis=at, index=index), word="half") for index in (0, 1))

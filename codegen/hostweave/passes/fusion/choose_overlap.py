@@ -1,4 +1,4 @@
-"""Chooses chunk loops: which ops share one, what a chunk covers, and the algorithm of its reshards.
+"""Chooses chunk loops: the ops that share a loop, what a chunk covers, and the schedules of its reshards.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8) = matmul(%x_gathered, %w)
@@ -28,9 +28,9 @@ from hostweave.options import Options
 
 
 def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
-    """After it every value of a loop carries its stream, and the ops of one loop are neighbours.
+    """Sets the stream of every value in a loop, and places the ops of a loop next to each other.
 
-    Raises ProgramError where a stated step or way of communicating cannot be, with what can.
+    Raises ProgramError if a stated chunking or algorithm is not possible. The error lists the possible ones.
     """
     choice = _Choice(fusion, options)
     for op in fusion.ops:
@@ -41,7 +41,7 @@ def choose_overlap(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Member:
-    """An op of a loop, the dim of its result that the loop walks, and what it does to the layout where it is a reshard."""
+    """An op of a loop, the dim of its result that the chunks cut, and its reshard step, if it is a reshard."""
 
     op: Op
     dim: int
@@ -53,7 +53,7 @@ class _Member:
 
     @property
     def communicates(self) -> bool:
-        """A reshard but for a local slice, or a reduction over sharded dims, which a reshard finishes."""
+        """True for reshards except local slices, and for reductions over sharded dims, which need a reshard."""
         if self.change:
             return self.change.kind != "shard"
         return bool(OPS[self.op.kind].combine) and self.op.result.type.partial is not None
@@ -71,10 +71,10 @@ class _Choice:
         self.place = {op.result.name: i for i, op in enumerate(fusion.ops)}
         self.uses = consumers(fusion)
         self.streams: dict[str, Stream] = {}
-        self.joined: dict[str, list[_Member]] = {}  # a streamed value -> what joins its loop
+        self.joined: dict[str, list[_Member]] = {}  # for each streamed value, the ops that join its loop
 
     def choose(self, root: Op, stream: Stream) -> None:
-        """Settles the loop of one value that the user streamed."""
+        """Chooses the loop of one value that the user streamed."""
         if stream.algorithm and stream.algorithm not in NAMES:
             why = f"there is no algorithm={stream.algorithm!r}; {did_you_mean(stream.algorithm, NAMES)}"
             raise ProgramError(f"stream of %{root.result.name}: {why}", root.location)
@@ -101,13 +101,13 @@ class _Choice:
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications that lead to it, and the op that feeds the first of them.
 
-        By block a gather over the streamed dim ends the way: a step of it reads from one rank, not a slice of every rank's.
-        Across shards all have as many of them: what is split among other ranks is communicated before the loop.
+        By shard, the search stops at a gather over the streamed dim: each step reads one rank's shard. Across shards, all members must have
+        equally many shards. Values that are sharded differently are communicated before the loop.
         """
         found = [self.member(root, dim)]
         barriers = ("shard",) if through_gathers else ("shard", "all_gather")
         shards = self.shards(found[0])
-        for member in found:  # grows while it is walked
+        for member in found:  # grows during the iteration
             if (member is found[0] or member.communicates) and not member.changes_streamed_dim(*barriers):
                 for producer, beside in self.producers(member):
                     if not through_gathers or len(shards | self.shards(producer)) < 2:
@@ -117,7 +117,7 @@ class _Choice:
         return found
 
     def shards(self, member: _Member) -> set[int]:
-        """Among how many ranks the streamed dim is split, before or after a member."""
+        """Numbers of shards of the streamed dim, before and after a member."""
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         return {type.mesh_in(self.mesh).size_of(type.dims[member.dim].axes) for type in types} - {1}
 
@@ -125,7 +125,7 @@ class _Choice:
         return _Member(op, dim, step_of(op) if op.kind in RESHARD_STEPS else None)
 
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
-        """What makes the operands, step by step, for this member alone and for those that are streamed like it, which come with it."""
+        """Producers of the operands that can run in the loop, each with the other consumers that must join it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
         walked = member.op.operands[:2] if OPS[member.op.kind].is_product else member.op.operands  # scales are communicated before it
         for i, name in enumerate(walked):
@@ -142,10 +142,10 @@ class _Choice:
                 yield producer, beside
 
     def beside(self, producer: _Member, member: _Member) -> list[_Member] | None:
-        """What else takes a value that is communicated for this member in the loop; None where something takes it too early.
+        """Other consumers of a communicated value that can join the loop. None if some op needs the value too early.
 
-        It is streamed by the user as the member is, over the same dim of the value, and all else that it takes is there before or of
-        the same iteration. What is not streamed and stands later reads the whole of a gathered value after the loop.
+        A consumer must be streamed like the member, over the same dim of the value. Its other operands must be ready before the loop, or
+        come from the same iteration. Later ops without a stream read a gathered value after the loop.
         """
         stated, others = member.op.result.stream, [op for op in self.uses[producer.name] if op != member.op]
         if producer.change and producer.change.kind == "all_gather":
@@ -155,7 +155,7 @@ class _Choice:
         if stated is None or not producer.communicates or len({op.result.name for op in others if op}) < len(others):
             return None
         here = self.place[member.name]
-        walked = {producer.name: producer.dim, member.name: member.dim}  # what the loop makes, and over which dim
+        walked = {producer.name: producer.dim, member.name: member.dim}  # values made in the loop, with the dim that chunks cut
         found = []
         for op in others:
             stream = op.result.stream if op else None
@@ -171,11 +171,11 @@ class _Choice:
         return found
 
     def comes_later(self, op: Op | None, member: _Member) -> bool:
-        """Whether it is the caller, or in no loop and behind the member."""
+        """True if the caller reads the value, or an op outside of loops after the member."""
         return op is None or (op.result.stream is None and self.place[op.result.name] > self.place[member.name])
 
     def warn_of_gathers_before(self, member: _Member) -> None:
-        """A loop that communicates nothing although what it walks is gathered right before it: the user wanted that to be hidden."""
+        """Warns if the loop communicates nothing although its operand is gathered right before. The user wanted to hide that gather."""
         indices, op = index_map(member.op, operand_types(member.op, self.types)), member.op
         for i, name in enumerate(op.operands):
             gather, dim = self.producer.get(str(name)), indices.operand_dim(i, member.dim)
@@ -190,7 +190,8 @@ class _Choice:
     # --- loops that communicate ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
-        """The step, one for all, and the schedule of each reshard: as stated if that fits the step. Nothing if none does."""
+        """The chunking of the loop and the schedule of each reshard, as stated if that is possible. Empty if the loop has no
+        communication."""
         possible = {m.name: (m.change.kind, self.schedules(m, m.change, stream)) for m in members if m.change and m.communicates}
         for step in (stream.chunking,) if stream.chunking else CHUNKINGS:
             fitting = {name: [way for way in ways if way.chunking == step] for name, (_, ways) in possible.items()}
@@ -204,7 +205,10 @@ class _Choice:
         return "", {}
 
     def schedules(self, member: _Member, change: ReshardStep, stream: Stream) -> list[Schedule]:
-        """By block only over the streamed dim itself, in a multiple of the ranks. What moves a dim's blocks cannot walk that dim."""
+        """Schedules that fit a reshard in the loop. Empty if the reshard moves the streamed dim's blocks.
+
+        Schedules by shard need a reshard of the streamed dim itself, and a number of chunks that is a multiple of the ranks.
+        """
         if self.moves_streamed_dim(member, change):
             return []
         whole = member.op.result.type if change.kind == "all_gather" else self.types[member.op.tensors[0]]
@@ -225,7 +229,7 @@ class _Choice:
         return change.kind in ("all_to_all", "permute_shards") and before != after
 
     def moves_whole_blocks(self, member: _Member) -> bool:
-        """Whether each rank of one mesh sends what it holds, and each of another one receives what it is to hold, in one piece."""
+        """True if a move between disjoint meshes sends each rank's whole local tensor to receivers that hold it whole."""
         source, target = self.types[member.op.tensors[0]], member.op.result.type
         blocks = member.op[BLOCKS]
         apart = set(source.mesh_in(self.mesh).all_ranks).isdisjoint(target.mesh_in(self.mesh).all_ranks)
@@ -254,7 +258,8 @@ class _Choice:
     # --- loops that communicate nothing ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
-        """The step and rotation of the loop that makes an operand, so that both can be one loop; else slices in order."""
+        """Chunking and rotation of a loop without communication: those of the loop that makes an operand, so that both fuse. Otherwise
+        slices in order."""
         if root.result.type.dims[stream.dim].axes:
             if stream.chunking == "by_shard":
                 why = f"a rank holds one block alone of {root.result.type}"
@@ -268,7 +273,7 @@ class _Choice:
         return stream.chunking or "across_shards", None
 
     def loops_before(self, root: Op, stream: Stream) -> Iterator[Stream]:
-        """The streams of operands of which a step is all that the same step here reads."""
+        """Streams of operands whose chunk is all that the same step of this loop reads."""
         indices = index_map(root, operand_types(root, self.types))
         for i, name in enumerate(root.operands):
             made = self.streams.get(name) if isinstance(name, str) else None
@@ -277,9 +282,9 @@ class _Choice:
                 yield made
 
     def shared_unevenly(self, member: _Member) -> str:
-        """What ranks do not share evenly of the dim that a loop walks, or of one that its reshard changes, or "".
+        """Describes a dim that the loop or its reshard splits and that the ranks do not share evenly, or returns "".
 
-        A size that is open is checked when it is known.
+        Symbolic sizes are checked once they are known.
         """
         types = [member.op.result.type, *([self.types[member.op.tensors[0]]] if member.change else [])]
         for type in types:
@@ -291,14 +296,14 @@ class _Choice:
         return ""
 
     def leave_out(self, root: Op, why: str) -> None:
-        """Tells the user of a loop that there is none: its chunks would be of other rows on each rank."""
+        """Warns the user that there is no loop, because chunks would cover different rows on each rank."""
         text = f"stream of %{root.result.name} overlaps nothing: {why}, so that there is no loop; pad the dim to a multiple"
         warnings.warn(OverlapWarning(f"{root.location}: {text}" if root.location else text), stacklevel=2)
 
     # --- the order of ops ---
 
     def ordered(self) -> Iterator[Op]:
-        """Every op with its stream. What joins a loop stands beside the streamed op, and so after all that the loop reads."""
+        """All ops with their streams. Members of a loop move next to the streamed op, after everything that the loop reads."""
         moved = {member.name for members in self.joined.values() for member in members}
         for op in self.ops:
             if op.result.name not in moved:

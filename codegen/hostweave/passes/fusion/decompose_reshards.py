@@ -1,4 +1,4 @@
-"""Decomposes every reshard into ops of one collective or local slice each, shares equal ones, and removes those without effect.
+"""Decomposes every reshard into single collectives and local slices. Shares equal ones and removes identities.
 
     %y: bf16[M, N@y] pinned = reshard(%x)               # x: bf16[M@x, N]
 
@@ -26,9 +26,8 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """After it a reshard is one of ops.RESHARD_STEPS, with all that it does in its attributes. Of several ways the one that moves the
-    fewest bytes is taken.
-    """
+    """Replaces every reshard by ops of ops.RESHARD_STEPS, whose attributes state what they do. Takes the sequence that moves the fewest
+    bytes."""
     decomposed = _Decomposition(fusion, options).rewritten()
     return replace(decomposed, ops=eliminate_dead_code(decomposed.ops, fusion.outputs))
 
@@ -37,9 +36,9 @@ class _Decomposition(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
         self.sizes, self.types = options.sizes, {name: value.type for name, value in fusion.values().items()}
-        self.producer: dict[str, int] = {}  # value -> place of its op in `ops`
+        self.producer: dict[str, int] = {}  # value -> position of its op in `ops`
         self.consumers = consumers(fusion)
-        self.same: dict[str, str] = {}  # the result of a reshard that changes nothing, or that was made before -> the value to use
+        self.same: dict[str, str] = {}  # result of a reshard without effect, or of a repeated one -> the value to use
         self.done: dict[tuple[str, TensorType], str] = {}
 
     def emit(self, op: Op) -> None:
@@ -53,7 +52,8 @@ class _Decomposition(Emitter):
             self.emit(op)
             return
         (source,) = op.tensors
-        if op.result.type.mesh != self.types[source].mesh:  # which takes its shards from whoever has them: not those of a local slice
+        # a move to another mesh reads shards from their holders, so local slices before it are skipped
+        if op.result.type.mesh != self.types[source].mesh:
             while source in self.producer and self.ops[self.producer[source]].kind == "shard":
                 (source,) = self.ops[self.producer[source]].tensors
         if zigzag_changes(self.types[source], op.result.type):
@@ -74,7 +74,7 @@ class _Decomposition(Emitter):
             self.done[source, op.result.type] = op.result.name
 
     def through_rank_order(self, op: Op, source: str) -> None:
-        """A reshard to zigzag, or from it: the pieces change places where a rank has all of them."""
+        """Reshards to or from zigzag: the pieces are reordered where a rank holds all of them."""
         given, wanted = self.types[source], op.result.type
         if op.result.stream:
             why = f"%{op.result.name} is streamed, and {given} changes the order of its pieces to become {wanted}"
@@ -90,7 +90,7 @@ class _Decomposition(Emitter):
         self.remove(op, self.resharded(op, source, wanted))
 
     def put_in_order(self, source: str, dim: int, wanted: TensorType) -> str:
-        """From zigzag along a dim: shards of all ranks come to lie one behind the other, and their pieces go from there to their places."""
+        """Converts a dim from zigzag: gathers the shards, then moves the pieces to their positions."""
         axes = layout(self.types[source])[dim]
         ranks, piece = self.pieces(source, dim, axes)
         by_rank = self.make("renumber", source, how=attributes(axis=dim, sources=order_of_pieces(int(ranks))), word="by_rank")
@@ -100,7 +100,7 @@ class _Decomposition(Emitter):
         return self.reshaped(self.second_reversed(halves, dim + 1, dim), dim, 3, (wanted.shape[dim],))
 
     def put_by_rank(self, source: str, dim: int, wanted: TensorType) -> str:
-        """To zigzag along a dim, the same way back."""
+        """Converts a dim to zigzag, by the inverse steps."""
         axes = tuple(layout(wanted)[dim])
         ranks, piece = self.pieces(source, dim, axes)
         halves = self.moved(self.reshaped(source, dim, 1, (Size(2), ranks, piece)), dim + 1, 0, "halves")
@@ -111,17 +111,17 @@ class _Decomposition(Emitter):
         return self.make("renumber", by_rank, how=attributes(axis=dim, sources=order), word="in_zigzag")
 
     def pieces(self, source: str, dim: int, axes: Axes) -> tuple[Size, Size]:
-        """How many ranks there are, and the size of a piece, of which each one has two."""
+        """Number of ranks, and the size of a piece. Each rank has two pieces."""
         ranks = self.types[source].mesh_in(self.mesh).size_of(axes)
         return Size(ranks), self.types[source].shape[dim] // (2 * ranks)
 
     def by_shard(self, type: TensorType, dim: int, axes: Axes, pieces: tuple[Size, Size]) -> TensorType:
-        """With a dim of the ranks along these axes outermost, and the two pieces of each in place of a dim."""
+        """Replaces a dim by the two pieces of a rank, and adds an outermost dim of the ranks."""
         ranks, piece = pieces
         return replace(type, dims=(Dim(ranks, axes), *type.dims[:dim], Dim(Size(2)), Dim(piece), *type.dims[dim + 1 :]))
 
     def second_reversed(self, source: str, axis: int, halves: int) -> str:
-        """With the second half from its last index on along an axis: the first rank has the first piece of one, the last of the other."""
+        """Reverses the second half along an axis: the first rank has the first piece of one half and the last piece of the other."""
         return self.make("reverse_second", source, how=attributes(axis=axis, halves=halves), word="pieces")
 
     def moved(self, source: str, dim: int, to: int, word: str) -> str:
@@ -134,7 +134,7 @@ class _Decomposition(Emitter):
         return source
 
     def step(self, op: Op, source: str, step: ReshardStep, before: TensorType) -> str:
-        """The value between two steps, made once."""
+        """Emits the value between two steps, once for equal ones."""
         type = step.applied(before, self.mesh)
         if (source, type) not in self.done:
             between = Value(self.names.new(f"{op.result.name}_{SUFFIXES[step.kind]}"), type)
@@ -143,7 +143,7 @@ class _Decomposition(Emitter):
         return self.done[source, type]
 
     def remove(self, op: Op, source: str) -> None:
-        """What a reshard that changes nothing states (a name, a stream) goes to its producer; where that has other uses, to a copy."""
+        """Removes a reshard without effect. Its name and stream move to its producer, or to a copy if the producer has other uses."""
         producer = self.ops[self.producer[source]] if source in self.producer else None
         if producer and self.can_state(producer, op.result) and len(self.consumers[source]) == 1:
             self.producer[op.result.name] = self.producer[source]
@@ -152,14 +152,14 @@ class _Decomposition(Emitter):
             self.use(op, source)
 
     def can_state(self, producer: Op, result: Value) -> bool:
-        """Whether an op can make what a reshard states, itself."""
+        """True if an op can take over the name and stream of a reshard."""
         if producer.result.stream or producer.result.pinned:
             return False
         stream = result.stream
         return not stream or not (producer.callee or needs_whole(producer, operand_types(producer, self.types), stream.dim))
 
     def use(self, op: Op, source: str) -> None:
-        """What this reshard gives is there under another name; only what is returned or streamed is copied."""
+        """Uses an existing value for the result of a reshard. Emits a copy only if the result is returned or streamed."""
         if op.result.stream or None in self.consumers[op.result.name]:
             self.emit(replace(op, kind="copy", operands=(source,)))
         else:

@@ -1,15 +1,4 @@
-"""Leaves out mesh axes of one rank, which split nothing: groups that are equal are then one, and a reshard over such an axis is nothing.
-
-    %h: f32[M@x,y, N] = negative(%v)                    # mesh(x=8, y=1)
-    %z: f32[M@x, N@y] pinned = reshard(%h)
-    %s: f32[M@x] partial(sum, y) = sum(%z, axis=(1,))
-
-becomes
-
-    %h: f32[M@x, N] = negative(%v)
-    %z: f32[M@x, N] pinned = reshard(%h)
-    %s: f32[M@x] = sum(%z, axis=(1,))
-"""
+"""Removes mesh axes of one rank, which split nothing. Process groups then compare equal, and reshards over such axes vanish."""
 
 from dataclasses import replace
 
@@ -25,7 +14,7 @@ from hostweave.types.zigzag import some_of
 
 
 def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
-    """After it no type has a mesh axis of one rank."""
+    """Removes axes of one rank from all types."""
     types = {name: value.type for name, value in fusion.values().items()}
     if all(size > 1 for mesh in {type.mesh_in(fusion.mesh) for type in types.values()} for _, size in mesh.axes):
         return fusion
@@ -44,7 +33,7 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
         return replace(value, type=stripped(value.type, value.type.mesh_in(fusion.mesh)))
 
     def in_kernel(kernel: UserKernel) -> UserKernel:
-        mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # it runs where its operands are
+        mesh = kernel.inputs[0].mesh_in(fusion.mesh)  # a kernel runs on the mesh of its operands
 
         def in_dim(dim: Dim) -> Dim:
             return replace(dim, axes=without(dim.axes, mesh))
@@ -55,14 +44,14 @@ def drop_unit_axes(fusion: Fusion, options: Options) -> Fusion:
     def in_op(op: Op) -> Op:
         result = in_value(op.result)
         if op.kind in RESHARD_STEPS and _names(op, types[op.tensors[0]], fusion.mesh):
-            return Op("reshard", op.operands, result, location=op.location)  # what is left of the step is found anew
+            return Op("reshard", op.operands, result, location=op.location)  # decomposed again by decompose_reshards
         return replace(op, result=result, user_kernel=op.user_kernel and in_kernel(op.user_kernel))
 
     return replace(fusion, inputs=tuple(map(in_value, fusion.inputs)), ops=tuple(map(in_op, fusion.ops)))
 
 
 def _names(step: Op, source: TensorType, program: Mesh) -> bool:
-    """Whether a step, or what it is of, names an axis that is left out."""
+    """True if a step, or its operand, names an axis that is removed."""
     mesh = source.mesh_in(program)
     named = {*(step[MESH_AXES].names if MESH_AXES.name in dict(step.attributes) else ()), *source.axes, *partial_axes(source)}
     return any(mesh.axis_size(axis) == 1 for axis in named)

@@ -1,4 +1,4 @@
-"""Inserts a reshard where the sharding of a value is not the one that a consumer needs, and after every partial result.
+"""Inserts a reshard where a consumer needs another sharding, and after every partial result.
 
     %y: bf16[M, N] stream(M, 8) = matmul(%x, %w)        # x: [M@x, K], w: [K, N]
 
@@ -34,10 +34,10 @@ SUFFIXES = {
 
 
 def insert_reshards(fusion: Fusion, options: Options) -> Fusion:
-    """After it every op's type follows from those of its operands; only a reshard changes a layout.
+    """Makes every op's type follow from its operands. Only reshards change a layout.
 
-    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts; so are those of 16-bit
-    floats where the options say f32, which a matmul of such gives without casts.
+    Partial results of a dtype that the transport cannot reduce are computed in one that it can, between casts. The
+    option partial_dtype=f32 does this for 16-bit floats too; matmuls then write f32 without casts.
     """
     return _Insertion(fusion, options).rewritten()
 
@@ -47,8 +47,8 @@ class _Insertion(Emitter):
         super().__init__(fusion)
         self.options = options
         self.consumers = consumers(fusion)
-        self.done: dict[tuple[str, Layout], str] = {}  # an equal reshard of one tensor is made once
-        self.carried: dict[str, DType] = {}  # partial values in another dtype than the program says
+        self.done: dict[tuple[str, Layout], str] = {}  # equal reshards of a value are made once
+        self.carried: dict[str, DType] = {}  # partial values that were cast, with the dtype of the program
 
     def add(self, op: Op) -> None:
         if op.kind in RESHARDS:
@@ -74,7 +74,7 @@ class _Insertion(Emitter):
         self.resolve(Op("reshard", (term.name,), op.result, location=op.location))
 
     def resolve(self, op: Op) -> None:
-        """A reshard; what was carried in another dtype is cast back after it."""
+        """Emits a reshard. Casts the result back if the operand was cast."""
         (source,) = op.tensors
         if source not in self.carried:
             self.emit(op)
@@ -82,12 +82,12 @@ class _Insertion(Emitter):
         carrier, result, stream = self.types[source].dtype, op.result, op.result.stream
         carried = Value(self.names.new(f"{result.name}_{carrier}"), replace(result.type, dtype=carrier), stream)
         self.emit(replace(op, result=carried))
-        if stream:  # the loop casts what it reduces, unless it walks over the shards of which each is whole after the last step alone
+        if stream:  # the cast joins the loop, unless each shard is complete only after the last step
             stream = None if result.type.dims[stream.dim].axes else Stream(stream.dim, stream.chunks)
         self.emit(Op("astype", (carried.name,), replace(result, stream=stream), location=op.location))
 
     def carrier(self, op: Op, type: TensorType, partial: Partial) -> DType | None:
-        """The dtype in which ranks hold their terms where it is not the result's."""
+        """The dtype in which ranks reduce their terms, or None if it is the result's."""
         transport = find_transport(DEFAULT)
         needed = transport.reduced_as.get(type.dtype.name) if partial.op in transport.reduces else None
         if needed:
@@ -97,7 +97,7 @@ class _Insertion(Emitter):
         return wanted if wanted and rounds else None
 
     def carry(self, op: Op, type: TensorType, carrier: DType) -> tuple[Op, TensorType]:
-        """The op with a result of another dtype, on operands that are cast to it where the op asks for that."""
+        """Changes the dtype of an op's result, and casts its operands if needed."""
         if not (OPS[op.kind].is_product and widens(type.dtype, carrier)):
             cast = {name for name in op.tensors if self.types[name].dtype == type.dtype}
             operands = tuple(self.cast(str(operand), carrier, op) if operand in cast else operand for operand in op.operands)
@@ -106,7 +106,7 @@ class _Insertion(Emitter):
         return op, replace(type, dtype=carrier)
 
     def cast(self, name: str, dtype: DType, op: Op) -> str:
-        """The value in another dtype: as it was made where that is a matmul's sum that only `op` uses."""
+        """The value in another dtype. A matmul that only `op` uses is changed to write it directly."""
         made = next((made for made in self.ops if made.result.name == name), None)
         if made and OPS[made.kind].is_product and widens(made.result.type.dtype, dtype) and len(self.consumers[name]) == 1:
             wide = replace(made.result, type=replace(made.result.type, dtype=dtype))
@@ -118,7 +118,7 @@ class _Insertion(Emitter):
         return value.name
 
     def is_resolved_by_reshard(self, value: Value) -> bool:
-        """Whether the one consumer of a partial value is the user's own reshard."""
+        """True if the only consumer of a partial value is a reshard that the user wrote."""
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 

@@ -1,4 +1,4 @@
-"""Attention over keys that are sharded along axes which its result has not: each rank's over its own keys, joined by their log-sum-exps.
+"""Computes attention over sharded keys on each rank's own keys, and joins the results by their log-sum-exps.
 
     %y: bf16[H, S, 64] = attention(%q, %k, %v, scale=0.125)        # q: [H, S, 64], k and v: [H, T@cp, 64], on 2 ranks
 
@@ -12,7 +12,7 @@ becomes
     %y_weights: f32[2@cp, H, S] = exp(%y_lse - %y_largest) / %y_sums
     %y: bf16[H, S, 64] = astype(sum(where(%y_weights > 0, %y_weights * astype(%y_blocks), 0)))
 
-with an op a line. The log-sum-exps of all ranks travel, and the sum over the ranks is reduced as any other, in f32.
+with one op per line. The log-sum-exps are gathered. The final sum over the ranks is reduced in f32 like any other.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,14 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """After it keys are gathered only where a rank has rows of its own of the queries, for a window, where lengths say where a mask ends,
-    and where keys are in zigzag."""
+    """Avoids gathering keys. They are still gathered if the queries are sharded too, for windows, if lengths end a mask, and in zigzag."""
     return _Joining(fusion).rewritten()
 
 
 class _Joining(BlockWriter):
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.known: dict[object, tuple[str, ...]] = {}  # of ops of the same operands
+        self.known: dict[object, tuple[str, ...]] = {}  # results of ops, by their operands
 
     def add(self, op: Op) -> None:
         axes = self.axes_of_blocks(op)
@@ -56,13 +55,13 @@ class _Joining(BlockWriter):
         self.join(lse, lses, blocks)
 
     def axes_of_blocks(self, op: Op) -> Axes:
-        """Those that shard the keys, if ranks along them have the same queries, and the masks of their blocks are alike."""
+        """Axes that shard the keys, if all ranks along them have the same queries and equal masks. Empty otherwise."""
         if op.kind not in ("attention", "attention_lse") or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED] or op.result.stream:
             return ()
         q, k, *_ = (self.types[name] for name in op.tensors)
         sees_all = not op[CAUSAL] or (q.shape[-2] == ONE and op[CAUSAL] == BOTTOM_RIGHT)
         others = {*op.result.type.axes, *q.axes}
-        if isinstance(k.dims[-2].axes, Zigzag):  # of which a rank's are no block
+        if isinstance(k.dims[-2].axes, Zigzag):  # a rank's keys in zigzag are not one block
             return ()
         return () if ("lengths" in masks_of(op, op.tensors) and not sees_all) or others & set(k.dims[-2].axes) else k.dims[-2].axes
 
@@ -79,7 +78,7 @@ class _Joining(BlockWriter):
 
     @property
     def how(self) -> Attributes:
-        """The attributes of an attention in blocks: where there are lengths a row sees all that they say."""
+        """Attributes of an attention in blocks. With lengths, a row sees all valid keys."""
         causal = None if self.lengths else self.op[CAUSAL] or None
         return attributes(scale=self.op[SCALE], causal=causal, bias=self.op[HAS_BIAS], blocks=self.blocks)
 
@@ -89,7 +88,7 @@ class _Joining(BlockWriter):
         return self.known[key]
 
     def log_sum_exps(self, *lengths: str) -> tuple[str, str]:
-        """Those of each rank's own block, then of all blocks. What a block without columns has is left out."""
+        """Log-sum-exps of each rank's own block, and of all blocks. A block without valid keys gets -inf."""
         lse = self.make("attention_lse", *self.op.tensors[:2], *lengths[1:], *self.bias, word="lse", how=self.how)
         if lengths:
             rows = tuple(range(len(self.types[lengths[0]].dims), len(self.types[lse].dims)))
@@ -102,7 +101,7 @@ class _Joining(BlockWriter):
         return lse, lses.name
 
     def lengths_of_blocks(self) -> tuple[str, ...]:
-        """Where there are lengths, how many keys of each block are valid, [blocks, ...], and the same with one at least."""
+        """Number of valid keys of each block, [blocks, ...], and the same but at least one. Empty if there are no lengths."""
         if not self.lengths:
             return ()
         size, (lengths,) = self.types[self.op.tensors[1]].shape[-2], self.lengths

@@ -1,4 +1,4 @@
-"""Makes a matmul whose inner dim is merged of the same dims in both operands a contraction over these, each with its own sharding.
+"""Makes a matmul contract several dims, if its inner dim merges the same dims in both operands. Each dim keeps its sharding.
 
     %x_2d: f32[S*B, E] = reshape(%x)                    # x: [S, B@dp, E], dy: [S, B@dp, F]
     %x_t: f32[E, S*B] = permute_dims(%x_2d, axes=(1, 0))
@@ -24,14 +24,14 @@ from hostweave.types.size import product
 
 
 def merge_contractions(fusion: Fusion, options: Options) -> Fusion:
-    """After it a dim that is merged for a product alone need not be gathered where one of its inner dims is sharded."""
+    """Removes merges of dims that only serve a matmul, so a sharded inner dim need not be gathered."""
     merged = _Merging(fusion).rewritten()
     return replace(merged, ops=eliminate_dead_code(merged.ops, fusion.outputs))
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """A value as a reshape of another one whose dims are permuted: each of its dims is some of those, the outermost first."""
+    """A value as a reshape of a permuted source. Each of its dims merges dims of the source, the outermost first."""
 
     source: str
     dims: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class _Merging(Emitter):
         return tuple(self.types[merged.source].shape[dim] for dim in dims)
 
     def merged(self, name: str) -> _Merged:
-        """What a value is a reshape or a permutation of, as far back as dims are merged and none is split."""
+        """Follows reshapes and permutations back to their source, as long as dims are only merged."""
         op = self.made.get(name)
         unmerged = _Merged(name, tuple((dim,) for dim in range(len(self.types[name].dims))))
         if op is None or op.kind not in ("reshape", "permute_dims") or op.result.stream or op.result.pinned:
@@ -71,7 +71,7 @@ class _Merging(Emitter):
         return _Merged(before.source, tuple(tuple(dim for old in left for dim in before.dims[old]) for left, _ in runs))
 
     def split(self, merged: _Merged, inner: int) -> str:
-        """An operand of which the inner dim is not merged, the others as before."""
+        """Reshapes an operand so that its inner dim is not merged. Other dims stay."""
         name, shape = merged.source, self.types[merged.source].shape
         order = tuple(dim for dims in merged.dims for dim in dims)
         runs = [run for i, dims in enumerate(merged.dims) for run in ([(dim,) for dim in dims] if i == inner else [dims])]

@@ -1,4 +1,4 @@
-"""A product with a gathered matrix whose shards are its columns takes one shard after another, each from where it is.
+"""Multiplies with a gathered matrix shard by shard, reading each shard where it lies. The shards are the matrix's columns.
 
     %w_gathered: bf16[K, N] async peer = all_gather(%w, dim=1, axes=(x))
     %h: bf16[M@x, N] = matmul(%x, %w_gathered)
@@ -12,8 +12,8 @@ becomes
     %y: bf16[M@x, N] stream(N, 2, by_shard, local_first) = add(%h, %r)
     choice %w_gathered of @layer predicted: put(2) 18.7 us, put(1) 33.2 us, none 91.2 us
 
-so that the own shard is copied nowhere, the others stay where they arrive, and the first product waits for none. The gather stands where
-it did, beside what comes before the loop.
+The own shard is not copied, other shards stay where they arrive, and the first matmul need not wait. The gather keeps its place and
+overlaps with the ops before the loop.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ from hostweave.fusion_ir.rewriting import consumers
 from hostweave.options import Options
 from hostweave.tune.overlaps import product_by_shards
 
-EPILOGUES = ("add", "relu", "gelu_tanh")  # what matmuls end with, one step at a time, too
+EPILOGUES = ("add", "relu", "gelu_tanh")  # epilogues of matmuls, which a loop of chunks can apply, too
 
 
 def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
-    """After it the products of gathers that `overlap_communication` has chosen to do in a chunk a rank are streamed over these."""
+    """Streams the matmuls of gathers for which `overlap_communication` chose one chunk per rank."""
     chunks = {choice.value: choice.taken.chunks for choice in fusion.choices}
-    loops: dict[str, list[Op]] = {}  # by the name of a product it and its epilogues
+    loops: dict[str, list[Op]] = {}  # for each matmul, itself and its epilogues
     for op in fusion.ops:
         if op.kind == "all_gather" and op.result.is_async and chunks.get(op.result.name, 0) > 1:
             product = product_by_shards(op, fusion)
@@ -44,7 +44,7 @@ def multiply_shards(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _epilogues(product: Op, fusion: Fusion) -> Iterator[Op]:
-    """What a product is followed by and could end with, of values that are there before it."""
+    """Epilogue ops after a matmul whose other operands are ready before it."""
     known = {value.name for value in fusion.inputs} | {op.result.name for op in fusion.ops[: fusion.ops.index(product)]}
     uses, last = consumers(fusion), product
     while len(users := uses[last.result.name]) == 1 and (user := users[0]):

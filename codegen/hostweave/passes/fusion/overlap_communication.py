@@ -1,4 +1,4 @@
-"""Communication outside of chunk loops runs beside ops that do not need its result, on a stream of its own.
+"""Runs communication outside of chunk loops on a stream of its own, in parallel with independent ops.
 
     %y: bf16[M, N] = matmul(%x, %v)
     %w_gathered: bf16[N, K] = all_gather(%w, dim=0, axes=(x))
@@ -28,10 +28,10 @@ from hostweave.types.size import product
 
 
 def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
-    """After it each communication of a program and of its functions stands as early as hides it, and is `async` where that pays.
+    """Hoists communications of a program and its functions far enough to hide them, and marks them `async` if that pays.
 
-    Where nothing but sums that kernels may add up would run beside the rest, none does: a kernel that waits for other ranks stands no
-    communication beside it (`reduce_in_kernels`), and takes less time than a collective takes to begin.
+    Does nothing if all overlapped communications are small sums that kernels can do themselves (`reduce_in_kernels`). Such kernels must not
+    overlap with other communication, and are faster than the start of a collective.
     """
     overlapped = map_functions(fusion, lambda body: _overlapped(body, options))
     ops = [(op, body) for body in (*overlapped.functions, overlapped) for op in body.ops if communicates(op)]
@@ -41,7 +41,7 @@ def overlap_communication(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
-    """Whether it is of few enough bytes for a kernel at the sizes that are stated, or may be where they are not."""
+    """True if an all_reduce is small enough for a kernel at the stated sizes, or might be if sizes are not stated."""
     step = step_of(op)
     if op.kind != "all_reduce" or step.reduction != "sum" or op.result.stream:
         return False
@@ -51,11 +51,13 @@ def _is_small_sum(op: Op, body: Fusion, options: Options) -> bool:
 
 
 def _overlapped(fusion: Fusion, options: Options) -> Fusion:
-    """One body, at the typical sizes. A gather or a reduce-scatter next to other ops is done by copies, as on transport `peer`, if its
-    sizes are stated and that costs these ops less. Then others are, too, if that takes less time. A choice says so.
+    """Overlaps the communications of one body, at its typical sizes.
 
-    A communication goes up past what takes as long as it does itself, and no further: what it receives takes memory from there on. Past
-    another one it does not go, so that all keep their order. Before that products that are only returned are moved behind it.
+    A communication moves up past just enough work to hide it, since its result takes memory from there on. It never passes another
+    communication, so all keep their order. Before, matmuls whose results are only returned move down to fill waits.
+
+    An overlapping gather or reduce-scatter of stated sizes uses copy engines, as on transport `peer`, if that slows down other ops less.
+    Once one does, the remaining ones may too if that takes less time. A choice records each decision.
     """
     candidates = list(filter(_may_be_async, fusion.ops))
     if options.overlap == "off" or not candidates:
@@ -81,11 +83,12 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
-    """The ops of a body with products, and behind them the sums over ranks that run beside nothing and are needed by nothing large, as
-    those of gradients of norms. One group posts them there.
+    """Moves sums over ranks to the end if they overlap with nothing and no large op needs them, as gradients of norms.
+
+    Only in bodies with matmuls. A single group then posts them.
     """
     needed, names = needed_by_large(ops), {op.result.name for op in alone}
-    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, what is made of them, and the names of both
+    sums, made, last = list[Op](), list[Op](), set[str]()  # the sums, the ops that use them, and the names of both
     rest = list[Op]()
     for op in ops:
         name = op.result.name
@@ -101,7 +104,7 @@ def _sums_last(ops: list[Op], alone: list[Op]) -> list[Op]:
 
 
 class _Transfers:
-    """How gathers and reduce-scatters of a body are done, and the choices that say so."""
+    """Chooses how gathers and reduce-scatters of a body are done, and records the choices."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.options = fusion, options
@@ -110,7 +113,7 @@ class _Transfers:
         self.choices: list[Choice] = []
 
     def taken(self, op: Op, is_beside: bool) -> Op:
-        """A communication, by copy engines where these cost less; that is on a stream of its own, also where nothing runs beside it."""
+        """Returns the communication with its chosen transport. Copy engines always use a stream of their own, even if nothing overlaps."""
         options, choice = self.options, self.chosen.get(op.result.name)
         if choice is None:
             possible = ways_outside_loops(op, self.fusion, options, is_beside, self.reaches)
@@ -125,6 +128,6 @@ class _Transfers:
 
 
 def _may_be_async(op: Op) -> bool:
-    """Not on a mesh of some of the ranks: the others would wait for an event that they do not record."""
+    """True if the op can be async. On a mesh of some ranks it cannot: other ranks would wait for an event that they do not record."""
     is_collective = op.kind not in TO_OTHER_MESHES and communicates(op) and not op.callee
     return is_collective and op.result.stream is None and op.result.type.mesh is None

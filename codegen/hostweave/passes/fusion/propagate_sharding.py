@@ -1,4 +1,4 @@
-"""Infers the sharding of each value that has none stated: from its operands, then from its consumers if all agree.
+"""Infers missing shardings: from the operands of each op, then from its consumers if all agree.
 
     %h: bf16[M, N] = matmul(%x, %w)                     # x: [M, K@x], w: [K@x, N]
     %z: bf16[M, N] = relu(%h)
@@ -22,7 +22,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
-    """Forward, then backward into dims that are still open. What is returned has the layout that leads to it."""
+    """Propagates shardings forward, then backward into dims without a sharding. Results keep their forward layout."""
     types = {value.name: value.type for value in fusion.inputs}
     flows: dict[str, ShardingRule] = {}
     for op in fusion.ops:
@@ -34,7 +34,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
         name = op.result.name
         if op.kind not in RESHARDS:
             types[name] = _backward(op.result, types[name], flows[name], use_shardings.get(name, []), fusion.mesh)
-        # What is on another mesh wants nothing of this one, nor does a step that is decided.
+        # Values on other meshes do not constrain this one, and neither do decomposed reshard steps.
         if op.kind not in RESHARD_STEPS and all(types[operand].mesh == types[name].mesh for operand in op.tensors):
             passed, wanted = flows.get(name), layout(types[name])
             needed = passed.operands(passed.computed(wanted)) if passed else (wanted,)
@@ -45,7 +45,7 @@ def propagate_sharding(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
-    """A reshard is as it is stated; a streamed value is unsharded in the streamed dim."""
+    """Forward type of a result. A reshard keeps its stated type; a streamed dim is unsharded."""
     if passed is None:
         return op.result.type
     stream = op.result.stream
@@ -54,7 +54,7 @@ def _forward(op: Op, passed: ShardingRule | None) -> TensorType:
 
 
 def _backward(value: Value, type: TensorType, passed: ShardingRule, use_shardings: list[Layout], mesh: Mesh) -> TensorType:
-    """An open dim takes mesh axes that are free where all consumers want the same ones."""
+    """Backward type of a result. An unsharded dim takes free mesh axes if all consumers want the same ones."""
     mesh = type.mesh_in(mesh)
     axes = list(layout(type))
     for i, dim in enumerate(type.dims):

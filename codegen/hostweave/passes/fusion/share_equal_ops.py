@@ -1,4 +1,4 @@
-"""Computes what is equal once: ops of one kind, with the same operands and attributes, that make the same of it; reshards, too.
+"""Common subexpression elimination: equal ops are computed once, reshards included.
 
     %a: f32[M@x, K] = multiply(%x, %s)
     %b: f32[M@x, K] = multiply(%x, %s)
@@ -18,13 +18,13 @@ from hostweave.options import Options
 
 
 def share_equal_ops(fusion: Fusion, options: Options) -> Fusion:
-    """After it no two such ops are left but kernels of the user, which may do more than they return, and what a stream loop makes or reads.
+    """Merges equal ops, except user kernels, which may have side effects, and ops that stream loops make or read.
 
-    What is returned is made by an op of its own: a copy of what is there. What takes no operands each kernel makes for itself, but where
-    a rank has a part of it, as of the numbers of a dim that is sharded.
+    A returned value keeps its own op, which becomes a copy. Ops without operands are not merged, since each kernel recomputes them, unless
+    the ranks take slices of them.
     """
     uses = consumers(fusion)
-    same: dict[str, str] = {}  # what is left out -> what is used in its place
+    same: dict[str, str] = {}  # a removed value -> the value to use
     known: dict[object, str] = {}
     ops: list[Op] = []
     for op in fusion.ops:

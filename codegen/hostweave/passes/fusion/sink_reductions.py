@@ -1,4 +1,4 @@
-"""Moves the reduction of partial sums past ops that are linear, to where the fewest bytes are reduced.
+"""Moves the reduction of partial sums past linear ops, to where the fewest bytes are reduced.
 
     %a_partial: f32[M, K] partial(sum, x) = matmul(%p, %v)
     %a: f32[M, K] = reshard(%a_partial)
@@ -32,9 +32,9 @@ TERMS, SUMS = ("terms", ""), ("sums", "")  # the two sides of the cut
 
 
 def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
-    """After it a partial sum is reduced once, as late as that saves bytes, or communications of as many bytes.
+    """Reduces each partial sum once, as late as that saves bytes, or communications at equal bytes.
 
-    What the user streams or pins is not passed, nor is an op that would need more of its other operands than is there.
+    Reductions do not move past values that the user streams or pins, nor past ops that would need further communication for other operands.
     """
     sinking = _Sinking(fusion, options)
     return sinking.rewritten(min_cut(sinking.edges(), TERMS, SUMS)) if sinking.passing else fusion
@@ -42,7 +42,7 @@ def sink_reductions(fusion: Fusion, options: Options) -> Fusion:
 
 @dataclass(frozen=True)
 class _Terms:
-    """How a value is computed as terms: from `operands`, of which `summed` are terms of other values, by an op of this result type."""
+    """How to compute a value's terms: an op on `operands` with this result type. `summed` are the operands that are terms."""
 
     type: TensorType
     operands: tuple[str, ...]
@@ -50,15 +50,16 @@ class _Terms:
 
 
 class _Sinking:
-    """A value is on the side of the terms where it is made as such; it is reduced there where something needs its sum."""
+    """Assigns values to terms or sums by a minimum cut. A value on the side of the terms is computed as terms, and reduced if its sum is
+    needed."""
 
     def __init__(self, fusion: Fusion, options: Options):
         self.fusion, self.sizes = fusion, options.sizes
         self.types = {name: value.type for name, value in fusion.values().items()}
         self.made = {op.result.name: op for op in fusion.ops}
         self.uses = consumers(fusion)
-        self.sums: dict[str, Op] = {}  # the reshards of what is partial, by what they make
-        self.passing: dict[str, _Terms] = {}  # the ops that can be computed on terms, by what they make
+        self.sums: dict[str, Op] = {}  # reshards of partial values, by result
+        self.passing: dict[str, _Terms] = {}  # ops that can be computed on terms, by result
         for op in fusion.ops:
             if op.kind == "reshard" and self.is_sum(op):
                 self.sums[op.result.name] = op
@@ -72,7 +73,7 @@ class _Sinking:
     # --- what can be computed on terms ---
 
     def passed(self, op: Op) -> _Terms | None:
-        """How an op is computed on the terms of operands; None where it cannot be."""
+        """How to compute an op on the terms of its operands, or None if that is not possible."""
         summed = tuple(name for name in dict.fromkeys(op.tensors) if self.passes_on(name))
         if not summed or not OPS[op.kind].linear or op.result.stream or op.result.pinned:
             return None
@@ -92,18 +93,18 @@ class _Sinking:
         return None
 
     def passes_on(self, name: str) -> bool:
-        """Whether terms of a value are there for other ops: a sum that the user states is to be made."""
+        """True if other ops can read the terms of a value. A sum that the user pinned must be computed."""
         return name in self.passing or (name in self.sums and not self.made[name].result.pinned)
 
     def terms_type(self, name: str) -> TensorType:
-        """The type of the terms of a value."""
+        """Type of a value's terms."""
         if name in self.passing:
             return self.passing[name].type
         (source,) = self.sums[name].tensors
         return self.terms_type(source) if source in self.passing else self.types[source]
 
     def before_slice(self, name: str) -> str:
-        """What a local slice is of."""
+        """Operand of an inserted local slice. Other values are returned as they are."""
         op = self.made.get(name)
         is_inserted = op is not None and op.kind == "reshard" and not op.result.pinned and not op.result.stream
         return op.tensors[0] if op and is_inserted and self.types[op.tensors[0]].mesh == self.types[name].mesh else name
@@ -115,10 +116,10 @@ class _Sinking:
     # --- what is cheapest ---
 
     def edges(self) -> Iterator[Edge]:
-        """The graph of which a cut costs what it reduces: each value, and what needs its sum."""
+        """Edges of the graph whose cut costs what is reduced: from each value to the consumers that need its sum."""
         for name, op in self.sums.items():
             (source,) = op.tensors
-            if source in self.passing:  # reduced along other axes, and on the side of the sums along these alone
+            if source in self.passing:  # reduced along several axes: the sum along one is a term along the other
                 yield TERMS, ("value", name), self.cost(self.types[source], name)
                 yield ("value", name), ("value", source), INFINITE
                 yield ("value", source), ("value", name), INFINITE
@@ -131,19 +132,19 @@ class _Sinking:
                 yield from self.edges_of_sum(name)
 
     def edges_of_sum(self, name: str) -> Iterator[Edge]:
-        """A value's terms are reduced unless all that uses it is computed on terms as well."""
+        """A value's terms are reduced unless all its consumers are computed on terms."""
         yield ("value", name), ("sum", name), self.cost(self.terms_type(name), name)
         for user in self.uses[name]:
             is_passing = user is not None and name in (self.passing[user.result.name].summed if user.result.name in self.passing else ())
             yield ("sum", name), ("value", user.result.name) if user and is_passing else SUMS, INFINITE
 
     def cost(self, terms: TensorType, name: str) -> int:
-        """Of the reduction to a value, or to what the only reshard of it makes: bytes, and of as many the fewest communications."""
+        """Cost of a reduction: bytes, then the number of communications at equal bytes."""
         moved, count = cost(terms, self.reduced_to(name).type, self.fusion.mesh, self.sizes)
         return int(moved * 2**20) + count
 
     def reduced_to(self, name: str) -> Value:
-        """The value, or the reshard that is all that uses it: then that reduces the terms."""
+        """The value to which terms are reduced: the value itself, or the result of the reshard that is its only consumer."""
         users = self.uses[name]
         user = users[0] if len(users) == 1 else None
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned

@@ -1,4 +1,4 @@
-"""Streams the matmuls beside reshards, and the gathers of keys, that the cost model says a chunk loop hides, at the sizes that are stated.
+"""Streams the matmuls next to reshards, and gathers of keys, if the cost model predicts a gain at the stated sizes.
 
     %x_gathered: bf16[M, K] = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] = matmul(%x_gathered, %w)
@@ -9,7 +9,7 @@ becomes, with M = 8192 and all other sizes known,
     %y: bf16[M, N] stream(M, 8, put) = matmul(%x_gathered, %w)
     choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-as if the user had stated it. What he has streamed himself stays as it is.
+as if the user had written `.stream()`. Streams of the user stay.
 """
 
 from dataclasses import replace
@@ -22,11 +22,13 @@ from hostweave.tune.overlaps import candidates, choice_of, ways
 
 
 def stream_by_cost(fusion: Fusion, options: Options) -> Fusion:
-    """After it the matmuls and reductions of the loops that were chosen are streamed, and a choice says so of each reshard with known
-    sizes that could be in one. Of two that want one matmul the first one is."""
+    """Streams the ops of the chosen loops, and records a choice for each candidate whose sizes are known.
+
+    If two reshards compete for a matmul, the first one gets it.
+    """
     if options.overlap == "off":
         return fusion
-    streams: dict[str, Stream] = {}  # of what a user would stream
+    streams: dict[str, Stream] = {}  # streams of the ops that a user would stream
     in_loops: set[str] = set()
     choices: list[Choice] = []
     ordered = views_of_inputs_first(fusion)

@@ -1,4 +1,4 @@
-"""Causal attention of rows in zigzag to keys that lie alike: streams the gathers of keys where the cost model says that a chunk loop gains.
+"""Streams the gathers of keys in zigzag for causal attention, if the cost model predicts a gain.
 
     %y: bf16[H, S@zigzag(cp), 64] = attention(%q, %k, %v, scale=0.125, causal=top_left)        # on 2 ranks, all in zigzag
 
@@ -10,7 +10,7 @@ becomes, with S = 8192 and all other sizes known,
     %y: bf16[H, S@zigzag(cp), 64] = renumber(%y_attention, axis=1, sources=(0, 2, 3, 1))
     choice %k_gathered of @f predicted: put(2) 739.8 us, none 790.7 us, p2p(2) 801.4 us
 
-Rows and keys lie in pieces, in the order in which the ranks have them, so that a rank sees half of what each other one has.
+Rows and keys are pieces in the order in which the ranks hold them. A rank sees half of every other rank's keys.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """After it there is a choice of each such attention whose keys and values nothing else takes, at known sizes."""
+    """Records a choice for each such attention at known sizes, if it is the only consumer of its keys and values."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)
@@ -40,7 +40,8 @@ class _Numbering(Emitter):
         self.options = options
         self.found = {op.result.name: beside for op, beside in attended_alone(fusion) if self.is_in_zigzag(fusion, op)}
         self.choices: list[Choice] = []
-        self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}  # by the log-sum-exps that go with an attention, what that takes
+        # by log-sum-exps that belong to an attention, the operands and attributes to use
+        self.made: dict[str, tuple[tuple[str, ...], Attributes]] = {}
 
     def is_in_zigzag(self, fusion: Fusion, op: Op) -> bool:
         types = [fusion.values()[name].type for name in op.tensors]
@@ -60,7 +61,7 @@ class _Numbering(Emitter):
             self.emit(op)
 
     def choose(self, op: Op) -> Choice | None:
-        """Between a loop and what gathers before the attention take, which are put before it for that."""
+        """Chooses between a loop and gathers in sequence. Inserts temporary gathers to ask the cost model."""
         options, gathers = self.options, [self.gather(name, op) for name in op.tensors[1:]]
         gathered = {gather.tensors[0]: gather.result.name for gather in gathers}
 
@@ -89,7 +90,7 @@ class _Numbering(Emitter):
         return Op("all_gather", (name,), Value(self.names.new(f"{name}_gathered"), whole), how, op.location)
 
     def by_rank(self, op: Op, choice: Choice) -> tuple[str, ...]:
-        """Its operands as ranks have them, the keys and the values gathered in a loop."""
+        """Operands in rank order, with keys and values gathered in a loop."""
         rows, *others = (self.renumbered(name, word) for name, word in zip(op.tensors, ("rows", "keys", "values"), strict=True))
         names = choice.value, self.names.new(f"{op.tensors[2]}_gathered")
         for name, wanted in zip(others, names, strict=True):

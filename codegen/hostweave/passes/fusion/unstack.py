@@ -1,4 +1,4 @@
-"""Takes what is stacked and taken from the stack again as it was before, where nothing is done to the stack as a whole.
+"""Removes stacks whose terms are selected again, if nothing uses the stack as a whole.
 
     %a_1: f32[1, M] = expand_dims(%a, axis=(0,))
     %b_1: f32[1, M] = expand_dims(%b, axis=(0,))
@@ -20,7 +20,7 @@ from hostweave.options import Options
 
 
 def unstack(fusion: Fusion, options: Options) -> Fusion:
-    """After it a stack is left where its terms are reduced together, as those of a variance are, or where it is used as one tensor."""
+    """Replaces selects from stacks by the stacked value. A stack stays if its terms are reduced together, as for a variance."""
     made = {op.result.name: op for op in fusion.ops}
     types = {name: value.type for name, value in fusion.values().items()}
     same: dict[str, str] = {}
@@ -37,7 +37,7 @@ def unstack(fusion: Fusion, options: Options) -> Fusion:
 
 
 def _stacked(op: Op, made: dict[str, Op]) -> str | None:
-    """What a select takes of a concat of values to which a dim was given."""
+    """The value that a select takes out of a stack, or None."""
     stack = made.get(op.tensors[0]) if op.kind == "select" else None
     if stack is None or stack.kind != "concat" or stack[AXIS] != op[AXIS] or stack.result.stream:
         return None

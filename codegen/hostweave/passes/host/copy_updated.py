@@ -1,8 +1,8 @@
-"""Host to host: what is updated in place is copied first where it stays, as something reads it afterwards.
+"""Copies the operand of an in-place update first, if its memory is still needed.
 
     launch @dynamic_update_slice_x %x, %row, %start -> %y
 
-writes some elements of %y, where %x lies already. Where that is memory of its own it becomes
+updates some elements of %y in the memory of %x. If %y has memory of its own, it becomes
 
     copy %x -> %y
     launch @dynamic_update_slice_x %y, %row, %start -> %y
@@ -18,7 +18,7 @@ from hostweave.options import Options
 
 
 def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it an instruction that updates some elements has its operand where its result is."""
+    """Makes every updating instruction read its operand from the memory of its result."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     functions, taken = {function.name: function for function in program.functions}, {*uses.types, *uses.indices}
 
@@ -34,7 +34,7 @@ def copy_updated(program: ir.HostProgram, options: Options) -> ir.HostProgram:
                     apart[number] = claim_unique(f"{there}_as_given", taken)
                     views.append(ir.Reshape(apart[number], there, shape, location=i.location))
                 copy, mesh = ir.Copy(read[number], apart[number], location=i.location), outputs[at].type.mesh if outputs else None
-                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # all ranks make a call
+                copies.append(ir.OnMesh(mesh, (copy,), location=i.location) if mesh else copy)  # all ranks execute a call
         return (*views, *copies, tree.with_names_at(i, apart, "read")) if apart else None
 
     return replace(program, body=tree.rewrite(program.body, rule))

@@ -1,4 +1,4 @@
-"""Host to host: what the ranges of indices and coordinates decide is no condition, and the others are as simple as they allow.
+"""Removes conditions that the ranges of indices and coordinates decide, and simplifies the others.
 
     for %i in 0..6 {                                          for %i in 0..6 {
       if %i / 2 != 0 {                                          if %i >= 2 {
@@ -6,8 +6,8 @@
       }                                                         }
       if %i < 6 { ... }                                         ...
 
-A loop of one iteration is none, and neighbours under one condition are one body. On a mesh of one rank all chunks are its own: choices
-and branches between its own and others', and memory for those, go.
+Unrolls loops of one iteration, and merges consecutive bodies under one condition. With one rank, branches between own and other chunks
+vanish, as does the memory for other chunks.
 """
 
 from dataclasses import replace
@@ -34,10 +34,10 @@ class _Folding:
     def __init__(self, program: Mesh):
         self.program = program
         self.ranges: dict[str, Range] = {}  # of indices
-        self.chosen: dict[str, str] = {}  # what choices that are decided stand for
+        self.chosen: dict[str, str] = {}  # decided choices, with the buffer that each stands for
 
     def body(self, body: tree.Body, mesh: Mesh) -> tree.Body:
-        """A body for the ranks of a mesh; itself where nothing changes."""
+        """Folds a body for the ranks of a mesh. Returns the body itself if nothing changes."""
         folded = (new for i in body for new in self.folded(i, mesh))
         return tree.unless_same(body, list(tree.together(folded, of=lambda i: i.condition_of_body)))
 

@@ -1,4 +1,4 @@
-"""Host to host: pointwise ops on the result of a matmul become its epilogue, where cuBLASLt has one.
+"""Folds pointwise ops on the result of a matmul into its epilogue, if cuBLASLt supports that.
 
     %h = allocate bf16[M, N]
     matmul %x, %w -> %h
@@ -8,11 +8,13 @@ becomes
 
     matmul %x, %w bias %b activation relu -> %y
 
-with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`. Folded are a factor, a tensor that lies as the result does, a
-bias along the columns, relu and, of 16 bits, the gelu by tanh. They work on the sums before these are rounded, so the result is rounded
-once. The matmul takes the kernel's place, and a pass over memory is saved: all of a kernel goes, or it is left with what it computes from
-a value that it had to write anyway. A kernel that would read and write as much as before stays as it is. Of a sum of several matmuls each
-one adds to the one before.
+with `kernel @add_relu_y(%h, %b) { %s = add(%h, %b); %y = relu(%s) }`.
+
+Folds a factor, a tensor in the layout of the result, a bias along the columns, relu, and for 16-bit results the tanh gelu. The epilogue
+works on unrounded sums, so the result is rounded once. The matmul moves to the position of the kernel.
+
+A kernel is folded if that saves a pass over memory: all of it, or the part that ends in a value that it had to write anyway. In a sum of
+several matmuls, each one accumulates onto the previous one.
 """
 
 from dataclasses import dataclass, replace
@@ -28,12 +30,12 @@ from hostweave.host_ir.rules.computing import why_no_epilogue
 from hostweave.options import Options
 from hostweave.types.tensor import is_matrix
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 holds
-HIDES_TANH = 2  # bytes: the gelu of cuBLASLt is off by some 5e-6, which f32 would show
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # factors that an f32 can hold
+HIDES_TANH = 2  # bytes: cuBLASLt's gelu has an error of about 5e-6, which would show in f32
 
 
 def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it no launch follows a matmul that could have done the launch's work and saved a pass over memory."""
+    """Folds until no launch can be folded into the matmul before it with a saved pass over memory."""
     while True:
         matmuls = _Matmuls(program)
         launches = [(place, place.instruction) for place in matmuls.uses.places if isinstance(place.instruction, ir.Launch)]
@@ -45,7 +47,7 @@ def fold_epilogues(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Folded:
-    """What a launch becomes: a matmul in its place, and after it what is left of the launch with its kernel, if anything."""
+    """Replacement of a launch: a matmul in its place, then the rest of the launch and its kernel, if any is left."""
 
     old: Place
     new: ir.Matmul
@@ -60,7 +62,7 @@ class _Matmuls:
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
 
     def folded(self, place: Place, launch: ir.Launch) -> _Folded | None:
-        """With the last of the matmuls that can take a launch over."""
+        """Folds a launch into the last possible one of the matmuls that it reads. None if there is none."""
         if launch.kernel not in self.kernels:
             return None
         made = [(matmul, src) for src in launch.srcs if (matmul := self.matmul_of(src, place))]
@@ -68,7 +70,7 @@ class _Matmuls:
         return next(filter(None, (self.folded_into(matmul, src, launch) for matmul, src in last_first)), None)
 
     def matmul_of(self, name: str, reader: Place) -> Place | None:
-        """The matmul that makes a buffer for one reader alone, and that can be moved there."""
+        """The matmul that writes a buffer only for this reader and can move to it. None if there is none."""
         root = self.uses.root(name)
         touches, srcs = self.uses.touches[root], tree.names(reader.instruction, "read")
         if root not in self.uses.allocates or len(touches) != 2 or sum(self.uses.root(src) == root for src in srcs) > 1:
@@ -82,7 +84,7 @@ class _Matmuls:
         return maker
 
     def folded_into(self, place: Place, made: str, launch: ir.Launch) -> _Folded | None:
-        """A launch as far as the matmul that makes one of its operands can end with it."""
+        """Folds as much of a launch as possible into the matmul that computes one of its operands. None if nothing is saved."""
         kernel, matmul = self.kernels[launch.kernel], place.instruction
         assert isinstance(matmul, ir.Matmul)
         buffers = {p.name: src for src, p in zip(launch.srcs, kernel.inputs, strict=True)}
@@ -92,13 +94,13 @@ class _Matmuls:
             users = [op for op in kernel.ops if value in op.tensors]
             longer = _ending(ended, users[0], value, kernel, buffers) if len(users) == 1 else None
             if longer is None and gone and self.is_sum_of_products(launch, kernel):
-                targets[value] = made  # the others add to it in turn
+                targets[value] = made  # the other matmuls accumulate onto it
                 break
             if longer is None:
                 return None
             ended, value, gone = longer, users[0].result.name, [*gone, users[0]]
         ended = replace(ended, dst=targets[value], location=gone[-1].location)
-        if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):  # it was broadcast
+        if self.uses.types[ended.dst].shape != self.uses.types[made].shape or not self.is_possible(ended):  # the op broadcasts the result
             return None
         rest = tuple(op for op in kernel.ops if op not in gone)
         if not rest:
@@ -113,12 +115,12 @@ class _Matmuls:
         return _Folded(place, ended, (replace(launch, srcs=srcs, dsts=dsts), left))
 
     def is_sum_of_products(self, launch: ir.Launch, kernel: ir.Kernel) -> bool:
-        """Whether a kernel adds matmuls to one tensor, so that nothing is left of it when each of them adds to the one before."""
+        """True if a kernel adds matmuls to at most one other tensor. Folding all of them leaves no kernel."""
         (place,) = (place for place in self.uses.places if place.instruction is launch)
         return all(op.kind == "add" for op in kernel.ops) and sum(self.matmul_of(src, place) is None for src in launch.srcs) < 2
 
     def is_possible(self, matmul: ir.Matmul) -> bool:
-        """Whether cuBLASLt computes it, and writes over nothing that it reads."""
+        """True if cuBLASLt supports the matmul, and its result does not overwrite an operand."""
         types, root = self.uses.types, self.uses.root
         dst = types[matmul.dst]
         if not is_matrix(dst) or any(types[name] != dst for name in matmul.accumulate):
@@ -131,7 +133,7 @@ class _Matmuls:
 
 
 def _ending(matmul: ir.Matmul, op: Op, value: str, kernel: ir.Kernel, buffers: dict[str, str]) -> ir.Matmul | None:
-    """The matmul that gives what an op makes of its result, where there is one."""
+    """The matmul with an op folded into its epilogue, or None if that is not possible."""
     others = [operand for operand in op.operands if operand != value]
     if matmul.activation or len(others) != len(op.operands) - 1:
         return None
@@ -160,7 +162,7 @@ def _scaled(matmul: ir.Matmul, factor: float) -> ir.Matmul | None:
 
 
 def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
-    """A kernel without the ops that lead to one of its values, which it reads now where it still uses it."""
+    """The kernel without the folded ops. It reads their result if it still needs it."""
     used = {name for op in ops for name in op.tensors}
     inputs = tuple(p for p in (*kernel.inputs, ir.Parameter(made.name, made.type)) if p.name in used)
     results = tuple(result.name for result in kernel.results if result.name != made.name)
@@ -169,7 +171,7 @@ def _left(kernel: ir.Kernel, ops: tuple[Op, ...], made: Value) -> ir.Kernel:
 
 def _rewritten(program: ir.HostProgram, folded: dict[int, _Folded]) -> ir.HostProgram:
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    names: dict[ir.Kernel, str] = {}  # of what is left of kernels
+    names: dict[ir.Kernel, str] = {}  # names of the remaining kernels
 
     def edit(found: _Folded) -> tree.Body:
         if found.left is None:

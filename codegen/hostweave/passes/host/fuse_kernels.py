@@ -1,16 +1,16 @@
-"""Host to host: a kernel and the consumer of its result become one kernel, in which the intermediate stays in registers.
+"""Fuses a kernel with the consumer of its result. The intermediate value stays in registers.
 
     launch @negative_h %x -> %h
     launch @multiply_y %h, %x -> %y
 
 becomes
 
-    launch @negative_mul_y %x -> %y
+    launch @negative_multiply_y %x -> %y
 
-with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`, which also writes %h where something else reads it.
-Two kernels that read the same elements, and of which the later one could stand beside the first, become one, too.
-In the host IR a kernel is fused as it is launched: on the chunk of a loop, next to a communication. A kernel that could have gone on says
-why it ends.
+with `kernel @negative_multiply_y(%x) { %h = negative(%x); %y = multiply(%h, %x) }`. It also writes %h if something else reads it.
+
+Kernels that read the same elements are fused too, if the later one can move to the first. Fusion works on launches, so it sees chunks of
+loops and communication. A kernel that is not fused further states the reason.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,16 @@ from hostweave.host_ir import ir, tree
 from hostweave.options import Options
 from hostweave.types.tensor import BufferType
 
-CHEAP = 10  # additions that take no longer than to read an element, about
+CHEAP = 10  # additions that take about as long as reading an element
 
 
 def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it no kernel reads what the one before it computed, as far as one kernel can compute both."""
+    """Fuses kernels until none can absorb the kernel that computes its operand."""
     program = _unshared(program)
     while True:
         links = Links(program)
         launches = list(reversed(links.launches))
-        free = [producer for producer in launches if links.is_free(producer)]  # before it is a part of what is not
+        free = [producer for producer in launches if links.is_free(producer)]  # before it becomes a part of a kernel that is not free
         kernels = {kernel.name: kernel for kernel in program.kernels}
         changes = _unions(links, free, kernels) or _unions(links, launches, kernels) or _neighbour(links, kernels)
         if not changes:
@@ -51,7 +51,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 @dataclass(frozen=True)
 class _Merged:
-    """A launch that takes over what another one computes: what it becomes, and its kernel then."""
+    """A consumer's launch that absorbs its producer, and the fused kernel."""
 
     consumer: Place
     launch: ir.Launch
@@ -59,7 +59,7 @@ class _Merged:
 
 
 class Links:
-    """The launches of a program, and what reads the result of each."""
+    """The launches of a program, and the consumers of their results."""
 
     def __init__(self, program: ir.HostProgram):
         self.uses = def_use(program)
@@ -70,7 +70,7 @@ class Links:
         self.launches = {place: i for place, i in instructions if isinstance(i, ir.Launch) and i.kernel in self.kernels}
 
     def called(self, buffer: str) -> str:
-        """The name of the value that a buffer holds, also where it is a chunk of it."""
+        """Name of the value in a buffer. A chunk has the name of the whole."""
         is_chunk = buffer in self.uses.views and self.uses.chunk(self.uses.views[buffer])
         return self.root(buffer) if is_chunk else buffer
 
@@ -78,12 +78,12 @@ class Links:
         return {self.root(name) for name in tree.names(instruction, *roles)}
 
     def others(self, producer: Place, *results: str) -> list[Place]:
-        """What else touches these buffers that a launch writes, in program order."""
+        """Other instructions that access these results of a launch, in program order."""
         touching = {place for result in results for place in self.uses.touches[self.root(result)]} - {producer}
         return sorted(touching, key=lambda place: place.number)
 
     def path(self, name: str, start: str) -> list[tree.Instruction] | None:
-        """The views that lead from one buffer to another, None where they are not all of all elements."""
+        """Views from `start` to `name`, or None if one of them does not cover all elements."""
         steps: list[tree.Instruction] = []
         while name != start:
             source = self.uses.roots.source(name)
@@ -96,7 +96,7 @@ class Links:
     # --- where a kernel ends ---
 
     def union(self, producer: Place) -> list[_Merged] | str:
-        """What a launch can become a part of, or why its kernel ends; "" where no kernel uses its results."""
+        """The consumers with a launch fused into them, or the reason why its kernel ends. "" if no kernel uses its results."""
         dsts = self.launches[producer].dsts
         others = self.others(producer, *dsts)
         made = {self.root(dst) for dst in dsts}
@@ -108,7 +108,7 @@ class Links:
             return f"{others[0].instruction.syntax.split()[0]} uses %{self._called(producer, others[0])}" if others else ""
         if launches[0].number < producer.number:
             return f"%{self._called(producer, launches[0])} is used before, in a loop"
-        if len(launches) == len(others) and self.is_free(producer):  # each of them can compute it again
+        if len(launches) == len(others) and self.is_free(producer):  # each consumer can recompute it
             consumers, kept = launches, list[str]()
         else:
             consumers = launches[:1]
@@ -125,18 +125,18 @@ class Links:
         return found
 
     def is_free(self, producer: Place) -> bool:
-        """Whether all that use the results of a launch may compute them again."""
+        """True if all consumers of a launch's results may recompute them."""
         launch = self.launches[producer]
         return not any(self.root(dst) in self.outputs for dst in launch.dsts) and _is_free(self.kernels[launch.kernel])
 
     def _called(self, producer: Place, user: Place) -> str:
-        """The result of a launch that something touches, as its kernel calls it."""
+        """Name in the kernel of the result that `user` accesses."""
         launch = self.launches[producer]
         pairs = zip(launch.dsts, self.kernels[launch.kernel].results, strict=True)
         return next(result.name for dst, result in pairs if user in self.others(producer, dst))
 
     def _why_apart(self, producer: Place, consumer: Place, kept: list[str]) -> str:
-        """Why the consumer cannot take over in its place, and write the kept results too; nothing where it can."""
+        """Reason why the producer cannot move to the consumer, or the consumer cannot write the kept results. "" if it can."""
         result, first, last = self._called(producer, consumer), self.launches[producer], self.launches[consumer]
         made = {self.root(dst): dst for dst in first.dsts}
         if producer.body is not consumer.body:
@@ -155,7 +155,7 @@ class Links:
         return ""
 
     def _is_written_after(self, place: Place, roots: set[str]) -> bool:
-        """Whether buffers may be written, by a stream that goes on beside it, once an instruction has read them."""
+        """True if another stream may write the buffers after an instruction has read them."""
         loops = {around for around in place.around if around.instruction.trips is not None}
         touches = (touch for root in roots for touch in self.uses.touches[root])
         later = (touch for touch in touches if touch.number > place.number or not loops.isdisjoint(touch.around))
@@ -177,21 +177,21 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """Whether any number of kernels can compute the result again: they read no more for it."""
+    """True if recomputing the result in other kernels reads no more bytes: a cast to a dtype that is not narrower."""
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
     return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
 
 
 def _is_repeated(name: str, walked: Iteration) -> bool:
-    """Whether a kernel computes a value more than once for want of an index; once a row is once."""
+    """True if a kernel would compute a value repeatedly, since the value lacks an index. Once per row is fine."""
     own = {index for index in walked.indices[name] if index is not None}
     return own != set(walked.sizes) and not (walked.reduced and own == set(walked.kept))
 
 
 def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
-    """By the number of an instruction what replaces it, where launches become part of those that use their results; adds to `kernels`."""
+    """Replacements, by instruction number, that fuse launches into all consumers of their results. Adds the fused kernels to `kernels`."""
     changes: dict[int, tree.Instruction | tree.Body] = {}
-    waiting: set[int] = set()  # for what their users become: until then nothing joins them that these might not take
+    waiting: set[int] = set()  # launches that wait until their consumers are fused; fusing into them now might be in the way
     for producer in producers:
         near = {place.number for place in (producer, *links.others(producer, *links.launches[producer].dsts))}
         if near & (changes.keys() | waiting):
@@ -211,7 +211,7 @@ def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel])
 
 
 def _neighbour(links: Links, kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
-    """The changes by which one launch also computes what a later one does of the same elements; adds to `kernels`."""
+    """Replacements that let one launch also compute a later one on the same elements. Adds the fused kernel to `kernels`."""
     for first in links.launches:
         for later in links.launches:
             if first.body is later.body and first.number < later.number and (found := _beside(links, first, later)):
@@ -224,7 +224,7 @@ def _neighbour(links: Links, kernels: dict[str, ir.Kernel]) -> dict[int, tree.In
 
 
 def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Place]] | None:
-    """Both as one in place of the first, and what names the memory of the later one; None where that cannot be or saves no reading."""
+    """Both launches fused at the first one, with the instructions that must move before it. None if impossible or if no read is saved."""
     one, other, types = links.launches[first], links.launches[later], links.types
     shape = types[one.dsts[0]].shape
     is_read_twice = any(src in one.srcs and types[src].shape == shape for src in other.srcs)
@@ -255,10 +255,11 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
 
 
 def _merged(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:
-    """Both launches as one, in place of the consumer and under its names, which still writes the producer's kept results."""
+    """Fuses two launches at the consumer, with its names. The fused launch still writes the producer's kept results."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
-    called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}  # buffer -> its name
+    # buffer -> its name in the consumer
+    called = {src: parameter.name for src, parameter in zip(consumer.srcs, second.inputs, strict=True)}
     taken = {*called.values(), *(op.result.name for op in second.ops)}
     renamed = {
         parameter.name: called.get(src) or claim_unique(parameter.name, taken)
@@ -288,8 +289,9 @@ def _merged(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged
 
 
 def _without_repeats(kernel: ir.Kernel) -> ir.Kernel:
-    """A kernel that computes no element twice, as it may have to where several took the same op over."""
-    indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}  # a vector may be along rows here, and along columns there
+    """Removes repeated ops of a kernel, which arise if several operands absorbed the same op."""
+    # equal vectors differ if one is along rows and the other along columns
+    indices = iteration(kernel).indices if len(kernel.ops) > 1 else {}
     results = {result.name for result in kernel.results}
     first: dict[object, str] = {}
     names: dict[str, str] = {}
@@ -310,7 +312,7 @@ def _renamed(op: Op, names: dict[str, str]) -> Op:
 
 
 def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[str, BufferType], taken: set[str]) -> Iterator[Op]:
-    """The views that lead to a buffer, as ops; the last one has the name that the buffer goes by."""
+    """Views on the way to a buffer, as ops. The last one has the buffer's name."""
     for view in path:
         (out,) = tree.names(view, "view")
         value = Value(name if view is path[-1] else claim_unique(out, taken), unsharded(types[out]))
@@ -325,7 +327,7 @@ def _viewed(path: list[tree.Instruction], source: str, name: str, types: dict[st
 
 
 def _unshared(program: ir.HostProgram) -> ir.HostProgram:
-    """A kernel for each launch, with its location and under the names of its buffers where it was written for others."""
+    """Gives each launch a kernel of its own, with the launch's location and its buffers' names."""
     links = Links(program)
     kernels: list[ir.Kernel] = []
     changes: dict[int, ir.Launch] = {}
@@ -344,7 +346,7 @@ def _unshared(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _named(program: ir.HostProgram) -> ir.HostProgram:
-    """Kernels have names that tell what they compute, and those that differ in names alone are one again."""
+    """Names kernels after their ops, and merges kernels that differ only in names."""
     first: dict[ir.Kernel, ir.Kernel] = {}
     names: dict[str, str] = {}
     taken: set[str] = set()
@@ -362,7 +364,7 @@ def _named(program: ir.HostProgram) -> ir.HostProgram:
 
 
 def _explained(program: ir.HostProgram, links: Links) -> ir.HostProgram:
-    """Every kernel with the reason why it ends."""
+    """Adds to each kernel the reason for which it ends."""
     reasons: dict[str, dict[str, None]] = {}
     for place, launch in links.launches.items():
         reasons.setdefault(launch.kernel, {})[str(links.union(place))] = None

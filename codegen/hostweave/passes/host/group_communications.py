@@ -1,4 +1,4 @@
-"""Host to host: consecutive independent communications on one channel are posted as one group, in one launch.
+"""Posts consecutive independent communications of one channel as one group, which is one launch.
 
     all_reduce sum %a_partial -> %a on x
     launch @sum_b %y -> %b_partial
@@ -12,8 +12,8 @@ becomes
       all_reduce sum %b_partial -> %b on x
     }
 
-On one stream what is computed between them costs as much before them, and what only lays out what has arrived as much behind them. What
-is posted stays as it is.
+Compute between them moves before the group, and instructions that only lay out received data move behind it. On one stream this costs
+nothing. The communications keep their order.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from hostweave.options import Options
 
 
 def group_communications(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Neighbours on one stream share a group where they are of one channel: in a group nothing orders those of two."""
+    """Groups communications of one stream and channel. A group does not order different channels."""
     return replace(program, body=_Grouping(program).body(program.body))
 
 
@@ -33,13 +33,14 @@ class _Grouping:
     def __init__(self, program: ir.HostProgram):
         self.program = program
         self.uses = def_use(program)
-        self.moving = {kernel.name for kernel in program.kernels if all(OPS[op.kind].makes for op in kernel.ops)}  # elements, and no more
+        # kernels that only move elements
+        self.moving = {kernel.name for kernel in program.kernels if all(OPS[op.kind].makes for op in kernel.ops)}
 
     def body(self, body: tree.Body) -> tree.Body:
         result: list[tree.Instruction] = []
-        posted: list[tree.Instruction] = []  # communications that are to share a group
-        behind: list[tree.Instruction] = []  # what stands after them and could stand before
-        laid: list[tree.Instruction] = []  # what lays out what they bring
+        posted: list[tree.Instruction] = []  # communications of the next group
+        behind: list[tree.Instruction] = []  # instructions after them that could move before them
+        laid: list[tree.Instruction] = []  # instructions that lay out what they receive
         for instruction in body:
             if posted and self.can_pass(instruction, [*posted, *laid]):
                 behind.append(instruction)
@@ -62,7 +63,7 @@ class _Grouping:
         return not instruction.calls
 
     def lays_out(self, instruction: tree.Instruction) -> bool:
-        """Whether it only moves elements on this rank."""
+        """True if the instruction only moves elements on this rank."""
         return instruction.work == "move" or not self.moving.isdisjoint(tree.names(instruction, "launch"))
 
     def can_join(self, instruction: tree.Instruction, posted: list[tree.Instruction], laid: list[tree.Instruction]) -> bool:
@@ -75,15 +76,15 @@ class _Grouping:
         )
 
     def calls(self, member: ir.Communication) -> int:
-        """How many calls of its transport a communication makes at most."""
+        """Largest number of transport calls of a communication."""
         if isinstance(member, ir.Routed):
             return len(member.routes)
-        by_rank = isinstance(member, ir.Collective) and member.is_shared  # where ranks have different shares
+        by_rank = isinstance(member, ir.Collective) and member.is_shared  # the shares of ranks differ
         return (1 + member.grouped) * self.program.channel(member.channel).size if member.grouped or by_rank else 1
 
 
 def _posts(instruction: tree.Instruction) -> tuple[ir.Communication, ...]:
-    """The communications that an instruction posts, and that others can be posted with: not a barrier, which is about order."""
+    """Communications that an instruction posts and that can join a group. Barriers cannot, because they are about order."""
     members = instruction.body if isinstance(instruction, ir.Group) else (instruction,)
     posted = tuple(i for i in members if isinstance(i, ir.Communication) and not isinstance(i, ir.Barrier))
     return posted if len(posted) == len(members) else ()

@@ -1,4 +1,4 @@
-"""Host to host: multi-buffering: a buffer of which each iteration uses one chunk, and nothing else, becomes one slot per stream.
+"""Multi-buffering: a buffer of which each iteration uses only one chunk becomes one slot per stream.
 
     %h = allocate bf16[M, K]                               %h = allocate bf16[4, M/16, K]
     for %j in 0..17 {                                      for %j in 0..17 {
@@ -14,7 +14,7 @@
           matmul %h_i, %w -> %y_i                                matmul %h_i, %w -> %y_i
         } } }                                                  } } }
 
-An iteration is on one stream, and the next iteration that uses its slot is later on the same stream.
+An iteration is on one stream, and the next iteration that uses its slot comes later on the same stream.
 """
 
 from dataclasses import replace
@@ -39,12 +39,12 @@ def multi_buffer(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _chunks(uses: DefUse, name: str, pools: dict[str, int]) -> list[tuple[Place, tree.Slot]]:
-    """The views of an allocation by which steps have a chunk of it each, in two blocks or more; none where that would save nothing."""
+    """Views through which each step uses one chunk of an allocation, in at least two stream blocks. Empty if slots would save nothing."""
     touches, views = uses.touches.get(name, []), uses.viewed.get(name, [])
     blocks = {place.block for place in (*touches, *views)}
     loops = {place.loop for place in touches}
     found: list[tuple[Place, tree.Slot]] = []
-    counts: set[tuple[int, Size, BufferType]] = set()  # of chunks, along which dim
+    counts: set[tuple[int, Size, BufferType]] = set()  # dim, number and type of the chunks
     for place in views:
         if place.stream is None or name not in tree.names(place.instruction, "alias"):
             continue

@@ -1,4 +1,4 @@
-"""Host to host: products of one operand, and the kernel that ends them element by element, are one kernel where the rows are few.
+"""Fuses matmuls with a common operand, and the pointwise kernel that uses their results, if they have few rows.
 
     matmul %x, %wg -> %g                      if T <= 8 {
     matmul %x, %wu -> %u                        launch @silu_multiply_h_of_few_rows %x, %wg, %wu -> %h
@@ -12,9 +12,9 @@
                                                 launch @silu_multiply_h %g, %u -> %h
                                               }
 
-Then all that a product costs is to read its weights, which the kernel does once, for all of them together. Of more rows the products run
-at once, so that the tiles of one fill the multiprocessors that the last ones of another leave idle. Memory is planned by now: what was
-deallocated between the products and their end stays until that.
+With few rows the time is that of reading the weights, which the kernel reads once for all matmuls. With more rows the matmuls run
+concurrently, so one fills multiprocessors that the last wave of another leaves idle. Memory is planned by now, so deallocates between the
+matmuls and the kernel move behind it.
 """
 
 from collections.abc import Iterator
@@ -33,16 +33,16 @@ from hostweave.options import Options
 from hostweave.types.size import Size, Sum, product
 from hostweave.types.tensor import strides_of
 
-BESIDE = "beside"  # the name of the streams of products that run at once
+BESIDE = "beside"  # pool of streams for concurrent matmuls
 
 DTYPES = ("f16", "bf16", "f32")
 
 
 def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it no products of up to FEW_ROWS rows with one operand are in memory before one kernel ends them."""
+    """Fuses matmuls of up to FEW_ROWS rows with the kernel that uses their results."""
     uses, kernels = def_use(program), {kernel.name: kernel for kernel in program.kernels}
     edits: dict[int, tree.Body] = {}
-    names: dict[ir.Kernel, str] = {}  # of kernels that multiply
+    names: dict[ir.Kernel, str] = {}  # names of the new kernels
     streams = 0
     for place in uses.places:
         i = place.instruction
@@ -68,7 +68,7 @@ def multiply_few_rows(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _at_once(matmuls: list[ir.Matmul]) -> Iterator[tree.Instruction]:
-    """The first one on the stream of the caller."""
+    """Runs the matmuls concurrently, the first one on the caller's stream."""
     first, *others = matmuls
     yield ir.Fork(BESIDE, len(others), location=first.location)
     for stream, matmul in enumerate(others):
@@ -81,7 +81,7 @@ Product = tuple[Place, ir.Matmul]
 
 
 def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
-    """The products that a kernel can compute itself: all that it reads, or none."""
+    """The matmuls that a kernel can absorb. Empty if it cannot absorb all that it reads."""
     launch = place.instruction
     assert isinstance(launch, ir.Launch)
     found = list(_read_products(uses, place))
@@ -103,7 +103,7 @@ def _products(uses: DefUse, place: Place, kernel: ir.Kernel) -> list[Product]:
 
 
 def _read_products(uses: DefUse, place: Place) -> Iterator[Product]:
-    """The matmuls that make operands of a launch, which nothing else reads."""
+    """Matmuls that compute operands of a launch and have no other consumer."""
     launch = place.instruction
     written = {uses.root(name) for name in tree.names(launch, "write")}
     reads = tree.names(launch, "read")
@@ -120,7 +120,7 @@ def _read_products(uses: DefUse, place: Place) -> Iterator[Product]:
 
 
 def _between(uses: DefUse, place: Place, products: list[Product]) -> list[Place]:
-    """What stands between the first of the products and what ends them."""
+    """Instructions between the first matmul and the kernel."""
     makers = [maker for maker, _ in products]
     numbers = range(min(maker.number for maker in makers), place.number)
     return [p for p in uses.places if p.number in numbers and p.body is place.body and p not in makers]
@@ -131,7 +131,7 @@ def _freed(places: list[Place]) -> list[Place]:
 
 
 def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
-    """What the weights of products that are computed together have in common; nothing where no kernel is for them."""
+    """Layout that matmuls of one kernel must share. Empty if no such kernel supports the matmul."""
     a, b, dst = (uses.types[name] for name in (matmul.a, matmul.b, matmul.dst))
     if len(b.shape) != 2 or a.dtype.name not in DTYPES or dst.strides is not None or Size() not in strides_of(b):
         return ()
@@ -139,7 +139,7 @@ def _layout(uses: DefUse, matmul: ir.Matmul) -> tuple[object, ...]:
 
 
 def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bool:
-    """Whether a kernel computes each element of its results from those of the products that have its indices."""
+    """True if a kernel computes each element only from elements of the matmuls at the same index."""
     try:
         walked = iteration(kernel)
     except NotOneKernel:
@@ -150,7 +150,7 @@ def _is_by_index(kernel: ir.Kernel, launch: ir.Launch, products: set[str]) -> bo
 
 
 def _of_few_rows(i: ir.Launch, kernel: ir.Kernel, matmuls: list[ir.Matmul], uses: DefUse) -> tuple[ir.Kernel, tuple[str, ...]]:
-    """The kernel that multiplies and then does what the given one does, without a name, and what it reads."""
+    """The kernel that multiplies and then does the work of the given one, without a name, and the buffers that it reads."""
     inputs = dict(zip(i.srcs, kernel.inputs, strict=True))
     made = [inputs.pop(matmul.dst) for matmul in matmuls]
     taken = {p.name for p in kernel.inputs} | {op.result.name for op in kernel.ops}

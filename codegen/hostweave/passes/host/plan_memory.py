@@ -1,4 +1,4 @@
-"""Host to host: buffers with disjoint live ranges share memory, as far as streams are ordered.
+"""Lets buffers with disjoint live ranges share memory, as far as streams are ordered.
 
     %h = allocate f32[M, K]                   %h = allocate f32[M, K]
     %g = allocate f32[M, N]                   launch @exp_h %x -> %h
@@ -8,9 +8,9 @@
     all_gather %g -> %gs on x                 %gs = allocate f32[4*M, N]
     ...                                       all_gather %g -> %gs on x
 
-Memory is allocated where it, or a view of it, is first needed, and deallocated where the caller's stream knows that it is done with,
-if something is allocated after that. The order of these lines is the plan: a buffer may get the bytes of those deallocated above it.
-Offsets are found when sizes are known.
+A buffer is allocated where it, or a view of it, is first needed. It is deallocated where the caller's stream knows that all its uses are
+over, if something is allocated after that. The order of these lines is the plan: a buffer may reuse bytes that are deallocated above it.
+Offsets are computed once sizes are known.
 """
 
 from collections import defaultdict
@@ -26,24 +26,24 @@ from hostweave.types.mesh import Mesh
 
 
 def plan_memory(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it the text says what may share memory."""
+    """Moves allocates down and inserts deallocates, so that the text states which buffers may share memory."""
     return replace(program, body=Planner(program).body(program.body, on_caller=True))
 
 
 StreamId = tuple[str, int]  # one stream of a pool
 StreamIds = tuple[StreamId, ...]
 CALLER: StreamIds = ()
-Recorded = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and in which child
+Recorded = dict[tree.Slot, tuple[StreamId | None, int]]  # an event -> the stream that recorded it last, and the child in which it did
 
 
-_Touch = tuple[int, StreamIds]  # by the child of a body with this number, on these streams; on the caller's where there are none
+_Touch = tuple[int, StreamIds]  # an access by the child with this number, on these streams; CALLER is the caller's stream
 
 
 class _VectorClock:
-    """What a body's order of streams tells, in numbers of its children."""
+    """Order of streams within a body, in numbers of its children."""
 
     def __init__(self) -> None:
-        self.begun: list[dict[StreamId, int]] = []  # at each child: the last one before which a stream cannot run
+        self.begun: list[dict[StreamId, int]] = []  # for each child, the last child after which a stream can start to run
         self.done = defaultdict[StreamId, list[tuple[int, int]]](list)  # (child, up to which the caller's stream then knows it)
 
 
@@ -54,16 +54,16 @@ class Planner:
         self.pools = {pool.name: [(pool.name, k) for k in range(pool.count)] for pool in program.streams}
 
     def body(self, body: tree.Body, on_caller: bool) -> tree.Body:
-        """A body with its memory allocated late and deallocated early; `on_caller` where it is in no stream block.
+        """Plans the memory of a body. `on_caller` is True outside of stream blocks.
 
-        What ranks of a mesh do in it counts as its children one by one.
+        Instructions of an `on` body count as separate children.
         """
         children = [self.child(i, on_caller) for i in _one_by_one(body)]
         own = {name: (mesh, i) for mesh, i in map(_on, children) for name in tree.names(i, "allocate")}
         if not own:
             return tree.together(children)
         views = [(self.uses.root(name), k) for k, child in enumerate(children) for name in tree.names(_on(child)[1], "view")]
-        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first one of each
+        touches, viewed = self.touches(children, on_caller), dict(reversed(views))  # the first view of each
         known = {mesh: self.known([_seen_by(mesh, i) for i in children]) for mesh, _ in own.values()}
         ties = _ties(body)
         begun, ended = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
@@ -96,15 +96,15 @@ class Planner:
     # --- when memory is first and last needed ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
-        """The child before which it must be there: all that touches it knows of that."""
+        """The child before which the buffer must exist, for all streams that access it."""
         return min(min([known.begun[child].get(stream, 0) for stream in streams], default=child) for child, streams in touches)
 
     def end(self, touches: list[_Touch], known: _VectorClock, on_streams: dict[int, list[StreamId]], tied: set[int], never: int) -> int:
-        """The child after which the caller's stream, or the block's, knows that it is done with, and which may be the last of a body."""
+        """The child after which the caller's stream, or the block's, knows that the buffer is no longer used."""
         end, found = -1, max(_known_done(touch, known, never) for touch in touches)
         while found > end:
             end = found
-            for k, streams in on_streams.items():  # a stream that allocates for itself must know, too
+            for k, streams in on_streams.items():  # a stream that allocates for itself must know it as well
                 if k > found and any(known.begun[k].get(stream, 0) <= found for stream in streams):
                     found = k
             while found in tied:
@@ -115,7 +115,7 @@ class Planner:
         return any(tree.names(j, "allocate") or not self.allocating.isdisjoint(tree.names(j, "call")) for j in tree.walk((i,)))
 
     def on_streams(self, children: list[tree.Instruction]) -> dict[int, list[StreamId]]:
-        """The children in which streams allocate for themselves, with these streams."""
+        """Children in which streams allocate for themselves, with these streams."""
         found = defaultdict[int, list[StreamId]](list)
         for k, i in ((k, i) for k, child in enumerate(children) for i in tree.walk((child,))):
             if (stream := tree.slot(i, "stream")) and self.allocates(i):
@@ -123,7 +123,7 @@ class Planner:
         return found
 
     def touches(self, children: list[tree.Instruction], on_caller: bool) -> dict[str, list[_Touch]]:
-        """Of every buffer, by which child and on which streams of those that the body orders."""
+        """Accesses of every buffer: the child, and the streams that the body orders."""
         found = defaultdict[str, list[_Touch]](list)
         for k, child in enumerate(children):
             for i, streams in self.on_streams_of(child, _joined(child)) if on_caller else ((i, CALLER) for i in tree.walk((child,))):
@@ -148,7 +148,7 @@ class Planner:
     # --- what orders streams ---
 
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
-        """From forks, joins, and events that are recorded and waited for in the body itself, once."""
+        """Collects the order from forks, joins, and events that the body itself records and waits for."""
         known = _VectorClock()
         begun: dict[StreamId, int] = {}
         recorded: Recorded = {}
@@ -173,7 +173,7 @@ class Planner:
     def on_one_stream(
         self, body: tree.Body, stream: StreamId, k: int, begun: dict[StreamId, int], recorded: Recorded
     ) -> dict[StreamId, int]:
-        """What the waits at the head of a block tell its stream; its records come after all of it only at its end."""
+        """Order that waits at the start of a stream block create. Only a record at the end of the block covers all of it."""
         touched = False
         for i in body:
             waited, event = tree.slot(i, "wait"), tree.slot(i, "record")
@@ -190,7 +190,7 @@ class Planner:
 
 
 def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
-    """Forgets the events that it may record, any number of times."""
+    """Forgets events that an instruction may record any number of times."""
     events = {name for inner in tree.walk((i,)) for name in tree.names(inner, "record")}
     for event, index in list(recorded):
         if event in events:
@@ -198,14 +198,14 @@ def _record_anew(i: tree.Instruction, recorded: Recorded) -> None:
 
 
 def _known_done(touch: _Touch, known: _VectorClock, never: int) -> int:
-    """The child after which the caller's stream knows that a touch is over."""
+    """The child after which the caller's stream knows that an access is over."""
     child, streams = touch
     for_each = (next((at for at, up_to in known.done.get(stream, ()) if min(at, up_to) >= child), never) for stream in streams)
     return max(for_each, default=child)
 
 
 def _joined(child: tree.Instruction) -> set[str]:
-    """The streams that a loop or branch forks and joins itself, all ranks alike."""
+    """Streams that a loop or branch forks and joins itself, on all ranks alike."""
     if any(i.ranks for inner in tree.bodies(_on(child)[1]) for i in tree.walk(inner)):
         return set()
     forked, joined = ({name for i in tree.walk((child,)) for name in tree.names(i, role)} for role in ("fork", "join"))
@@ -216,7 +216,7 @@ def _joined(child: tree.Instruction) -> set[str]:
 
 
 def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
-    """Each instruction of an `on` body in one of its own."""
+    """Splits `on` bodies into one per instruction."""
     for i in body:
         if i.ranks:
             yield from (tree.with_bodies(i, lambda _, inner=inner: (inner,)) for inner in tree.bodies(i)[0])  # type: ignore[misc]
@@ -225,7 +225,7 @@ def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _ties(body: tree.Body) -> set[int]:
-    """The children, one by one, after which an `on` body may not end: what is used later in it has been named, and ends with it."""
+    """Children after which an `on` body must not end, since its views and indices are used later in it."""
     ties: set[int] = set()
     first = 0
     for i in body:
@@ -243,7 +243,7 @@ def _ties(body: tree.Body) -> set[int]:
 
 
 def _on(child: tree.Instruction) -> tuple[Mesh | None, tree.Instruction]:
-    """What a child does, and on which mesh; None: on all ranks."""
+    """The mesh of a child, None for all ranks, and its instruction."""
     return (child.ranks, tree.bodies(child)[0][0]) if child.ranks else (None, child)
 
 
@@ -252,6 +252,6 @@ def _for_ranks_of(mesh: Mesh | None, i: tree.Instruction) -> tree.Instruction:
 
 
 def _seen_by(mesh: Mesh | None, child: tree.Instruction) -> tree.Instruction:
-    """A child as all ranks of a mesh know it: without the `on` that has them do it, and with one that leaves some of them out."""
+    """A child as all ranks of a mesh execute it: without its `on` if that includes all of them."""
     on, i = _on(child)
     return i if on and mesh and set(mesh.all_ranks) <= set(on.all_ranks) else child

@@ -1,4 +1,4 @@
-"""Host to host: a rank's own chunk is used where it lies, if other ranks' chunks alone are communicated.
+"""Uses a rank's own chunk in place, if only other ranks' chunks are communicated.
 
     if %p == rank.x {                              if %p != rank.x {
       copy %x -> %xg                                 group { recv %xg from %p on x; send %x to %q on x }
@@ -10,7 +10,7 @@
     }
     matmul %xg, %w -> %y_i
 
-and, where the copy is of what the body computed before,
+If the body computed the copied value before, it is computed into the destination:
 
     matmul %x_i, %w -> %h                          %h_chunk = choose %landing_i if %p == rank.x else %h
     if %p == rank.x {                              matmul %x_i, %w -> %h_chunk
@@ -19,14 +19,14 @@ and, where the copy is of what the body computed before,
       group { ... }                                }
     }
 
-A copy that is read after the loop, as the whole of what is gathered, goes to the end of the body, behind what would wait for it:
+A copy that is read after the loop, as a part of the gathered value, moves to the end of the body. Then nothing waits for it:
 
     matmul %x_chunk, %w -> %y_i
     if %p == rank.x {
       copy %x -> %xg
     }
 
-The pass comes after those that ask which one buffer a name is. A copy stays where the layouts differ, and where anything else reads it.
+This pass must follow those that need one alias root per name. A copy stays if the layouts differ or something else reads it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def propagate_copies(program: ir.HostProgram, options: Options) -> ir.HostProgra
 
 
 def _copy(uses: DefUse, place: Place) -> _Copy | None:
-    """A branch in a loop that copies one buffer to another of its layout, and else communicates."""
+    """A branch in a loop that copies between buffers of one layout, and otherwise communicates. None for other instructions."""
     condition = place.instruction.condition_of_body
     if not condition or not place.loop or place.around[-1].instruction.condition_of_body:
         return None
@@ -78,17 +78,17 @@ class _Copy:
     uses: DefUse
     place: Place
     loop: Place
-    condition: Expr  # under which it is
-    views: tree.Body  # before it
-    others: tree.Body  # what is done otherwise
+    condition: Expr  # condition of the copy
+    views: tree.Body  # views before the copy
+    others: tree.Body  # instructions of the other branch
     src: str
     dst: str
-    beside: list[Place]  # what is in the body in which the branch stands, also in bodies inside
+    beside: list[Place]  # all instructions of the body that contains the branch, nested ones included
 
     def edits(self, users: list[Place], own: str, name: str, views: tree.Body, kept: tree.Body, taken: set[str]) -> Edits:
-        """By which these name a choice in place of a buffer, and nothing is copied.
+        """Edits that make `users` name a choice instead of the buffer `name`, and remove the copy.
 
-        It stands with views that it needs before the first of them, and views that are kept where the copy was.
+        The choice stands before the first user, after the `views` that it needs. `kept` views stay where the copy was.
         """
         location, choice = self.place.instruction.location, claim_unique(f"{self.uses.root(self.src)}_chunk", taken)
         edits = {p.number: renamed((p.instruction,), {name: choice}) for p in users}
@@ -99,20 +99,20 @@ class _Copy:
         return edits
 
     def child(self, place: Place) -> int:
-        """The number of what stands beside the branch and is, or has in it, an instruction."""
+        """Number of the branch's sibling that is or contains an instruction."""
         return (*place.around, place)[len(self.place.around)].statement
 
     def touching(self, root: str, *roles: str) -> Iterator[tuple[Place, str]]:
-        """What touches a parameter or allocation, with the name by which it does."""
+        """Accesses of a parameter or allocation, with the name that each uses."""
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
     # --- what reads the copy reads the source ---
 
     def reading_source(self, taken: set[str]) -> Edits:
-        """The edits by which what comes later in the body reads the source; none where anything else in the loop reads the copy.
+        """Edits that make later readers of the copy read its source. Empty if anything else in the loop reads the copy.
 
-        What reads it after the loop has it from the end of the body, where the copy goes.
+        If something reads the copy after the loop, the copy moves to the end of the body.
         """
         later = [p for p in self.beside if p.number > self.place.number and self.place not in p.around]
         root, copied = self.uses.root(self.dst), _views_in(later, self.dst)
@@ -126,7 +126,7 @@ class _Copy:
         inside = ((p, name) for p, name in reads if not self._follows_loop(p))
         if any(p not in later or name not in copied or (name in results) == (p.number <= until) for p, name in inside):
             return {}
-        # Another chunk of that memory is written only while this one is sent, so that they have no byte in common.
+        # Another chunk of that memory is written only while this one is sent, so they do not overlap.
         sends = {p.statement for p in later if p.statement != p.number and not copied.isdisjoint(tree.names(p.instruction, "read"))}
         writes = [(p, name) for p, name in self.touching(root, "write") if p in later and name not in results]
         if any(name in copied or p.statement not in sends for p, name in writes):
@@ -145,7 +145,8 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """The kernel that first writes its result over all of the copy, and the views that are that result; none otherwise."""
+        """The first kernel that overwrites all of the copy with its result, and the views of that result. Otherwise the end of the program
+        and no views."""
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around
@@ -156,7 +157,7 @@ class _Copy:
     # --- what computes the source writes where it is copied to ---
 
     def writing_destination(self, taken: set[str]) -> Edits:
-        """The edits by which what comes before in the body computes the source where it belongs; none where it may not be there yet."""
+        """Edits that compute the source directly into the destination. Empty if the destination is still in use."""
         root, beside = self.uses.root(self.dst), self.beside
         users = _naming((p for p in beside if p.number < self.place.number), self.src)
         if self.src not in self.uses.allocates or not users:
@@ -175,7 +176,7 @@ class _Copy:
         return self.edits(users, self.dst, self.src, views, (), taken) | {p.number: () for p in moved}
 
     def _made_for_choice(self, before: list[Place]) -> list[Place] | None:
-        """The indices and views among these that the choice needs; None where it needs anything else of them."""
+        """Indices and views in `before` that the choice needs. None if it needs other instructions."""
         needed = {self.dst, *indices_in(self.place.instruction), *(name for i in self.views for name in _needs(i))}
         moved: list[Place] = []
         for place in reversed(before):
@@ -195,7 +196,7 @@ def _naming(places: Iterable[Place], name: str) -> list[Place]:
 
 
 def _views_in(places: list[Place], name: str) -> set[str]:
-    """A buffer and its views that these define."""
+    """A buffer and its views that these instructions define."""
     found = {name}
     for place in places:
         if not found.isdisjoint(tree.names(place.instruction, "alias")):

@@ -1,4 +1,4 @@
-"""Host to host: an all_reduce of few bytes is done by the kernel that uses its result, or by one of its own.
+"""Lets the kernel that uses a small all_reduce do it, or a kernel of its own.
 
     all_reduce sum %h_partial -> %h on x            if T <= 32 {
     launch @add_y %h, %x -> %y                        launch_all_reduce @all_reduce_add_y %h_partial, %x -> %y on x
@@ -7,8 +7,8 @@
                                                       launch @add_y %h, %x -> %y
                                                     }
 
-The kernels of all ranks send each other their terms, which takes less time than a collective takes to begin. It waits for others on
-the device, so that no communication may run beside it: a program that communicates on streams of its own keeps its collectives.
+The ranks' kernels send each other their terms, which is faster than the start of a collective. The kernel waits for other ranks on the
+device, so no communication may overlap with it. Programs that communicate on separate streams keep their collectives.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it an all_reduce that is known to be of few bytes is part of a kernel, and one that may be is under a condition on its size."""
+    """Puts small all_reduces into kernels. If the size is symbolic, a condition chooses at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
     if options.transport != "auto" or options.figures.no_peers or beside or program.memory_transports:
@@ -37,7 +37,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 class _Reducing:
-    """One body."""
+    """Rewrites one body."""
 
     def __init__(self, program: ir.HostProgram, options: Options):
         self.given, self.options = program, options
@@ -55,7 +55,7 @@ class _Reducing:
         for place, i, most in found:
             launch, end = alone[place.number], place
             merged = links.union(links.uses.places[place.number])
-            for one in merged if isinstance(merged, list) else ():  # there is one at most
+            for one in merged if isinstance(merged, list) else ():  # there is at most one
                 between = self.uses.places[place.number + 1 : one.consumer.number]
                 if one.consumer.number not in edits and not any(isinstance(p.instruction, ir.Communication) for p in between):
                     name = f"{links.launches[one.consumer].kernel}_of_terms"
@@ -67,7 +67,7 @@ class _Reducing:
         return replace(self.given, body=body, kernels=launched(self.kernels.values(), body))
 
     def most(self, place: Place, i: ir.AllReduce) -> int:
-        """The most elements that a kernel is to reduce; 0 where none is."""
+        """Largest number of elements that a kernel should reduce, or 0."""
         if i.op != "sum" or place.loop or place.mesh_body or place.statement != place.number:
             return 0
         channel = self.given.channel(i.channel)
@@ -75,7 +75,7 @@ class _Reducing:
         return most_terms(self.options.figures, channel.size, self.uses.types[i.src]) if is_here else 0
 
     def alone(self, i: ir.AllReduce) -> ir.Launch:
-        """The launch of a kernel that does nothing else, as if it were of this rank alone."""
+        """Launch of a kernel that only does the all_reduce, in the form of a local launch."""
         type, term = self.uses.types[i.src], self.uses.root(i.src)
         tensor = TensorType(type.dtype, tuple(map(Dim, type.shape)))
         facts = (MESH_AXES.name, MeshAxes(self.given.channel(i.channel).axes)), (REDUCTION.name, i.op)
@@ -90,7 +90,7 @@ class _Reducing:
         return replace(launch, kernel=name)
 
     def is_over(self, launch: ir.Launch) -> bool:
-        """Whether a result lies where the term does, of which other threads may still send a part."""
+        """True if a result shares memory with the term, of which other threads may still send a part."""
         return self.uses.root(launch.srcs[0]) in {self.uses.root(dst) for dst in launch.dsts}
 
     def chosen(self, place: Place, i: ir.AllReduce, launch: ir.Launch, end: Place, most: int) -> tree.Instruction:
@@ -104,7 +104,7 @@ class _Reducing:
 
 
 def _with_own_term(launch: ir.Launch, kernel: ir.Kernel) -> tuple[ir.Launch, ir.Kernel]:
-    """A kernel whose all_reduce takes an input that nothing else reads: other ops read the same buffer as another input."""
+    """Gives the all_reduce an input of its own, if other ops read the same buffer."""
     (term, *_), (first, *others) = kernel.inputs, kernel.ops
     if not any(term.name in op.tensors for op in others):
         return launch, kernel

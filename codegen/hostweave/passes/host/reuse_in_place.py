@@ -1,4 +1,4 @@
-"""Host to host: a result takes the memory of an operand that is not needed afterwards, or an operand is computed into that of the result.
+"""Lets a result reuse the memory of an operand that is dead afterwards, or computes an operand into the memory of the result.
 
     %h = allocate bf16[M, N]                  %h = allocate bf16[M, N]
     matmul %x, %w -> %h                       matmul %x, %w -> %h
@@ -8,9 +8,9 @@
     matmul %a, %v -> %t                       matmul %a, %v -> %t
     all_reduce sum %t -> %y on x              all_reduce sum %t -> %y on x
 
-A copy from one to the other is left out. An instruction writes where it reads if each element comes of its own index alone:
-kernels say that of each input, and a matmul adds so. What is returned in the memory of a donated input is computed there, if all
-that reads the input has done so by then; else it is copied there in the end.
+A copy between shared memory is removed. An instruction may write in place if each element depends only on its own index. Kernels state this
+for each input, and it holds for the accumulation of a matmul. A result in the memory of a donated input is computed there if all reads of
+the input come before. Otherwise it is copied there at the end.
 """
 
 from collections.abc import Iterator
@@ -37,20 +37,21 @@ def reuse_in_place(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 class _Sharing:
-    """What shares memory so far: `merged` leads from an allocation to the buffer that it has become a view of."""
+    """Sharing decisions so far. `merged` maps an allocation to the buffer that it became a view of."""
 
     def __init__(self, uses: DefUse):
         self.uses, self.merged = uses, tree.AliasRoots()
-        self.gone: set[int] = set()  # numbers of instructions
-        self.before: dict[int, tree.Body] = {}  # what goes before the instruction of a number
-        self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)  # of each buffer by now, with what has become a view of it
+        self.gone: set[int] = set()  # numbers of removed instructions
+        self.before: dict[int, tree.Body] = {}  # new instructions, by the number of the instruction that follows them
+        # accesses and views of each buffer, including those of merged buffers
+        self.touches, self.viewed = dict(uses.touches), dict(uses.viewed)
         self.orders = [place for place in uses.places if tree.names(place.instruction, "fork", "join")]
         self.inputs = {parameter.name for parameter in uses.program.inputs}
         self.donated = {parameter.memory: parameter.name for parameter in uses.program.outputs if parameter.memory}
         self.kernels = {kernel.name: kernel for kernel in uses.program.kernels}
 
     def candidates(self, i: tree.Instruction) -> Iterator[tuple[str, str]]:
-        """The operands that an instruction could write over, each with its result."""
+        """Operands that an instruction could overwrite, each with its result."""
         reads = tree.names(i, "read")
         roots = [self.root(src) for src in reads]
         for dst in tree.names(i, "write") if reads and not i.at_root else ():
@@ -64,11 +65,11 @@ class _Sharing:
         return all((number, result) in pairs for number in read_at) or may_overwrite(i, self.kernels, src, dst)
 
     def root(self, name: str) -> str:
-        """The memory of a buffer by now."""
+        """Current memory of a buffer."""
         return self.merged.of(self.uses.root(name))
 
     def takes_over(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the result in the operand's memory: the operand's last use is the result's first."""
+        """Puts the result in the operand's memory, if the operand's last use is the result's first."""
         uses, old, new = self.uses, self.root(src), self.uses.root(dst)
         if old not in uses.allocates or new not in uses.allocates or self.merged.source(new) or not self._alike(src, dst):
             return False
@@ -85,7 +86,7 @@ class _Sharing:
         return True
 
     def begins_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand in the result's memory, which nothing has touched yet."""
+        """Puts the operand in the result's memory, if nothing has accessed that before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new in self.inputs or not self._alike(src, dst):
             return False
@@ -103,7 +104,7 @@ class _Sharing:
         return True
 
     def is_returned_there(self, place: Place, src: str, dst: str) -> bool:
-        """Puts the operand in the memory of a donated input, where the result is: all that reads the input has done so before."""
+        """Puts the operand in the memory of the donated input that holds the result, if all reads of the input come before."""
         uses, old, new = self.uses, self.root(src), self.root(dst)
         if old not in uses.allocates or new not in self.donated or place.loop or not (self._alike(src, dst) and uses.is_whole(dst)):
             return False
@@ -123,35 +124,35 @@ class _Sharing:
     # --- conditions ---
 
     def _overwrites(self, place: Place, read: str, written: str) -> bool:
-        """Whether an instruction may write over all of a memory that it reads."""
+        """True if an instruction may overwrite all of a memory that it reads."""
         i = place.instruction
         pairs = [(src, dst) for src in tree.names(i, "read") for dst in tree.names(i, "write")]
         own = [(src, dst) for src, dst in pairs if (self.root(src), self.root(dst)) == (read, written)]
         return all(self._alike(src, dst) and self.uses.is_whole(dst) and self.may_overwrite(i, src, dst) for src, dst in own)
 
     def _alike(self, src: str, dst: str) -> bool:
-        """Whether the operand is all of its memory, and the result has the same elements."""
+        """True if the operand covers all of its memory, and the result has as many elements of its dtype."""
         a, b = self.uses.types[src], self.uses.types[dst]
         is_apart = self.uses.is_whole(src) and self.uses.root(src) != self.uses.root(dst)
         return is_apart and a.dtype == b.dtype and product(a.shape) == product(b.shape)
 
     def _is_named_beside(self, place: Place, root: str) -> bool:
-        """Whether all that names a buffer stands in the same `on` body: it becomes a view, and those end with it."""
+        """True if all names of a buffer are in the same `on` body. It becomes a view, which ends with the body."""
         on = place.mesh_body
         return on is None or all(on in other.around for other in (*self.touches[root], *self.viewed.get(root, ())))
 
     def _is_reached_there(self, gone: str, into: str) -> bool:
-        """Whether peers reach a buffer in the memory of another where they reach its own."""
+        """True if the other memory is in a window, or this buffer need not be."""
         there = self.uses.allocates.get(into)
         return not self.uses.allocates[gone].instruction.in_window or bool(there and there.instruction.in_window)
 
     def _is_last(self, place: Place, root: str) -> bool:
-        """Whether all else that touches a buffer has done so when an instruction runs."""
+        """True if all other accesses of a buffer are over when an instruction runs."""
         *others, last = self.touches[root]
         return last is place and all(self._is_before(other, place) for other in others)
 
     def _is_before(self, other: Place, place: Place) -> bool:
-        """Whether what comes earlier in the text has run, by the order of one stream, or by a join and a fork between them."""
+        """True if an earlier instruction is over, by the order of one stream, or by a join and a fork between them."""
         if other.statement == place.statement:
             return False
         if other.block is place.block:
@@ -170,14 +171,14 @@ class _Sharing:
         return touches[0] is place and (len(touches) < 2 or touches[1].statement != place.statement)
 
     def _is_alone_in_loops(self, place: Place, root: str) -> bool:
-        """Whether the loops around an instruction touch a buffer by it alone, as far as they do not hold all of the buffer."""
+        """True if the loops around an instruction access a buffer only by it. Loops that contain the allocation do not count."""
         allocate = self.uses.allocates.get(root)
         depth = len(allocate.around) if allocate else 0
         loops = {around for around in place.around[depth:] if around.instruction.trips is not None}
         return all(loops.isdisjoint(touch.around) for touch in self.touches[root] if touch is not place)
 
     def _views_after(self, allocate: Place, name: str) -> list[Place] | None:
-        """The views that lead to a buffer and come after an allocate, in order; None where they cannot stand before it."""
+        """Views that lead to a buffer and follow an allocate, in order. None if they cannot move before it."""
         found: list[Place] = []
         while (source := self.uses.roots.source(name)) and name in self.uses.views:
             view = self.uses.views[name]
@@ -192,11 +193,11 @@ class _Sharing:
     # --- changes ---
 
     def _reshaped(self, name: str, into: str) -> tree.Instruction:
-        """What an allocate becomes: a view of the buffer that its memory is then."""
+        """View that replaces an allocate once its memory is merged."""
         return ir.Reshape(name, into, self.uses.types[name].shape, location=self.uses.allocates[name].instruction.location)
 
     def _moved(self, views: list[Place]) -> tree.Body:
-        """Views that another place gets, with what stood before them."""
+        """Removes views from their places, with the instructions inserted before them, and returns all of them."""
         moved: list[tree.Instruction] = []
         for view in (view for view in views if view.number not in self.gone):
             moved += (*self.before.pop(view.number, ()), view.instruction)
@@ -204,10 +205,10 @@ class _Sharing:
         return tuple(moved)
 
     def _merge(self, place: Place, gone: str, into: str, before: int, what: tree.Body) -> None:
-        """Has an allocation become a view, for one instruction; what says so goes before the instruction of a number."""
+        """Makes the allocation `gone` a view of `into`. Inserts `what` before instruction number `before`."""
         self.before[before] = (*self.before.get(before, ()), *what)
         self.gone.add(self.uses.allocates[gone].number)
-        if place.instruction.copies:  # to where its source lies is no copy
+        if place.instruction.copies:  # a copy onto itself is removed
             self.gone.add(place.number)
         self.merged.put(gone, into)
         self.touches[into] = sorted({*self.touches.get(into, []), *self.touches[gone]}, key=lambda place: place.number)

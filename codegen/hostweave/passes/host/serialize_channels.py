@@ -1,4 +1,4 @@
-"""Host to host: communications on different channels run one after the other on a rank, in the same order on all ranks.
+"""Orders communications of different channels: they run one after another on each rank, in the same order on all ranks.
 
     for %i in 0..4 {
       stream ring[%i] {
@@ -21,8 +21,8 @@ becomes
       }
     }
 
-A wait binds to the record that was made last, so that one event passes the turn on from stream to stream, in the order in which the
-host issues them. Only what streams and events do not order already takes part in it.
+A wait refers to the latest record, so one event passes the turn from stream to stream in issue order. Communications that streams and
+events already order do not take part.
 """
 
 from dataclasses import replace
@@ -35,17 +35,17 @@ from hostweave.options import Options
 
 
 def serialize_channels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it any two communications of different channels are ordered on every rank, and so are the signals of one."""
+    """Orders any two communications of different channels on every rank, and the signals of one channel."""
     if not (in_turn := unordered_instructions(program)):
         return program
 
     pools: list[ir.Streams | ir.Events] = [*program.streams, *program.events]
     turns = _Turns(in_turn, unique_name("turn", {pool.name for pool in pools}))
     body = turns.across_streams(program.body)
-    unchanged = set(program.body)  # the others name the new event
+    unchanged = set(program.body)  # other instructions name the new event
     changed = [k for k, instruction in enumerate(body) if instruction not in unchanged]
     first, last = changed[0], changed[-1]
-    begin = turns.without(ir.Wait, body[first])  # nothing comes before the first turn, if that is one
+    begin = turns.without(ir.Wait, body[first])  # nothing precedes the first turn
     if begin == (body[first],):
         begin = (ir.Record(turns.event, Const(0)), *begin)
     end = turns.without(ir.Record, body[last]) if last > first else ()
@@ -58,13 +58,13 @@ def _concerns(instruction: tree.Instruction, in_turn: set[tree.Instruction]) -> 
 
 
 class _Turns:
-    """Has communications wait for one event, and record it."""
+    """Makes communications wait for one event and record it."""
 
     def __init__(self, in_turn: set[tree.Instruction], event: str):
         self.in_turn, self.event = in_turn, event
 
     def across_streams(self, body: tree.Body) -> tree.Body:
-        """A body outside of every stream block: each block in it takes a turn, and so does each communication on the caller's stream."""
+        """Adds turns outside of stream blocks: each block takes one, and so does each communication on the caller's stream."""
         result: list[tree.Instruction] = []
         for instruction in body:
             if not _concerns(instruction, self.in_turn):
@@ -78,7 +78,7 @@ class _Turns:
         return tuple(result)
 
     def without(self, kind: type[ir.Wait | ir.Record], instruction: tree.Instruction) -> tree.Body:
-        """An instruction, or the stream block that it is, without a wait for the event, or a record of it."""
+        """Removes waits for the event, or records of it, from an instruction or its stream block."""
         if isinstance(instruction, kind) and instruction.event == self.event:
             return ()
         if tree.names(instruction, "stream"):
@@ -86,16 +86,16 @@ class _Turns:
         return (instruction,)
 
     def on_one_stream(self, body: tree.Body) -> tree.Body:
-        """One turn for all that a body communicates: from the first communication to the last one."""
+        """Adds one turn for all communications of a body, from the first to the last."""
         places = [k for k, instruction in enumerate(body) if _concerns(instruction, self.in_turn)]
         if not places:
             return body
         first, last = places[0], places[-1]
         alone = body[first]
-        if first == last and alone.condition_of_body:  # a branch that communicates nothing need not wait
+        if first == last and alone.condition_of_body:  # a branch without communication need not wait
             return (*body[:first], tree.with_bodies(alone, self.on_one_stream), *body[last + 1 :])
         ranks = [rank for k in places if (mesh := body[k].ranks) for rank in mesh.all_ranks]
-        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # nor need one rank wait for what others do
+        if all(body[k].ranks for k in places) and len(set(ranks)) == len(ranks):  # ranks need not wait for instructions of other ranks
             return tuple(tree.with_bodies(i, self.on_one_stream) if i.ranks else i for i in body)
         wait = ir.Wait(self.event, Const(0), location=alone.location)
         record = ir.Record(self.event, Const(0), location=body[last].location)

@@ -1,4 +1,4 @@
-"""Host to host: what is allocated for a mesh of some of the ranks is allocated in the `on` body that first needs it.
+"""Moves allocations for a mesh of some ranks into the `on` body that first needs them.
 
     on mesh(x=2 of ranks 0, 1) {                  on mesh(x=2 of ranks 2, 3) {
       %h = allocate f32[M, K]                       recv %t from rank - 2 on x
@@ -10,7 +10,7 @@
       launch @exp_h %x -> %h
     }
 
-What shares memory in place is looked for in one body.
+In-place reuse works within one body, so it needs this.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from hostweave.passes.host.plan_memory import Planner
 
 
 def sink_allocations(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """Of programs on several meshes; others have one body."""
+    """Moves allocations down. Programs on one mesh have a single body and stay as they are."""
     if not any(i.ranks for i in tree.walk(program.body)):
         return program
     planned = Planner(program).body(program.body, on_caller=True)

@@ -1,11 +1,11 @@
-"""Host to host: moves each view to its first use, inside the stream block or branch with all of its uses.
+"""Moves each view to its first use, inside the stream block or branch that has all of its uses.
 
     %h = slice %x[1: 4 from 4]                launch @negative_t %x -> %t
-    launch @negative_t %x -> %t           becomes    %h = slice %x[1: 4 from 4]
-    copy %h -> %y                               copy %h -> %y
+    launch @negative_t %x -> %t    becomes    %h = slice %x[1: 4 from 4]
+    copy %h -> %y                             copy %h -> %y
 
-What is the same in every step of a loop comes before the loop, and before the fork of its streams. Equal views in several instructions
-of a body, such as two stream blocks, are one view before them.
+Loop-invariant views move before the loop and before the fork of its streams. Equal views in several instructions of a body, such as two
+stream blocks, become one view before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ def sink_views(program: ir.HostProgram, options: Options) -> ir.HostProgram:
 
 
 def _shared(body: tree.Body) -> tree.Body:
-    """A body with one view in place of equal ones that several of its instructions make, or that each step of a loop makes.
+    """Replaces equal views of several instructions, or of each loop iteration, by one view before them.
 
-    One of them is made in any case: an index that a condition keeps in range may be outside of it elsewhere.
+    At least one of them must be executed unconditionally: a condition may be what keeps an index in range.
     """
-    made: dict[tree.Instruction, dict[str, int]] = {}  # by what is viewed, the names of the views and their places in the body
+    made: dict[tree.Instruction, dict[str, int]] = {}  # for each viewed region, the names of its views and their positions in the body
     for at, i in enumerate(body):
         for view in _movable(i):
             (out,) = tree.names(view, "view")
@@ -46,7 +46,7 @@ def _shared(body: tree.Body) -> tree.Body:
 
 
 def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
-    """What runs where a body does."""
+    """Instructions that run whenever the body runs."""
     for i in body:
         yield i
         if i.condition_of_body is None and (i.trips is None or i.trips.is_int):
@@ -54,7 +54,7 @@ def _run_always(body: tree.Body) -> Iterator[tree.Instruction]:
 
 
 def _movable(i: tree.Instruction) -> Iterator[tree.Instruction]:
-    """The views that an instruction is, or that are in its bodies, which can stand before it."""
+    """Views in an instruction, or itself, that can move before it."""
     inside = list(tree.walk((i,)))
     defined = {name for inner in inside for name in tree.names(inner, "define", "index")} - {*tree.names(i, "view")}
     if not any(inner.ranks for inner in inside):
@@ -73,7 +73,7 @@ def _sunk(body: tree.Body) -> tree.Body:
     return tuple(instruction for instruction, _ in lines)
 
 
-_Line = tuple[tree.Instruction, set[str]]  # with the buffers that it and what is in its bodies name
+_Line = tuple[tree.Instruction, set[str]]  # an instruction, and the buffers that it and its bodies name
 _Lines = list[_Line]
 
 
@@ -82,7 +82,7 @@ def _line(i: tree.Instruction) -> _Line:
 
 
 def _place(view: tree.Instruction, lines: _Lines) -> None:
-    """Puts a view into what follows it, before the other views that stand where it belongs."""
+    """Inserts a view before its first user in `lines`, in front of other views there."""
     (out,) = tree.names(view, "view")
     users = [k for k, (_, uses) in enumerate(lines) if out in uses]
     at = users[0] if users else 0
@@ -93,7 +93,7 @@ def _place(view: tree.Instruction, lines: _Lines) -> None:
 
 
 def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, ...]) -> int:
-    """The place before what uses a view, before what has one of these roles there, and before the fork of a loop's streams."""
+    """Position before the instruction at `at`, before neighbours with one of the roles, and before the fork of a loop's streams."""
     is_loop = bool(body) and body[at].trips is not None
     while at > 0 and tree.names(body[at - 1], *before, *(("fork", "record") if is_loop else ())):
         at -= 1
@@ -101,7 +101,7 @@ def _first_place(at: int, body: Sequence[tree.Instruction], before: tuple[str, .
 
 
 def _inside(view: tree.Instruction, user: tree.Instruction) -> tree.Instruction | None:
-    """The only user of a view with the view in its body, where that is one of those that run once."""
+    """Moves a view into the body of its only user. None if that body may run more than once."""
     (out,) = tree.names(view, "view")
 
     def uses(body: tree.Body) -> bool:

@@ -1,4 +1,4 @@
-"""Host to host: the caller's stream waits for a loop only before the first use of its results.
+"""Delays the caller's wait for a loop until the first use of its results.
 
     for %i in 0..4 { stream ring[%i] { ... matmul %x_i, %w -> %h_i } }
     join ring
@@ -12,7 +12,7 @@ becomes
     join ring
     launch @add_y %h, %z -> %y
 
-The waits of a stream for an event stand before their first use from the start: a ring's, and those that order channels.
+Waits for events stand before their first use from the start: those of a ring, and those that order channels.
 """
 
 from dataclasses import replace
@@ -23,15 +23,15 @@ from hostweave.options import Options
 
 
 def sink_waits(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """A join goes down past what the caller's stream does with memory that the joined streams do not touch."""
+    """Moves joins down past instructions on the caller's stream that do not access memory of the joined streams."""
     return replace(program, body=_sunk(program.body, def_use(program)))
 
 
 def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
     result: list[tree.Instruction] = []
-    running: dict[str, list[tree.Instruction]] = {}  # what streams were given since they were joined last
-    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins on their way down, with what they wait for
-    place = 0  # where they are by now
+    running: dict[str, list[tree.Instruction]] = {}  # work of each stream since its last join
+    waiting: list[tuple[tree.Instruction, list[tree.Instruction]]] = []  # joins on their way down, with the work that they wait for
+    place = 0  # their current position
     for instruction in body:
         if any(_orders(instruction) or uses.conflict(issued, [instruction]) for _, issued in waiting):
             result[place:place] = [join for join, _ in waiting]
@@ -52,5 +52,5 @@ def _sunk(body: tree.Body, uses: DefUse) -> tree.Body:
 
 
 def _orders(instruction: tree.Instruction) -> bool:
-    """Whether it concerns other streams than the caller's. A join may go past another one."""
+    """True if an instruction concerns streams other than the caller's. Joins may pass each other."""
     return not tree.names(instruction, "join") and any(i.orders or tree.names(i, "stream", "call") for i in tree.walk((instruction,)))

@@ -1,4 +1,4 @@
-"""Host to host: software pipelining: the first communication of an iteration is issued before the later ones of the previous iteration.
+"""Software pipelining: issues the first communication of an iteration before later ones of the previous iteration.
 
     for %i in 0..4 {                                  for %j in 0..5 {
       stream ring[%i] {                                 if %j < 4 {
@@ -13,8 +13,8 @@
                                                         }
                                                       }
 
-Where channels take turns in the order in which they are issued, the all_gather of a step then runs while the step before is computed.
-Each stream does what it did, in the same order, and what is sent on a channel meets what it met: only what is issued between is another.
+If channels take turns in issue order, the all_gather of a step then overlaps with the compute of the previous step. The order on each
+stream and each channel stays the same. Only the issue order between them changes.
 """
 
 from collections import deque
@@ -33,11 +33,11 @@ from hostweave.host_ir.calls import names_in, renamed
 from hostweave.host_ir.expr import Var, binary
 from hostweave.options import Options
 
-NAMES = ("view", "index")  # the roles of what a body can say again
+NAMES = ("view", "index")  # roles of instructions that a body may repeat
 
 
 def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """In loops whose communications take turns, where no ranks then wait for one another."""
+    """Pipelines loops whose communications take turns, if no ranks then wait for each other in a cycle."""
     if not any(_on_streams(i, program) for i in tree.walk(program.body)) or not (in_turn := unordered_instructions(program)):
         return program
     ahead = _Ahead(program, in_turn)
@@ -46,7 +46,7 @@ def software_pipeline(program: ir.HostProgram, options: Options) -> ir.HostProgr
 
 
 def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, ir.OnStream] | None:
-    """A loop with its block, if neighbouring steps are on two streams, and nothing but names stands before the block."""
+    """A loop and its stream block, if consecutive steps use two streams and only views and lets precede the block. None otherwise."""
     if not isinstance(i, ir.For) or not isinstance(block := i.body[-1], ir.OnStream) or not all(map(_only_names, i.body[:-1])):
         return None
     streams = next(pool.count for pool in program.streams if pool.name == block.stream)
@@ -54,7 +54,7 @@ def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, i
 
 
 def _goes_on(program: ir.HostProgram) -> bool:
-    """Whether every rank comes to its end if it posts one communication after the other, as it does where channels take turns."""
+    """True if every rank reaches its end when it posts its communications one after another, as channels in turn do."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, meetings(instances))), maxlen=0)
@@ -63,7 +63,7 @@ def _goes_on(program: ir.HostProgram) -> bool:
     return True
 
 
-_Halves = tuple[tree.Body, tree.Body]  # what is issued a step ahead, and the rest
+_Halves = tuple[tree.Body, tree.Body]  # instructions issued one step ahead, and the rest
 
 
 class _Ahead:
@@ -91,7 +91,7 @@ class _Ahead:
     # --- where a step is cut ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
-        """Of what is in a stream block. What each mesh does in it is cut by itself."""
+        """Cuts the body of a stream block. The part of each mesh is cut separately."""
         ranks = [rank for i in body if i.ranks for rank in i.ranks.all_ranks]
         if not all(i.ranks or _only_names(i) for i in body) or len(set(ranks)) < len(ranks):
             return self.cut(body)
@@ -100,7 +100,8 @@ class _Ahead:
         return (parts[0], parts[1]) if any(halves for _, halves in cuts) else None
 
     def cut(self, body: tree.Body) -> _Halves | None:
-        """After the first communications, if something is computed before the next. None also where the order of a channel would change."""
+        """Cuts after the first communications, if compute follows before the next one. None if there is no such cut, or if it reorders a
+        channel."""
         places = [place for place, i in enumerate(body) if any(inner in self.in_turn for inner in tree.walk((i,)))]
         last = next((a for a, b in pairwise(places) if any(i.work == "compute" for i in tree.walk(body[a:b]))), None)
         if last is None or any(tree.names(i, "allocate", "free") for i in body):
@@ -116,7 +117,7 @@ class _Ahead:
         return claim_unique(next((letter for letter in "ijkl" if letter not in self.taken), beside), self.taken)
 
     def said_again(self, body: tree.Body, old: str, new: str) -> tree.Body:
-        """The same for another index, under names of its own."""
+        """Copies a body for another index, with new names."""
         names = {old: new}
         for i in tree.walk(body):
             for name in tree.names(i, "define", "index"):
@@ -133,5 +134,5 @@ def _only_names(i: tree.Instruction) -> bool:
 
 
 def _posted(body: tree.Body) -> set[tuple[str, str]]:
-    """What meets in the order in which it is posted: the sends, the recvs and the collectives of each channel."""
+    """Communications that match in posting order: sends, recvs and collectives of each channel."""
     return {(i.channel, i.posts) for i in tree.walk(body) if isinstance(i, ir.Communication)}

@@ -1,8 +1,8 @@
-"""Host to host: a reduction of many rows to a few numbers becomes two kernels, so that many thread blocks share the rows.
+"""Splits a reduction of many rows to a few numbers into two kernels, so that many thread blocks share the rows.
 
     launch @sum_y %x -> %y
 
-where that is `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N], becomes
+with `%y: f32[] = sum(%x, axis=(0, 1))` of f32[M, N] becomes
 
     %y_rows = allocate f32[M]
     launch @sum_y_rows %x -> %y_rows
@@ -21,13 +21,13 @@ from hostweave.options import Options
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-FEW = 32  # numbers that are left, at most
-ROW = 512  # elements, at least
-MANY = 1 << 16  # elements in all, at least
+FEW = 32  # largest number of results
+ROW = 512  # smallest number of elements in a row
+MANY = 1 << 16  # smallest number of elements in total
 
 
 def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgram:
-    """After it a reduction to few numbers, outside of loops, is of a vector or of little."""
+    """Splits large reductions to few numbers, outside of loops."""
     split = _Split(program)
     body = split.body(program.body)
     return replace(program, body=body, kernels=launched(split.kernels.values(), body))
@@ -36,7 +36,7 @@ def split_reductions(program: ir.HostProgram, options: Options) -> ir.HostProgra
 class _Split:
     def __init__(self, program: ir.HostProgram):
         self.kernels = {kernel.name: kernel for kernel in program.kernels}
-        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # of a kernel that is split
+        self.halves: dict[str, tuple[ir.Kernel, ir.Kernel]] = {}  # the two halves of a kernel that is split
         self.taken = names_in(program)
 
     def body(self, body: tree.Body) -> tree.Body:
@@ -61,7 +61,7 @@ class _Split:
 
 
 def _row(kernel: ir.Kernel) -> tuple[int, ...]:
-    """The innermost of the dims that a kernel reduces, long enough for a block of threads; none where one kernel does."""
+    """The innermost reduced dims with enough elements for a thread block. Empty if one kernel suffices."""
     op = kernel.ops[-1]
     if len(kernel.ops) > 1 or not OPS[op.kind].combine or OPS[op.kind].locates:
         return ()
@@ -77,11 +77,11 @@ def _row(kernel: ir.Kernel) -> tuple[int, ...]:
 
 
 def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kernel]:
-    """A kernel that reduces the dims of a row, and one for those that are left."""
+    """A kernel that reduces the dims of a row, and one for the remaining dims."""
     (op,), (source,) = kernel.ops, kernel.inputs
     first_op = Op("sum", op.operands, op.result, attributes(axis=op[AXES], keepdims=op[KEEPDIMS]), op.location) if _is_counted(op) else op
     combine, is_narrow = OPS[op.kind].combine, source.type.dtype.kind == "float" and source.type.dtype.itemsize < 4
-    is_rounded = is_narrow and combine is not None and combine.identity  # partial results are kept in f32 then
+    is_rounded = is_narrow and combine is not None and combine.identity  # partial results are then f32
     dtype = f32 if is_rounded else source.type.dtype
     keeps = op[KEEPDIMS]
     dims = [Dim(Size()) if axis in row else dim for axis, dim in enumerate(source.type.dims) if keeps or axis not in row]
@@ -102,7 +102,7 @@ def _halves(kernel: ir.Kernel, row: tuple[int, ...]) -> tuple[ir.Kernel, ir.Kern
 
 
 def _is_counted(op: Op) -> bool:
-    """Whether a mean is divided by a number of its own: then once, in the second half."""
+    """True if a mean has a divisor of its own. Only the second half divides by it."""
     return COUNT.name in dict(op.attributes)
 
 

@@ -1,4 +1,4 @@
-"""Communication beside the rest (`async`): on a stream of its own, with an event for each value that something waits for."""
+"""Asynchronous communication (`async`): on a stream of its own, with an event for each value that something waits for."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -10,18 +10,18 @@ from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Const
 
-COMM = "comm"  # the stream of what communicates beside the rest
-COPIES = "copies"  # and that of what a rank copies for it, where the next communication need not wait
+COMM = "comm"  # stream of asynchronous communication
+COPIES = "copies"  # stream of its local copies, if the next communication need not wait for them
 
 
 class Asynchronous:
-    """Puts communications on their stream, and has the caller's stream wait for each of them where it needs its result."""
+    """Emits communications on their stream, and makes the caller's stream wait where it needs a result."""
 
     def __init__(self, flow: Dataflow, b: Builder):
         self.flow, self.b = flow, b
-        self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, and their events; "" has none
-        self.copied: dict[str, str] = {}  # values of which a part is copied on another stream than the rest, and their events
-        self.sums: dict[str, list[Callable[[], None]]] = {}  # values that the caller's stream sums up itself once it has waited
+        self.pending: dict[str, str] = {}  # values that the caller's stream has not waited for, with their events; "" if there is none
+        self.copied: dict[str, str] = {}  # values with a part that is copied on another stream, with their events
+        self.sums: dict[str, list[Callable[[], None]]] = {}  # values that the caller's stream sums itself after its wait
         self.is_forked = False
 
     def takes(self, op: Op) -> bool:
@@ -29,7 +29,7 @@ class Asynchronous:
         return is_reshard and not self.flow.is_view(op) and op.kind not in TO_OTHER_MESHES
 
     def run(self, op: Op, communicate: Callable[[], None]) -> None:
-        """What `communicate` emits, after all that the caller's stream has by now."""
+        """Emits `communicate` on the stream, after all work of the caller's stream so far."""
         name, self.b.aside, self.b.sums = op.result.name, [], [] if self._is_summed_by_user(op) else None
         with self.b.nested() as body, self.b.by(op.result.transport):
             communicate()
@@ -39,7 +39,7 @@ class Asynchronous:
         aside = copies if ready and not self._is_awaited(op) else []
         arrived = self.b.new_events(f"{name}_arrived") if aside else ready
         latest = next((i for i in self.b.issued() if not tree.names(i, "stream")), None)
-        if latest is None or tree.names(latest, "fork") != (COMM,):  # else the caller's stream holds nothing new
+        if latest is None or tree.names(latest, "fork") != (COMM,):  # otherwise the caller's stream has no new work
             self.b.emit(ir.Fork(COMM))
         begins = [ir.Wait(event, Const(0)) for source in op.tensors if (event := self.copied.get(self.flow.viewed(source)))]
         self._on(COMM, *begins, *body, *(copies if not ready else ()), *([ir.Record(arrived, Const(0))] if arrived else ()))
@@ -57,24 +57,24 @@ class Asynchronous:
         self.b.emit(ir.OnStream(stream, Const(0), tuple(replace(i, location=self.b.location) for i in body)))
 
     def _is_read(self, name: str) -> bool:
-        """Whether an op reads a value, or a view of it; else it is returned alone, and the end of the body waits."""
+        """True if an op reads a value or a view of it. Otherwise it is only returned, and the end of the body waits."""
         return any(not self.flow.is_view(op) or self._is_read(op.result.name) for op in self.flow.consumers[name])
 
     def _is_summed_by_user(self, op: Op) -> bool:
-        """Whether a kernel uses the result first, which then reads the terms of all ranks and adds them up."""
+        """True if the first consumer is a kernel, which can read the terms of all ranks and add them up."""
         users = [user for user in self.flow.consumers[op.result.name] if not self.flow.is_view(user)]
         return bool(users) and users[0].result.stream is None and bool(OPS[users[0].kind].cpp)
 
     def _is_awaited(self, op: Op) -> bool:
-        """Whether the caller's stream has nothing to do until it needs the result."""
+        """True if the caller's stream has nothing to do until it needs the result."""
         following = self.flow.fusion.ops[self.flow.fusion.ops.index(op) + 1 :]
         busy = next((other for other in following if not self.flow.is_view(other) and not self.takes(other)), None)
         return busy is not None and op.result.name in map(self.flow.viewed, busy.tensors)
 
     def settle(self, ops: Iterable[Op]) -> None:
-        """Waits for what these ops read, and for everything where they call what communicates itself."""
+        """Waits for the operands of ops. Waits for everything before a call of a function that communicates."""
         for op in ops:
-            if self.flow.is_view(op) or self.takes(op):  # it touches no memory, or does so on the same stream
+            if self.flow.is_view(op) or self.takes(op):  # accesses no memory, or does so on the same stream
                 continue
             for name in op.tensors:
                 self.wait_for(name)
@@ -82,7 +82,7 @@ class Asynchronous:
                 self.join()
 
     def wait_for(self, name: str) -> None:
-        """Before the caller's stream reads this value. One without an event is read only by a copy that its view turns out to need."""
+        """Waits before the caller's stream reads a value. Only a copy for a view reads a value without an event."""
         viewed = self.flow.viewed(name)
         event = self.pending.pop(viewed, None)
         if event:
@@ -92,8 +92,7 @@ class Asynchronous:
             self.join()
 
     def join(self) -> None:
-        """Waits for all that runs beside the caller's stream: also for what frees memory there behind an event, and for copies on a stream
-        of their own that nothing has waited for."""
+        """Waits for everything that runs asynchronously, including deallocations behind an event and copies on a stream of their own."""
         if self.is_forked:
             self.b.emit(ir.Join(COMM))
             for name, event in self.pending.items():

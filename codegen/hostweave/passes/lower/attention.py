@@ -1,9 +1,9 @@
-"""Attention: one instruction for a result and for the log-sum-exps of its scores, where these are asked for after it.
+"""Lowers attention: one instruction computes the result and, if used, the log-sum-exps of its scores.
 
     %y: bf16[B, H@tp, S, 128] = attention(%q, %k, %v, scale=0.125, causal=top_left)
     %l: f32[B, H@tp, S] = attention_lse(%q, %k, scale=0.125, causal=top_left)
 
-becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. Of an attention in blocks of the keys each rank has its own block.
+becomes `attention %q, %k, %v scaled 0.125 diagonal 0 -> %y lse %l`. In an attention in blocks of keys, each rank has its own block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,13 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, strides_of
 
 RESULT, LSE = "attention", "attention_lse"
-ALIGNED = 8  # elements of 16 bits that cuDNN reads at once
+ALIGNED = 8  # number of 16-bit elements that cuDNN reads at once
 KINDS = (RESULT, LSE, *GRADIENTS)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Which rows of a rank see which columns of a block, a half or None for all of them, and up to which diagonal."""
+    """The half of a rank's rows that sees a block, the half of its columns, and the diagonal of the mask. None means all."""
 
     rows: int | None = None
     columns: int | None = None
@@ -46,7 +46,7 @@ class Attentions:
 
     def compute(self, op: Op, steps: Steps | None) -> None:
         if op.result.name in self.done:
-            return  # the one before has written it
+            return  # the instruction of another op writes it
         made = {op.kind: op, **self.beside.get(op.result.name, {})}
         if steps:
             self.block(op, made, steps)
@@ -54,8 +54,7 @@ class Attentions:
             self.at_once(op, made)
 
     def block(self, op: Op, made: Mapping[str, Op], steps: Steps) -> None:
-        """The one of the blocks that is here. Rows that see nothing of it have zeros, and log-sum-exps of -inf, by which the join leaves
-        them out."""
+        """Emits the attention to the current block. Rows that see none of it get zeros and log-sum-exps of -inf, which the join ignores."""
         b, kernels = self.b, self.kernels(op, made)
         q, k, v = (self.aligned(self.buffers.operand(op, number, steps), steps) for number in range(3))
 
@@ -99,7 +98,7 @@ class Attentions:
         in_blocks = op.kind in (RESULT, LSE) and op[KEY_BLOCKS] > 0
 
         def own(buffer: str) -> str:
-            """The rank's block, where there are some."""
+            """Removes the dim of the blocks, if there is one."""
             return self.b.reshape(buffer, self.b.types[buffer].shape[1:], f"{buffer}_own") if in_blocks else buffer
 
         def of(word: str, read: Callable[[str], str]) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ class Attentions:
                 self.b.emit(ir.Attention(q, k, v, op[SCALE], result, *masks, sums, "zeros" if in_blocks else ""))
 
     def kernels(self, op: Op, made: Mapping[str, Op]) -> str:
-        """Those of this package that it may need."""
+        """Kernels of this package that it may need."""
         types = [self.flow.types[name] for name in op.tensors[:3]]
         q, _, v = types = types if op.kind != LSE else [*types[:2], types[1]]
         is_needed = any(is_by_kernels(each, *types) for each in made.values())
@@ -149,14 +148,15 @@ class Attentions:
         return buffer if self.is_aligned(buffer, step) else contiguous_source(self.b, buffer, steps)
 
     def is_aligned(self, buffer: str, step: int = ALIGNED) -> bool:
-        """Whether the elements of a row lie side by side, and rows of 16 bits begin at multiples of so many elements."""
+        """True if the elements of a row are contiguous, and rows of 16-bit elements start at multiples of `step` elements."""
         *outer, last = strides_of(self.b.types[buffer])
         return last == Size() and (self.b.types[buffer].dtype.itemsize > 2 or all(stride.coefficient % step == 0 for stride in outer))
 
     def diagonal(self, op: Op, has_lengths: bool) -> Expr | None:
-        """By how much the last column that a row sees is behind it: more on a rank whose rows begin further down, less where columns do.
+        """Number of the last column that a row sees, minus the row's number. None without a causal mask.
 
-        At the bottom right it is less by the rows, and more by the columns, of which lengths know how many there are.
+        It depends on where the rank's rows and columns start. At the bottom right it grows by the columns and shrinks by the rows; with
+        lengths, the instruction itself adds the number of columns.
         """
         if not op[CAUSAL]:
             return None
@@ -165,7 +165,7 @@ class Attentions:
         mesh = self.flow.mesh_of(op)
 
         def first(dim: Dim, rows: Size) -> Expr:
-            """Of what this rank holds of a dim."""
+            """Global index of this rank's first row of a dim."""
             even = dim.size // mesh.size_of(dim.axes)
             rank = rank_in_group(mesh, dim.axes)
             number = Const(op[REVERSED] - 1) - rank if dim == queries and op[REVERSED] else rank
@@ -177,7 +177,7 @@ class Attentions:
 
 
 def _computed_beside(ops: Sequence[Op]) -> dict[str, dict[str, Op]]:
-    """By the name of an op the later ones, by their kinds, that the same instruction computes."""
+    """For an op's name, later ops by kind that the same instruction computes."""
     found: dict[str, dict[str, Op]] = {}
     first: dict[tuple[Any, ...], Op] = {}
     for op in ops:

@@ -1,4 +1,4 @@
-"""The buffer or view of each value, or of the chunk that an iteration uses. Allocated or declared at the first use."""
+"""Buffers and views of values, or of the chunk of an iteration. Allocates or declares them on first use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,13 +25,13 @@ class Buffers:
     def __init__(self, flow: Dataflow, placement: Placement, b: Builder, asynchronous: Asynchronous):
         self.flow, self.placement, self.b, self.asynchronous = flow, placement, b, asynchronous
         self.by_value: dict[str, str] = {}  # value -> the buffer or view that holds all of it
-        self.by_step: dict[str, str] = {}  # value that lives in one loop -> buffer of one chunk a step
-        self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the present iteration
+        self.by_step: dict[str, str] = {}  # value that is local to a loop -> buffer with one chunk per step
+        self.chunks: dict[str, str] = {}  # value that is a view of another's chunk -> that view, in the current iteration
 
     def begin(self, inputs: Sequence[ir.Parameter], outputs: Sequence[ir.Parameter]) -> None:
-        """Parameters hold what they are named for, outputs where an op writes them: not a view, nor what is given back as it came.
+        """Maps inputs to their parameters, and outputs to theirs if an op writes them. Views and returned inputs are copied later.
 
-        What is returned in donated memory is copied there in the end, when the input has been read; `reuse_in_place` does better.
+        A result in donated memory is copied there at the end, once the input has been read. `reuse_in_place` improves on that.
         """
         inverse_view = {op.result.name for op in self.placement.inverse_view.values()}
         written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
@@ -40,7 +40,7 @@ class Buffers:
     # --- all of a value ---
 
     def buffer_of(self, name: str) -> str:
-        """The buffer or view that holds all of a value; memory is taken at its first use."""
+        """The buffer or view that holds all of a value. Allocates it on first use."""
         is_known = name in self.by_value and self.b.is_visible(self.by_value[name])
         if not is_known and name in self.placement.parts:
             op, number = self.placement.parts[name]
@@ -55,10 +55,10 @@ class Buffers:
         return self.by_value[name]
 
     def contiguous(self, name: str) -> str:
-        """All of a value, as a block takes it."""
+        """A contiguous buffer of all of a value, as functions and user kernels need it."""
         source, is_elsewhere = self.buffer_of(name), self.flow.types[name].mesh is not None
         if is_elsewhere and self.b.is_contiguous(source):
-            source = self.b.memory_of(source)  # which can be named where the mesh is left
+            source = self.b.memory_of(source)  # can be named outside of the mesh's body
         if not self.b.is_contiguous(source) or (is_elsewhere and not self.b.is_memory(source)):
             self.by_value[name] = self._copied(name, source)
             return self.by_value[name]
@@ -70,7 +70,7 @@ class Buffers:
         return packed
 
     def _inverse_view(self, op: Op) -> str:
-        """What a view is of, where the view's result has the memory."""
+        """Source of a view whose result owns the memory."""
         (source,), name = op.tensors, op.result.name
         with self.b.hoisted():
             if name not in {*self.placement.inverse_view, *self.placement.parts, *self.by_value}:
@@ -83,7 +83,7 @@ class Buffers:
     # --- what one step touches ---
 
     def operand(self, op: Op, number: int, steps: Steps | None) -> str:
-        """What an op reads: its chunk where the operand has the streamed dim, else all of it, with dims lined up with the result's."""
+        """Buffer that an op reads: its chunk if the operand has the streamed dim, or else all of it, with dims aligned to the result's."""
         name, stream = op.operands[number], op.result.stream
         assert isinstance(name, str)
         if steps is None or stream is None:
@@ -93,7 +93,7 @@ class Buffers:
             return self.chunk(name, dim, steps, keeps)
         buffer, rank = self.buffer_of(name), len(self.flow.types[name].dims)
         if op.kind == "matmul":
-            rank -= op[CONTRACTED] - 1  # of which the matrix makes one
+            rank -= op[CONTRACTED] - 1  # the matrix merges them into one
         position = stream.dim - (len(op.result.type.dims) - rank)
         if OPS[op.kind].is_product and keeps:
             position = rank - 2  # shards of M or N are stacked before the matrix
@@ -109,7 +109,7 @@ class Buffers:
         return [self.operand(op, number, steps) for number, operand in enumerate(op.operands) if isinstance(operand, str)]
 
     def destination(self, op: Op, steps: Steps | None) -> str:
-        """What an op writes."""
+        """Buffer that an op writes."""
         value, stream = op.result, op.result.stream
         if steps is None or stream is None:
             return self.buffer_of(value.name)
@@ -117,20 +117,20 @@ class Buffers:
         return self.chunk(value.name, stream.dim, steps, keeps_dim(op))
 
     def take_chunks(self, op: Op, steps: Steps) -> None:
-        """Takes memory for what the steps write, where that is to lie in another way than the value, whose chunks would be strided."""
+        """Allocates chunks for a value that is local to a loop, if chunks of the whole value would be strided."""
         value, stream = op.result, op.result.walked
         is_new = value.name not in self.by_value and value.name not in self.by_step
         if is_new and value.name in self.placement.within_loops:
             shape = chunk_shape(steps, self.flow.mesh, value, stream.dim)
             splits = steps.splits(value, stream.dim)
             if splits or any(size != Size() for size in self.flow.local(value).shape[: stream.dim]):
-                # Chunks of the value as it is would be strided, and communication needs them contiguous.
-                if splits:  # as collectives lay shards out
+                # Chunks of the whole value would be strided, and communication needs contiguous ones.
+                if splits:  # shards outermost, as collectives write them
                     shape = (shape[stream.dim], *shape[: stream.dim], *shape[stream.dim + 1 :])
                 self.by_step[value.name] = self.b.allocate(value.name, BufferType(value.type.dtype, (steps.count, *shape)))
 
     def chunk(self, name: str, dim: int, steps: Steps, keeps: bool = False) -> str:
-        """What one iteration touches of a value; `keeps` the dim, where a step takes one index of it."""
+        """Chunk of a value in one iteration. `keeps` the dim if a step takes one index of it."""
         value = self.flow.values[name]
         if name in self.chunks and not self.b.is_visible(self.chunks[name]):
             self.view(self.flow.producer[name], steps)
@@ -139,7 +139,7 @@ class Buffers:
         if name in self.by_step:
             wanted = f"{name}_{steps.index.name}"
             view = self.b.select(self.by_step[name], 0, steps.block, wanted)
-            if steps.splits(value, dim):  # laid out with the shards first
+            if steps.splits(value, dim):  # stored with the shards first
                 rank = len(self.b.types[view].shape)
                 view = self.b.permute(view, (*range(1, dim + 1), 0, *range(dim + 1, rank)), f"{wanted}_in_order")
             shape = chunk_shape(replace(steps, drops_dim=steps.drops_dim and not keeps), self.flow.mesh, value, dim)
@@ -153,7 +153,7 @@ class Buffers:
     # --- views ---
 
     def view(self, op: Op, steps: Steps | None) -> None:
-        """Defines what a view makes: a view of all of its operand, or of the chunk of a step."""
+        """Defines the view of an op: of all of its operand, or of the chunk of a step."""
         result, stream, source = op.result, op.result.stream, op.tensors[0]
         if self.placement.inverse_view.get(source) == op:
             self.buffer_of(source)
@@ -173,11 +173,11 @@ class Buffers:
             self.chunks[result.name] = self.b.reshape(here, chunk_shape(steps, self.flow.mesh, result, stream.dim), wanted)
 
     def _own_block(self, op: Op) -> str:
-        """The view of this rank's block of a value that it holds all of, or as much of each dim."""
+        """View of this rank's block of a value that it holds unsharded along the gained dims."""
         mesh, buffer, step = self.flow.mesh_of(op), self.buffer_of(op.tensors[0]), step_of(op)
         have, want = self.flow.local(self.flow.values[op.tensors[0]]).shape, self.flow.local(op.result).shape
         gained = {step.gains: step.axes}
-        if op.kind == "transfer":  # from a dim that is not sharded: one that is has the same block, by another name
+        if op.kind == "transfer":  # a transfer from an unsharded dim; a sharded one has the same block under another name
             gained = {i: op.result.type.dims[i].axes for i, blocks in enumerate(op[BLOCKS].sent) if blocks > 1}
         for i, (dim, own) in enumerate(zip(op.result.type.dims, want, strict=True)):
             if have[i] == own:
@@ -190,7 +190,7 @@ class Buffers:
         return buffer
 
     def _view_of_all(self, op: Op) -> str:
-        """The view of all of the operand that is all of the result."""
+        """View of the operand that is all of the result."""
         if op.kind in ("shard", "transfer"):
             with self.b.hoisted():
                 return self._own_block(op)
@@ -207,7 +207,7 @@ class Buffers:
                 return self.b.reshape(self._packed(op, source), shape, name)
 
     def _cut(self, op: Op, source: str, shift: int, name: str) -> str:
-        """The view of the indices that a slice or select takes; its axis is `shift` dims further in what is here."""
+        """View of the indices that a slice or select takes. Its axis is `shift` dims further in `source`."""
         axis, start = op[AXIS], op[INDEX if op.kind == "select" else START]
         first: Expr = Const(start) if start >= 0 else expr_of(self.flow.types[op.tensors[0]].shape[axis]) - -start
         if op.kind == "select":
@@ -218,7 +218,7 @@ class Buffers:
         return self.b.strided(source, axis + shift, taken, first, step, name)
 
     def _packed(self, op: Op, source: str) -> str:
-        """A copy of what a view cannot be of."""
+        """Copy of a value that has no such view."""
         name = op.tensors[0]
         if self.flow.values[name].stream is not None:
             raise ProgramError(f"{op.kind}: %{name} is not contiguous here; take the view before the stream loop", op.location)
@@ -227,11 +227,11 @@ class Buffers:
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
-# The slices of a concat's or pad's result into which its operands are computed.
+# Slices of the result of a concat or pad, into which its operands are computed.
 
 
 def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: Steps | None) -> str:
-    """The view of `target`, what is here of the result, that is an operand."""
+    """View of an operand's place in `target`, the current chunk of the result."""
     type, name, source = flow.types[op.tensors[number]], op.result.name, flow.values[op.tensors[0]]
     if op.kind == "concat":
         axis = op[AXIS]
@@ -246,7 +246,7 @@ def part(b: Builder, flow: Dataflow, op: Op, number: int, target: str, steps: St
 
 
 def borders(b: Builder, flow: Dataflow, op: Op, target: str, steps: Steps | None) -> Iterator[str]:
-    """What a pad adds, each element once: of every dim what lies inside of the dims before it."""
+    """Borders that a pad adds. Each element is in one of them: borders of a dim lie inside the earlier dims."""
     low, high, name = op[LOW], op[HIGH], op.result.name
     source = flow.values[op.tensors[0]]
     for axis in padded_dims(op):

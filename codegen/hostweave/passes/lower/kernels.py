@@ -1,4 +1,4 @@
-"""The kernels that a program launches: one per op, shared by ops that differ in names only."""
+"""Kernels that a program launches: one per op. Ops that differ only in names share one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hostweave.host_ir import ir
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
-# Of each reduction the op that reduces along a dim, and that of two terms.
+# For each reduction, the op along a dim and the op of two terms.
 PAIRWISE = {
     **{"sum": ("sum", "add"), "prod": ("prod", "multiply"), "max": ("max", "maximum"), "min": ("min", "minimum")},
     **{word: (f"reduce_{word}", f"bitwise_{word}") for word in ("and", "or", "xor")},
@@ -21,12 +21,12 @@ PAIRWISE = {
 
 class Kernels:
     def __init__(self, types: dict[str, BufferType]):
-        self.types = types  # of buffers
+        self.types = types  # types of buffers
         self.made: dict[object, ir.Kernel] = {}
 
     def computing(self, op: Op, sources: Sequence[str], target: str) -> str:
-        """The name of the kernel that computes `op` on these buffers."""
-        names: dict[str, str] = {}  # of buffers: two operands may be one, a view of all of it
+        """Name of the kernel that computes `op` on these buffers."""
+        names: dict[str, str] = {}  # by buffer: two operands may be one, if one is a view of the other
         for operand, buffer in zip(op.tensors, sources, strict=True):
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
@@ -44,7 +44,7 @@ class Kernels:
         return self.made[same].name
 
     def multiplying(self, a: str, b: str, target: str, op: Op) -> str:
-        """The name of the kernel of a matmul of ints, of which cuBLASLt has none: it adds up products, which wrap around."""
+        """Name of the kernel of an integer matmul, which cuBLASLt lacks. It sums products, which wrap around."""
         result = Value(op.result.name, self.tensor(target))
         sizes = {name: self.tensor(name).shape for name in (a, b)}
         rank = len(result.type.dims) + 1  # batch, m, k, n
@@ -71,7 +71,7 @@ class Kernels:
         return kernel.name
 
     def summing(self, reduction: str, terms: str, target: str, op: Op) -> str:
-        """The name of the kernel that reduces the outermost dim of a buffer, one term a rank, to what `op` makes."""
+        """Name of the kernel that reduces the outermost dim of a buffer, one term per rank, to the result of `op`."""
         kind = next(kind for kind, op in OPS.items() if op.combine and op.partial == reduction)
         result = Value(op.result.name, self.tensor(target))
         body = Op(kind, (terms,), result, (("axis", (0,)),), op.location)
@@ -80,7 +80,7 @@ class Kernels:
         return kernel.name
 
     def adding(self, terms: Sequence[str], target: str, op: Op, reduction: str = "sum") -> str:
-        """The name of the kernel that reduces terms, the last of which may be all those along an outermost dim, and rounds once."""
+        """Name of the kernel that reduces terms and rounds once. The last term may be several along an outermost dim."""
         along, one_more = PAIRWISE[reduction]
         result = Value(op.result.name, self.tensor(target))
         wide = f32 if result.type.dtype.kind == "float" and result.type.dtype.itemsize < 4 else result.type.dtype
@@ -108,7 +108,7 @@ class Kernels:
         return kernel.name
 
     def free(self, wanted: str) -> str:
-        """The name, or with a number if another kernel has it."""
+        """Returns the name, with a number appended if another kernel has it."""
         return unique_name(wanted, {kernel.name for kernel in self.made.values()})
 
     def tensor(self, buffer: str) -> TensorType:

@@ -1,10 +1,10 @@
-"""Which ops share a stream loop: consecutive streamed ops with the same iterations, each reading what its own iteration produced.
+"""Groups ops into stream loops: consecutive streamed ops with the same iterations, each reading what its own iteration produced.
 
     %h: f32[M, K] stream(M, 4, by_shard) = negative(%x)
     %v: f32[K, M] = permute_dims(%x, axes=(1, 0))
     %y: f32[M, N] stream(M, 4, by_shard) = matmul(%h, %w)
 
-is %v by itself, a view that costs nothing where it stands, and then a loop of %h and %y.
+becomes %v alone, a view without cost, and then a loop of %h and %y.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hostweave.types.size import Size
 
 @dataclass(frozen=True)
 class Loop:
-    """Neighbouring ops of one loop; an op outside of every loop stands alone."""
+    """Consecutive ops of one loop, or a single op outside of loops."""
 
     ops: tuple[Op, ...]
 
@@ -30,12 +30,12 @@ class Loop:
 
     @property
     def communication(self) -> Op | None:
-        """The op whose communication decides which block a step takes."""
+        """The op whose communication determines the block of a step, or None."""
         return next((op for op in self.ops if op.result.stream and op.result.stream.algorithm), None)
 
     @property
     def by_block(self) -> bool:
-        """True if the blocks of a communication are walked; a loop that has none takes its steps in order."""
+        """True if the steps visit the blocks of a communication. A loop without communication takes its steps in order."""
         stream = self.ops[0].result.stream
         return stream is not None and stream.chunking == "by_shard" and self.communication is not None
 
@@ -44,7 +44,7 @@ class Loop:
 
 
 def gathered_beside(flow: Dataflow, op: Op) -> Op | None:
-    """The gather outside of loops of whose shards a product takes one a step, if it is one that does (`multiply_shards`)."""
+    """The gather outside of loops whose shards a matmul takes one per step (`multiply_shards`). None for other ops."""
     stream, last = op.result.stream, len(op.result.type.dims) - 1
     if op.kind != "matmul" or stream is None or (stream.dim, stream.chunking, stream.rotation) != (last, "by_shard", "local_first"):
         return None
@@ -53,7 +53,7 @@ def gathered_beside(flow: Dataflow, op: Op) -> Op | None:
 
 
 def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
-    """Ops in order, neighbours with the same loop together. Views cost nothing, so they go before a loop that they would cut."""
+    """Loops and single ops, in order. A view between two ops of a loop moves before the loop."""
     result: list[Loop] = []
     for op in flow.fusion.ops:
         last = result[-1] if result else None
@@ -67,7 +67,7 @@ def loops_of(flow: Dataflow) -> tuple[Loop, ...]:
 
 
 def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
-    """How many steps a streamed op takes, and whether each drops the dim."""
+    """Number of steps of a streamed op, and whether a step drops the dim."""
     stream = op.result.walked
     if stream.chunks is not None:
         return Size(stream.chunks), False
@@ -77,7 +77,8 @@ def iterations(flow: Dataflow, op: Op) -> tuple[Size, bool]:
 
 @dataclass(frozen=True)
 class Part:
-    """So many steps of a loop, each over so many rows of a shard, from `start` on; over equal chunks of all rows if `rows` is None."""
+    """Steps of a loop: `count` steps with `rows` rows of a shard each, from row `start` on. If `rows` is None, steps cover equal chunks of
+    all rows."""
 
     count: Size
     rows: Size | None = None
@@ -85,9 +86,9 @@ class Part:
 
 
 def parts(flow: Dataflow, loop: Loop) -> tuple[Part, ...]:
-    """A loop as one over chunks of equal size, and one over the rest of the rows, which are fewer, if the chunks do not divide them.
+    """Parts of a loop: one over chunks of equal size and, if these do not divide the rows, one over the remaining rows.
 
-    Each rank's shard of 8 rows in 3 chunks is 2 steps over 3 rows and one over 2. By block a step of each part takes those of one rank.
+    A shard of 8 rows in 3 chunks becomes 2 steps of 3 rows and one of 2. By shard, each step covers rows of one rank.
     """
     op, split = loop.ops[0], shards(flow, loop.ops)
     count, drops_dim = iterations(flow, op)
@@ -102,7 +103,7 @@ def parts(flow: Dataflow, loop: Loop) -> tuple[Part, ...]:
 
 
 def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
-    """Into how many shards the streamed dim is split, before or after the communication of these ops."""
+    """Number of shards of the streamed dim, before or after the communication of these ops."""
     split = [1]
     for op in ops:
         dims = [op.result.type.dims[op.result.walked.dim]]
@@ -113,13 +114,13 @@ def shards(flow: Dataflow, ops: Sequence[Op]) -> int:
 
 
 def _walks_alike(flow: Dataflow, op: Op, loop: Loop) -> bool:
-    """True if chunks of an op have the rows of those of the loop, or both loops have chunks of equal size."""
+    """True if an op's chunks have the rows of the loop's chunks, or both have chunks of equal size."""
     sizes = {each.result.type.dims[each.result.walked.dim].size for each in (op, *loop.ops)}
     return len(sizes) == 1 or all(part.rows is None for each in (Loop((op,)), loop, Loop((*loop.ops, op))) for part in parts(flow, each))
 
 
 def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
-    """True if an op can take its steps in this loop."""
+    """True if an op can join a loop."""
     stream, other = op.result.stream, loop.ops[0].result.stream
     if stream is None or other is None or gathered_beside(flow, op) or iterations(flow, op) != iterations(flow, loop.ops[0]):
         return False
@@ -127,13 +128,13 @@ def _joins(flow: Dataflow, op: Op, loop: Loop) -> bool:
         return False
     fed = (user.result.stream for user in flow.consumers[op.result.name])
     if loop.by_block and (stream.algorithm or any(other and other.algorithm for other in fed)):
-        return False  # a step can follow the rotation of one communication
+        return False  # a step can follow only one communication's rotation
     for number, operand in enumerate(op.operands):
         if not isinstance(operand, str) or not loop.makes(operand):
             continue
         produced = flow.values[operand].stream
         if produced is None or flow.map(op).operand_dim(number, stream.dim) != produced.dim:
-            return False  # it reads more than the chunk of its own step
+            return False  # reads more than the chunk of its own step
         is_communicated = loop.communication is not None and loop.communication.result.name == operand
         if loop.by_block and is_communicated and flow.types[operand].dims[produced.dim].axes:
             return False  # the shard is complete only after the last step

@@ -1,4 +1,4 @@
-"""Fusion to host: one op, one instruction; a reshard becomes communication; streamed dims become loops.
+"""Lowers a fusion to the host IR: one op becomes one instruction, reshards become communication, streamed dims become loops.
 
     %xg: bf16[M, K] stream(M, 8, by_shard, p2p, local_first) = all_gather(%x, dim=0, axes=(x))
     %y: bf16[M, N] stream(M, 8, by_shard, local_first) = matmul(%xg, %w)
@@ -10,7 +10,7 @@ becomes
     for %i in 0..8 { %p = (rank.x + %i) % 8; stream ring[%i] { the sends of %xg_i; matmul %xg_i, %w -> %y_i } }
     join ring
 
-Which ops share a loop (`steps.py`) and where results lie (`placement.py`) is decided before anything is written.
+`loops.py` decides first which ops share a loop, and `placement.py` where results lie.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ RING = "ring"
 
 
 def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
-    """The host program of a fusion whose reshards are each one communication or one local slice; of each function a function."""
+    """Lowers a fusion and its functions. Each reshard must be one communication or one local slice."""
     uneven = uneven_sizes(fusion, options.transports[0])
     channels: dict[str, ir.Channel] = {}
     windows = _in_windows(fusion, frozenset(options.windows))
@@ -66,9 +66,9 @@ def lower_to_host(fusion: Fusion, options: Options) -> ir.HostProgram:
 
 
 def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[str]]:
-    """By body, its parameters that lie in windows: those of a function if they do in all of its calls."""
+    """For each body, its parameters that lie in windows. A function's parameter does if it does in all calls."""
     found = {fusion.name: names}
-    for body in (fusion, *reversed(fusion.functions)):  # whoever calls a function before it
+    for body in (fusion, *reversed(fusion.functions)):  # callers before callees
         for op in body.ops:
             if op.kind == "call" and op.callee:
                 pairs = zip(op.callee.inputs, op.operands, strict=True)
@@ -78,7 +78,7 @@ def _in_windows(fusion: Fusion, names: frozenset[str]) -> dict[str, frozenset[st
 
 
 class _Lowering:
-    """Writes the instructions of one body."""
+    """Emits the instructions of one body."""
 
     def __init__(self, flow: Dataflow, options: Options, channels: dict[str, ir.Channel], windows: frozenset[str]):
         self.windows = windows
@@ -91,14 +91,14 @@ class _Lowering:
         self.attentions = attention.Attentions(flow, self.buffers, self.b)
         self.reshards = Reshards(flow, self.buffers, self.kernels, self.b)
         self.scaled = ScaledMatmuls(self.kernels, self.b)
-        self.lowering: Lowering | None = None  # of the communication of the present loop
+        self.lowering: Lowering | None = None  # lowering of the current loop's communication
 
     def is_loop(self, loop: Loop) -> bool:
-        """Whether there is anything to call in it."""
+        """True if the loop has work besides views."""
         return loop.is_streamed and not all(map(self.flow.is_view, loop.ops))
 
     def most_streams(self) -> int:
-        """That a loop of the body uses."""
+        """Largest number of streams that a loop of the body uses."""
         return max((self.streams_of(loop) for loop in self.loops if self.is_loop(loop)), default=1)
 
     def streams_of(self, loop: Loop) -> int:
@@ -108,7 +108,7 @@ class _Lowering:
         return min(most, self.options.streams, int(count) if count.is_int else most)
 
     def program(self, streams: int) -> ir.HostProgram:
-        """The body, in a program with so many streams for loops."""
+        """The body as a program with `streams` streams for loops."""
         b, flow, f = self.b, self.flow, self.flow.fusion
         self.streams = streams
         donated = f.donated or ("",) * len(f.outputs)
@@ -129,7 +129,7 @@ class _Lowering:
         b.location = None
         self.asynchronous.join()
         self.reshards.transfers.wait_for_readers()
-        # Donated memory is written last: others may be views of what is returned there.
+        # Donated memory is written last: other results may be views of what is returned there.
         for parameter, name in sorted(zip(outputs, f.outputs, strict=True), key=lambda pair: bool(pair[0].memory)):
             b.location = flow.producer[name].location if parameter.memory else None
             with b.on(parameter.type.mesh):
@@ -145,7 +145,7 @@ class _Lowering:
         return ir.HostProgram(f.name, f.mesh, inputs, outputs, (), pools, tuple(b.events), kernels, body, flow.uneven)
 
     def keep_views(self, outputs: Sequence[ir.Parameter]) -> dict[str, str]:
-        """The results that are views of donated inputs, each with the buffer to which it is copied before anything is written there."""
+        """Copies results that are views of donated inputs before these are overwritten. Returns the buffer of each."""
         b, f, kept = self.b, self.flow.fusion, dict[str, str]()
         for parameter, name in zip(outputs, f.outputs, strict=True):
             if self.flow.viewed(name) in f.donated:
@@ -162,7 +162,7 @@ class _Lowering:
         return ir.Parameter(self.b.parameter(name, self.flow.local(self.flow.values[name]), in_window), type, memory, in_window)
 
     def loop(self, loop: Loop) -> None:
-        """A chunk loop, and another one over the rest of the rows if the chunks do not divide them."""
+        """Emits a chunk loop, and a second one for the remaining rows if the chunks do not divide them."""
         known = set(self.buffers.by_step)
         for rows in parts(self.flow, loop):
             self.loop_over(rows, loop)
@@ -206,7 +206,7 @@ class _Lowering:
         self.buffers.chunks.clear()
 
     def loop_over_shards(self, loop: Loop, gather: Op) -> None:
-        """A product with one shard after another of what was gathered before, this rank's own first, and what follows it step by step."""
+        """Emits a loop of a matmul and its epilogues over shards that were gathered before, starting with the own shard."""
         b, (_, weights) = self.b, loop.ops[0].tensors
         for name in (*gather.tensors, *(name for op in loop.ops for name in op.tensors if name != weights)):
             self.asynchronous.wait_for(name)
@@ -237,7 +237,7 @@ class _Lowering:
             elif op.kind in RESHARD_STEPS:
                 self.reshards.reshard(op, steps)
             elif op.kind == "output":
-                self.buffers.buffer_of(op.result.name)  # what its kernel or function wrote
+                self.buffers.buffer_of(op.result.name)  # written by its kernel or function
             elif op.callee:
                 self.call(op, op.callee)
             elif op.user_kernel:
@@ -265,7 +265,7 @@ class _Lowering:
             self.b.emit(ir.Launch(kernel, tuple(dict.fromkeys(sources)), (target,)))
 
     def on_chunk(self, op: Op, steps: Steps | None) -> Op:
-        """An op with the axes of its reduction as dims of the chunk, where the streamed dim is dropped or split in two."""
+        """Adjusts the axes of a reduction to the dims of a chunk, where the streamed dim is dropped or split in two."""
         stream = op.result.stream
         if AXES not in OPS[op.kind].attributes or steps is None or stream is None:
             return op
@@ -294,14 +294,14 @@ class _Lowering:
                 self.b.emit(replace(matmul, dst=packed))
 
     def multiply_ints(self, op: Op, a: str, b: str, dst: str, steps: Steps | None) -> None:
-        """A matmul that cuBLASLt does not have, by a kernel, which reads one element of each input."""
+        """Emits a kernel for an integer matmul, which cuBLASLt lacks. The kernel needs two different inputs."""
         if a == b:
             b = temporary(self.b, a, steps)
             self.b.emit(ir.Copy(a, b))
         self.b.emit(ir.Launch(self.kernels.multiplying(a, b, dst, op), (a, b), (dst,)))
 
     def matrix(self, op: Op, source: str, number: int, steps: Steps | None) -> str:
-        """An operand with the dims that are contracted as one: the last ones of the first operand, of the second those before its last."""
+        """Merges the contracted dims of an operand: the last ones of the first operand, those before the last of the second."""
         shape, count = self.b.types[source].shape, op[CONTRACTED]
         end = len(shape) - number
         merged = (*shape[: end - count], product(shape[end - count : end]), *shape[end:])
@@ -311,7 +311,7 @@ class _Lowering:
             return self.b.reshape(contiguous_source(self.b, source, steps), merged, f"{source}_matrix")
 
     def stack_shards(self, op: Op, steps: Steps | None, buffers: list[str]) -> list[str]:
-        """A matmul over slices of every rank's columns: the shards go before the matrix, as one more batch dim."""
+        """Moves the shards before the matrix, as one more batch dim, in a matmul over slices of every rank's columns."""
         stream = op.result.stream
         if steps is None or stream is None or stream.dim != len(op.result.type.dims) - 1 or not steps.splits(op.result, stream.dim):
             return buffers
@@ -326,9 +326,9 @@ class _Lowering:
     # --- functions, and kernels of the user ---
 
     def call(self, op: Op, function: Fusion) -> None:
-        """All ranks make it: what a function does on a mesh of some of them, it does by itself."""
+        """Emits a call on all ranks. Inside, the function itself restricts work to a mesh."""
         if any(inner.kind in TO_OTHER_MESHES for inner in function.all_ops):
-            self.reshards.transfers.wait_for_readers()  # its moves give signals of the same numbers
+            self.reshards.transfers.wait_for_readers()  # its moves use the same signal numbers
         sources = []
         for name in op.tensors:
             with self.b.on(self.flow.types[name].mesh):
@@ -338,7 +338,7 @@ class _Lowering:
             self.b.emit(ir.Call(function.name, tuple(sources), targets))
 
     def targets(self, op: Op, types: Sequence[TensorType]) -> tuple[str, ...]:
-        """What a function or a kernel of the user writes; an output that nothing uses has memory of its own."""
+        """Buffers that a function or user kernel writes. Unused outputs get memory of their own."""
         flow, name = self.flow, op.result.name
         used = {user[INDEX]: user.result.name for user in flow.consumers[name] if user.kind == "output"}
         targets = [self.buffers.buffer_of(name)]
@@ -352,7 +352,7 @@ class _Lowering:
     # --- ops that are copies ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
-        """Blocks go from rank to rank, or, where a rank holds them all, from place to place."""
+        """Moves blocks between ranks or, if a rank holds all of them, within its memory."""
         axis, sources = op[AXIS], op[SOURCES]
         if axes := op.result.type.dims[axis].axes:
             places = tuple(None if place == NO_SOURCE else place for place in sources)
@@ -367,7 +367,7 @@ class _Lowering:
                 self.b.emit(ir.Copy(self.b.chunk(source, dim, Const(place), count, f"{source}_{place}"), block))
 
     def assemble(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None) -> None:
-        """Every operand of a concat or pad goes to its place, unless it was made there; what a pad adds is filled."""
+        """Copies each operand of a concat or pad to its place, unless it was computed there, and fills borders."""
         for number, source in enumerate(sources):
             place = part(self.b, self.flow, op, number, target, steps)
             if place != source:

@@ -1,15 +1,15 @@
-"""Results that need no memory of their own, because they are computed into that of another value.
+"""Finds results that need no memory of their own, because they are computed into the memory of another value.
 
     %h: f32[M, 2] = matmul(%x, %w)
     %y: f32[(M + 1), 2] = concat(%h, %row, axis=0)
 
-%h is made where it belongs in %y, and
+computes %h at its place in %y, and
 
     %h: f32[M, N] = matmul(%x, %w)
     %t: f32[N, M] = permute_dims(%h, axes=(1, 0))
     return %t
 
-makes %h through a view of the memory of %t, so that nothing is copied.
+computes %h through a view of the memory of %t, without a copy.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ from hostweave.types.tensor import BufferType
 
 REVERSIBLE = ("reshape", "expand_dims", "permute_dims", "renumber")  # views of all elements
 
-HEADS = 5  # operands of an attention, at most, that it reads as they lie
+HEADS = 5  # largest number of an attention's operands that it reads with any strides
 
-Part = tuple[Op, int]  # a concat or pad, and which operand of it
+Part = tuple[Op, int]  # a concat or pad, and the number of an operand
 
 
 @dataclass(frozen=True)
 class Placement:
-    parts: dict[str, Part]  # a value that is made where it belongs in another's memory
-    inverse_view: dict[str, Op]  # a value -> the view of it whose result has the memory, through which its op writes
-    within_loops: frozenset[str]  # values that live and die in one loop, so that they may lie as it likes
-    by_shards: frozenset[str]  # values that were gathered for a loop over their shards, which lie one after another
+    parts: dict[str, Part]  # values that are computed at their place in another's memory
+    inverse_view: dict[str, Op]  # a value -> its view, which owns the memory that the value's op writes
+    within_loops: frozenset[str]  # values that are local to one loop, so their layout is free
+    by_shards: frozenset[str]  # gathered values of loops over shards, with the shards one after another
 
 
 def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
@@ -51,7 +51,7 @@ def placement_of(flow: Dataflow, loops: Sequence[Loop]) -> Placement:
 
 
 def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
-    """The view that leads from the result of a view back to what it is of."""
+    """The inverse view: from the result of a view back to its operand."""
     if op.kind == "permute_dims":
         axes = op[ORDER]
         return ir.Permute("", src, tuple(axes.index(i) for i in range(len(axes))))
@@ -59,7 +59,7 @@ def reversed_view(flow: Dataflow, op: Op, src: str) -> ir.Reshape | ir.Permute:
 
 
 def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
-    """Whether a value lives and dies in this loop. One of which a shard or a transpose is taken does not: that is a view of all of it."""
+    """True if a value is local to this loop. A value of which a slice or transpose is taken is not, since that is a view of all of it."""
     return name not in flow.fusion.outputs and all(
         loop.makes(op.result.name)
         and op.kind not in ("permute_dims", "shard")
@@ -72,8 +72,10 @@ def _ends_in(flow: Dataflow, name: str, loop: Loop) -> bool:
 
 
 def _parts(flow: Dataflow) -> dict[str, Part]:
-    """Operands of concat and pad that their own op can write where they belong in the result, as what else uses them can read them there;
-    also through a view that gives them dims of one element."""
+    """Operands of concat and pad that their own op can write directly into the result, if other consumers can read them there.
+
+    Also looks through a view that adds dims of one element.
+    """
     made = {op.result.name for op in flow.fusion.ops if op.result.stream is None and (_writes_strided(flow, op) or _adds_dims(flow, op))}
     return {
         name: (op, number)
@@ -85,7 +87,7 @@ def _parts(flow: Dataflow) -> dict[str, Part]:
 
 
 def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
-    """Whether a value can lie in the memory of what an op makes of it, as strided as it is there, where attention alone reads it."""
+    """True if a value can lie in the memory of `op`'s result. Its other consumers must be attention ops, which read strided operands."""
     users = flow.consumers[name]
     others = [user for user in users if user != op]
     are_read = all(user.kind in COUNTS and name in user.tensors[:HEADS] for user in others)
@@ -93,7 +95,7 @@ def _can_lie_in(flow: Dataflow, name: str, op: Op) -> bool:
 
 
 def _adds_dims(flow: Dataflow, op: Op) -> bool:
-    """Whether a view adds dims of one element to what nothing else uses, and whose op can write it anywhere."""
+    """True if a view only adds dims of one element, has the only use of its operand, and the operand's op can write strided memory."""
     if op.kind not in ("reshape", "expand_dims"):
         return False
     source = flow.values[op.tensors[0]]
@@ -104,7 +106,7 @@ def _adds_dims(flow: Dataflow, op: Op) -> bool:
 
 
 def _writes_strided(flow: Dataflow, op: Op) -> bool:
-    """Whether an op can write memory that is not contiguous. A reshard on one mesh can, by a copy."""
+    """True if an op can write strided memory. A reshard on one mesh can, by a copy."""
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
@@ -112,8 +114,10 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:
-    """Values that are used through one view alone, and lie in memory as that view has them: as it is returned, or as what
-    merges its dims needs it. The view is then how their own op sees the memory, and nothing is copied."""
+    """Values that are only used through one view and lie in memory as that view: a returned view, or one that another reshape merges.
+
+    The op of the value then writes through the inverse view, without a copy.
+    """
     found = {flow.producer[name].tensors[0]: flow.producer[name] for name in parts if flow.is_view(flow.producer[name])}
     for op in flow.fusion.ops:
         users = flow.consumers[op.result.name]
@@ -129,7 +133,7 @@ def _merges(flow: Dataflow, op: Op) -> bool:
 
 
 def _chain(flow: Dataflow, op: Op, memory: BufferType, parts: dict[str, Part]) -> dict[str, Op]:
-    """The views from `op` down to what makes the elements; none where some cannot be seen through, or has other uses."""
+    """Views from `op` down to the op that computes the elements. Empty if one cannot be inverted or has other uses."""
     (name,) = op.tensors
     made = flow.producer.get(name)
     if made is None or op.result.stream or made.result.stream or flow.consumers[name] != [op] or name in flow.fusion.outputs:

@@ -1,4 +1,4 @@
-"""Which communication a reshard is: a move to another mesh, a collective, or the schedule of a chunk loop."""
+"""Lowers reshards: to a move between meshes, a collective, or the schedule of a chunk loop."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,10 @@ class Reshards:
     def __init__(self, flow: Dataflow, buffers: Buffers, kernels: Kernels, b: Builder):
         self.flow, self.buffers, self.kernels, self.b = flow, buffers, kernels, b
         self.transfers = Transfers(b, flow, buffers)
-        self.scheduled: dict[str, Lowering] = {}  # by the name of its result a reshard of the present loop
+        self.scheduled: dict[str, Lowering] = {}  # reshards of the current loop, by result
 
     def begin_loop(self, loop: Loop, steps: Steps) -> Lowering | None:
-        """The communication that decides which block a step takes, if there is one."""
+        """Creates the lowerings of a loop. Returns that of the communication which determines the block of a step, or None."""
         made = {op.result.name for op in loop.ops}
         for op in loop.ops:
             if op.result.stream and op.result.stream.algorithm:
@@ -45,7 +45,7 @@ class Reshards:
             Collective(self.b, self.flow, self.buffers, op, self.reduction(op)).run(None)
 
     def reduction(self, op: Op) -> Reduction:
-        """Reductions of a reshard, and the kernels of terms that ranks reduce themselves."""
+        """Reduction of a reshard, with the kernels that reduce terms on a rank."""
         word = step_of(op).reduction
 
         def emit(terms: Sequence[str], dst: str) -> None:

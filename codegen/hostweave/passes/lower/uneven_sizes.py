@@ -1,4 +1,4 @@
-"""Which sizes may not divide by the number of ranks; the last ranks then have smaller blocks, or empty ones."""
+"""Sizes that need not divide by the number of ranks. The last ranks then have smaller blocks, or empty ones."""
 
 from collections.abc import Iterator
 
@@ -12,19 +12,19 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag
 
-# Ops that join outermost parts of dims alone, which have to be equal.
+# Ops that map only the outermost parts of dims to each other. Ranks must share these dims evenly.
 OF_OUTER_DIMS = {"reshape": "a reshape that splits or merges it", "scaled_matmul": "a scaled matmul whose scales are of blocks"}
-Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and why
+Even = tuple[Dim, Mesh, str]  # a dim that the ranks of a mesh must share evenly, and the reason
 
 
 def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
-    """The names of such sizes, in order of appearance. All others must divide, which the program checks when it is called.
+    """Names of such sizes, in order of appearance. All others must divide; the program checks that in each call.
 
-    Raises ProgramError for an int that the ranks cannot share evenly, where they must.
+    Raises ProgramError if the ranks must share an int evenly and cannot.
     """
     sharded: dict[str, None] = {}
     even: set[str] = set()
-    for body in (*fusion.functions, fusion):  # a size is one for all of them
+    for body in (*fusion.functions, fusion):  # a size is the same in all bodies
         types = {name: value.type for name, value in body.values().items()}
         dims = [dim for type in types.values() for dim in type.dims if dim.axes]
         sharded |= dict.fromkeys(name for dim in dims if dim.size.factor for name in dim.size.symbols)
@@ -40,7 +40,7 @@ def uneven_sizes(fusion: Fusion, transport: Transport) -> tuple[str, ...]:
 
 
 def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Transport) -> Iterator[Even]:
-    """The dims that an op needs to be shared evenly."""
+    """Dims that an op needs to be shared evenly."""
     if op.kind in TO_OTHER_MESHES:
         why = "a stream" if op.result.stream else "a reduction to another mesh" if op.kind == "reduce" else ""
         if not why and needs_equal_blocks(types[op.tensors[0]], op.result.type, fusion.mesh, transport):
@@ -49,7 +49,7 @@ def _even(op: Op, types: dict[str, TensorType], fusion: Fusion, transport: Trans
             yield from ((dim, type.mesh_in(fusion.mesh), why) for dim in type.dims if dim.axes)
         return
     mesh = op.result.type.mesh_in(fusion.mesh)
-    if op.user_kernel and op.result.type.mesh:  # it takes what ranks hold of its own types, which name no mesh
+    if op.user_kernel and op.result.type.mesh:  # its own types name no mesh
         for type in (*operand_types(op, types), op.result.type):
             yield from ((dim, mesh, "a kernel on a mesh of some of the ranks") for dim in type.dims if dim.axes)
     yield from ((dim, mesh, why) for dim, why in _even_on_one_mesh(op, types))
@@ -60,7 +60,7 @@ def _even_on_one_mesh(op: Op, types: dict[str, TensorType]) -> Iterator[tuple[Di
     involved = (*operands, op.result.type)
     if op.result.stream:
         yield op.result.type.dims[op.result.stream.dim], "a stream"
-    if op.result.transport:  # that the compiler has chosen for sizes that are
+    if op.result.transport:  # chosen by the compiler for sizes that divide
         yield from ((dim, "a transport that was chosen") for type in involved for dim in type.dims if dim.axes)
     if op.kind in RESHARD_STEPS:
         before, after = (type.dims for type in involved)
