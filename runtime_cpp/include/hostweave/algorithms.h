@@ -1,4 +1,4 @@
-// Algorithms of cuBLASLt that were measured, for programs that ask for that.
+// Measured cuBLASLt algorithms, for programs that enable tuning.
 #pragma once
 #include <cublasLt.h>
 
@@ -8,11 +8,10 @@
 
 namespace hw {
 
-// By problem. What one rank of the process has measured all of them take, so that equal operands have equal products everywhere.
+// Algorithm by problem. All ranks of the process use what one of them has measured, so equal operands give equal results.
 class Algorithms {
  public:
-  // The algorithm of a problem, which `measure` finds where it is not known; who asks for one meanwhile waits. It stays where it
-  // is.
+  // Returns the algorithm of a problem, calling `measure` if it is unknown. Concurrent callers wait. The pointer stays valid.
   template <class Measure>
   const cublasLtMatmulAlgo_t* find(const std::string& problem, const Measure& measure) {
     const std::lock_guard lock(mutex_);
@@ -25,7 +24,7 @@ class Algorithms {
     const std::lock_guard lock(mutex_);
     return known_;
   }
-  // Also in place of what plans have already: for when no rank is preparing.
+  // Replaces the algorithm, also in existing plans. Call it while no rank is preparing.
   void set(const std::string& problem, const cublasLtMatmulAlgo_t& algorithm) {
     const std::lock_guard lock(mutex_);
     known_[problem] = algorithm;
@@ -36,7 +35,7 @@ class Algorithms {
   std::map<std::string, cublasLtMatmulAlgo_t> known_;
 };
 
-// Those of this process.
+// The algorithms of this process.
 Algorithms& measured_algorithms();
 
 }  // namespace hw

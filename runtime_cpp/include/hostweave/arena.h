@@ -1,4 +1,4 @@
-// The memory of a program's temporaries, which its calls use one after another.
+// Memory of a program's temporaries. Calls use it one after another.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -13,18 +13,18 @@ namespace hw {
 class Arena {
  public:
   Arena();
-  // Its calls are among those of other programs, too.
+  // `calls` may also order calls of other programs.
   explicit Arena(CallOrder& calls);
 
-  // Gives every buffer of the plan its place. Memory grows when larger sizes come, and stays. What a graph may use stays where
-  // it is as long as the program lives.
+  // Places every buffer of the plan. Memory grows for larger sizes and never shrinks. Memory that a captured graph may use stays
+  // in place as long as the program lives.
   void reserve(MemoryPlan& plan);
 
-  // As of CallOrder.
+  // See CallOrder.
   cudaError_t begin_call(cudaStream_t caller) const { return calls_->begin_call(caller); }
   cudaError_t end_call(cudaStream_t caller) const { return calls_->end_call(caller); }
 
-  // All of it, to `visit` with its bytes.
+  // Calls visit(address, bytes) for all memory.
   template <class Visit>
   void each_memory(Visit&& visit) const {
     visit(data(), bytes());

@@ -1,4 +1,4 @@
-// Scaled dot-product attention, without the matrix of scores in memory: planned once for each shape, then only enqueued.
+// Scaled dot-product attention that does not materialise the scores. Planned once per shape, then only enqueued.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,8 +11,8 @@
 
 namespace hw {
 
-// Kernels of this package for CUDA, by dtype and the most elements of a head. Each is a library of its own, which programs are
-// linked with that may need it; elsewhere they are empty.
+// CUDA kernels of this package, by dtype and maximum head size. Each is a separate library, linked only to programs that may need
+// it; on other targets they are empty.
 struct AttentionKernels;
 extern const AttentionKernels attention_f32_64, attention_f32_128, attention_f32_256;
 extern const AttentionKernels attention_f16_64, attention_f16_128, attention_f16_256;
@@ -20,20 +20,20 @@ extern const AttentionKernels attention_bf16_64, attention_bf16_128, attention_b
 
 struct AttentionOptions {
   double scale = 1;                           // of the scores
-  bool causal = false;                        // a row sees the columns up to the diagonal
-  int64_t window = 0;                         // and only the last so many of them; 0: all
-  bool has_lse = false;                       // whether it also gives the logarithms of the sums of exp
-  bool has_lengths = false;                   // whether columns end where the lengths say
-  bool from_end = false;                      // and the diagonal begins there
-  bool has_bias = false;                      // whether something is added to the scores
-  bool is_packed = false;                     // whether several sequences are packed into one, and a row sees its own alone
-  bool blind_zeros = false;                   // whether a row that sees no column gets zeros, and is no error
-  int streams = 1;                            // of the pool "ring", that it runs on at once
-  const AttentionKernels* kernels = nullptr;  // where the device's library may not do
+  bool causal = false;                        // a row attends to columns up to the diagonal
+  int64_t window = 0;                         // and only to the last `window` of them; 0: all
+  bool has_lse = false;                       // also returns log-sum-exps
+  bool has_lengths = false;                   // columns end at the given lengths
+  bool from_end = false;                      // the diagonal is relative to that end
+  bool has_bias = false;                      // a bias is added to the scores
+  bool is_packed = false;                     // sequences are packed; a row attends only to its own
+  bool blind_zeros = false;                   // a row without columns gives zeros instead of an error
+  int streams = 1;                            // number of streams of the pool "ring" that it runs on concurrently
+  const AttentionKernels* kernels = nullptr;  // fallback for problems that the device's library does not support
 };
 
-// What a call has beside its operands, where the options say so: lse is [batch, heads, rows], the lengths are [batch], offsets
-// [batch, sequences + 1]: where sequences begin, and where the last one ends.
+// Optional operands of a call, as selected by the options: lse is [batch, heads, rows], lengths are [batch], offsets are
+// [batch, sequences + 1], the starts of the sequences and the end of the last one.
 struct Beside {
   float* lse = nullptr;
   const int32_t* lengths = nullptr;
@@ -42,15 +42,14 @@ struct Beside {
   void* bias_gradient = nullptr;
 };
 
-// Of what a call has beside its operands: the bias broadcasts to the scores, but for its last dim, whose elements lie side by
-// side.
+// Shapes of optional operands. The bias broadcasts to the scores, except for its last dim, which is contiguous.
 struct BesideShapes {
   std::optional<Strided> bias = {};
   int64_t sequences = 0;
-  std::optional<Strided> bias_gradient = {};  // where it is wanted: of the bias's shape
+  std::optional<Strided> bias_gradient = {};  // if needed; has the bias's shape
 };
 
-// Plans of the device's library for the last few problems.
+// Plans for the last few problems.
 class Attentions {
  public:
   Attentions(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options);
@@ -60,21 +59,21 @@ class Attentions {
   Hidden<Plans> plans_;
 };
 
-// o = softmax(scale q kT) v, with consecutive heads of q in groups that have one head of k and v. All operands have three or
-// four dims, the batch first where there are four.
+// o = softmax(scale q kT) v. Groups of consecutive heads of q share one head of k and v. All operands have three dims, or four
+// with the batch first.
 class AttentionPlan : Attentions {
  public:
   using Attentions::Attentions;
-  // Throws ExecutionError where the device's library cannot, or where a row sees no column, as far as that does not hang on
-  // lengths.
+  // Throws ExecutionError if the device's library does not support the problem. Also throws if a row has no column, unless
+  // lengths decide that.
   void prepare(const Strided& q, const Strided& k, const Strided& v, const Strided& o, int64_t diagonal = 0,
                const BesideShapes& beside = {});
 
-  // As prepared last. A row that sees no column gives zeros, and an lse below -1e30; a length is at least 1.
+  // Uses the shapes of the last prepare. A row without columns gives zeros and an lse below -1e30. Lengths are at least 1.
   cudaError_t attend(const void* q, const void* k, const void* v, void* o, cudaStream_t stream, const Beside& beside = {}) const;
 };
 
-// The gradients of q, k and v by that of o, and of the bias where it is wanted, from what attention gave.
+// Gradients of q, k, v and optionally the bias, from the gradient of o and the results of the forward pass.
 class AttentionBackwardPlan : Attentions {
  public:
   using Attentions::Attentions;

@@ -1,46 +1,46 @@
-// Attention by kernels of ours on CUDA, where cuDNN has none: what they take, for them and for what launches them.
+// Arguments of this package's attention kernels, shared by the kernels and their launches. They cover problems that cuDNN lacks.
 #pragma once
 #include <cstdint>
 
 #include "hostweave/device.h"
 
-// The name of one of the kernels of HW_DTYPE, for heads of up to HW_HEAD elements.
+// Name of a kernel for HW_DTYPE and heads of up to HW_HEAD elements.
 #define HW_ATTENTION(kernel) HW_ATTENTION_OF(kernel, HW_DTYPE, HW_HEAD)
 #define HW_ATTENTION_OF(kernel, dtype, head) HW_ATTENTION_JOINED(kernel, dtype, head)
 #define HW_ATTENTION_JOINED(kernel, dtype, head) kernel##_##dtype##_##head
 
 namespace hw {
 
-constexpr int kAttentionTile = 64;  // rows, and columns, of the scores that a thread block has at once
+constexpr int kAttentionTile = 64;  // rows and columns of a thread block's tile of scores
 constexpr int kAttentionThreads = 256;
 constexpr int kMostHead = 256;  // elements of a head
 
-// An operand as [batch, heads, rows, elements side by side], of the problem's dtype; strides are in elements.
+// An operand as [batch, heads, rows, contiguous elements], of the problem's dtype. Strides are in elements.
 template <class Memory>
 struct HeadsAt {
   Memory* base;
   int64_t batch_stride, head_stride, row_stride;
 };
 
-// The gradient of the bias: a dim that this has once is summed over.
+// Gradient of the bias, summed over broadcast dims.
 struct BiasGradient {
   HeadsAt<void> at;
   int64_t batch, heads, rows;
 };
 
-// o = softmax(scale q kT + bias) v, and its backward pass by the gradient of o.
+// o = softmax(scale q kT + bias) v, and its backward pass.
 struct AttentionKernel {
   HeadsAt<const void> q, k, v;
   HeadsAt<void> o;
   float* lse;                // [batch, heads, rows], or null
   const int32_t* lengths;    // [batch], or null
-  const int32_t* offsets;    // [batch, sequences + 1], or null: where sequences begin of which a row sees its own
-  HeadsAt<const void> bias;  // [batch, heads, rows, columns], or null; strides are 0 along what it has once
+  const int32_t* offsets;    // [batch, sequences + 1], or null: starts of packed sequences
+  HeadsAt<const void> bias;  // [batch, heads, rows, columns], or null; strides are 0 along broadcast dims
   int64_t batch, heads, groups, rows, columns, size, value_size, sequences;
   float scale;
-  bool causal;       // a row sees columns up to the diagonal,
-  int64_t diagonal;  // to its index and this,
-  bool from_end;     // and the length
+  bool causal;       // row i attends to columns up to
+  int64_t diagonal;  // i + diagonal,
+  bool from_end;     // plus the length,
   int64_t window;    // and only the last so many of them; 0: all
 
   HeadsAt<const void> o_gradient;
@@ -48,14 +48,14 @@ struct AttentionKernel {
   BiasGradient bias_gradient;
 };
 
-// The columns from one to the one before another.
+// Half-open range of columns.
 struct Span {
   int64_t begin, end;
 
   HW_DEVICE bool has(int64_t column) const { return column >= begin && column < end; }
 };
 
-// The columns that rows of one of the batch see: neither where they begin nor where they end decreases with the row.
+// Columns that each row of one batch element attends to. Begin and end are non-decreasing in the row.
 struct Sight {
   int64_t rows, length, diagonal, window, sequences;
   bool causal;
@@ -74,9 +74,9 @@ struct Sight {
   HW_DEVICE static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
   HW_DEVICE static int64_t not_negative(int64_t a) { return most(a, 0); }
 
-  // The sequence that a token is of; before the first one, and behind the last, what it sees is empty.
+  // Sequence that contains a token; an empty range if the token is in none.
   HW_DEVICE Span sequence(int64_t token) const {
-    int64_t low = 0, high = sequences + 1;  // how many offsets are not behind it
+    int64_t low = 0, high = sequences + 1;  // number of offsets at or before the token
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       offsets[middle] <= token ? low = middle + 1 : high = middle;
@@ -91,7 +91,7 @@ struct Sight {
     const Span own = sequence(row);
     return {most(begin, own.begin), least(end, own.end)};
   }
-  // The rows that see some of these columns are among them.
+  // A range that contains all rows that attend to some of these columns.
   HW_DEVICE Span rows_of(int64_t first, int64_t last) const {
     const int64_t begin = causal ? not_negative(first - diagonal) : 0;
     const int64_t end = window ? least(rows, last - diagonal + window) : rows;
@@ -100,7 +100,7 @@ struct Sight {
   }
 };
 
-// Kernels of one dtype, of heads of up to so many elements: null where they are not compiled.
+// Kernels for one dtype and maximum head size; null if they are not compiled.
 struct AttentionKernels {
   void (*attend)(AttentionKernel);
   void (*differentiate_queries)(AttentionKernel);
@@ -108,20 +108,20 @@ struct AttentionKernels {
   void (*differentiate_bias)(AttentionKernel);
 };
 
-// What cuDNN asks of sequences that are packed: how many tokens each has, and where it begins in each operand.
+// Inputs that cuDNN needs for packed sequences: token counts, and the start of each sequence in each operand.
 struct PackedSequences {
   const int32_t* offsets;  // [batch, sequences + 1]
   int64_t batch, sequences;
   int32_t *rows, *columns;  // [batch * sequences]
   static constexpr int kMost = 9;
-  int count;  // of operands
+  int count;  // number of operands
   struct {
     int32_t* places;  // [batch * sequences + 1], in elements
     int64_t batch_stride, row_stride;
   } operands[kMost];
 };
 
-// What tokens of no sequence have in an operand of 16 bits.
+// Fill value for tokens of no sequence, in a 16-bit operand.
 struct OutsideSequences {
   const int32_t* offsets;
   int64_t batch, sequences, heads, tokens, size;
@@ -130,10 +130,10 @@ struct OutsideSequences {
   uint16_t value;
 };
 
-// Rows of 16-bit floats to which others are added, which lie one behind the other: [batch, heads, rows, size]. The size is a
-// multiple of 8, and 8 elements are read at once.
+// Rows of 16-bit floats [batch, heads, rows, size] to which contiguous rows are added. The size is a multiple of 8, for vector
+// accesses of 8 elements.
 struct AddedRows {
-  bool is_f16;  // or bf16
+  bool is_f16;  // otherwise bf16
   int64_t batch, heads, rows, size;
   HeadsAt<void> to;
   const void* from;

@@ -1,7 +1,7 @@
-// Attention by tiles of scores in f32, for both targets: a thread block has kAttentionTile rows of a head and walks their
-// columns, correcting what it has when a larger score comes (Milakov and Gimelshein, "Online normalizer calculation for softmax",
-// 2018; Dao et al., "FlashAttention", 2022); for the gradients of keys and values it has columns, and walks rows, so that nothing
-// is added up between blocks. Sums are in one order: results do not change from run to run.
+// Attention by tiles of f32 scores, for both targets. A thread block owns kAttentionTile rows of a head and iterates over their
+// columns, rescaling its sums when the maximum grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018;
+// Dao et al., "FlashAttention", 2022). For the gradients of keys and values a block owns columns and iterates over rows, so no
+// sums cross blocks. The order of sums is fixed: results are deterministic.
 #pragma once
 #include "hostweave/attention_tiles.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 HW_DEVICE float none() { return -INFINITY; }
 
-// What is added to the scores of a head.
+// Bias of the scores of one head.
 template <class T>
 struct Bias {
   const T* base;
@@ -25,7 +25,7 @@ struct Bias {
   }
 };
 
-// To rows of a head from the first one on.
+// Stores a tile to rows of a head, starting at `first`.
 template <class T, int kWidth>
 __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t size,
                       const Part<Products<T>, kWidth>& sums) {
@@ -41,7 +41,7 @@ __device__ void store(const HeadsAt<void>& x, int64_t batch, int64_t head, int64
   }
 }
 
-// What a thread block has: a tile of rows of one head, those first that see most.
+// Tile of rows that a thread block owns. Tiles with the most columns come first.
 struct Place {
   int64_t batch, head, first, of_lse;
 
@@ -92,7 +92,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
     products.combine(most, [](float a, float b) { return fmaxf(a, b); });
     HW_UNROLL
     for (int i = 0; i < rows; ++i) {
-      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);  // none: it has seen nothing yet
+      const float shift = most[i] == none() ? 0 : most[i], before = expf(largest[i] - shift);  // none: no column so far
       sums[i] *= before, largest[i] = most[i];
       HW_UNROLL
       for (int j = 0; j < columns; ++j) sums[i] += scores[i][j] = expf(scores[i][j] - shift);
@@ -106,7 +106,7 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
   products.combine(sums, [](float a, float b) { return a + b; });
   HW_UNROLL
   for (int i = 0; i < rows; ++i) {
-    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest is exp(0)
+    const float quotient = 1 / fmaxf(sums[i], 1);  // the largest term is exp(0)
     HW_UNROLL
     for (int j = 0; j < width; ++j) results[i][j] *= quotient;
     const int row = Its::row(i);
@@ -115,16 +115,16 @@ __device__ void attend(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.o, place.batch, place.head, place.first, q.rows, p.value_size, results);
 }
 
-// Of a tile of rows, in shared memory.
+// Data of a tile of rows, in shared memory.
 struct Rows {
-  int32_t begin[kTileSide], end[kTileSide];  // the columns that they see
+  int32_t begin[kTileSide], end[kTileSide];  // columns that each row attends to
   float lse[kTileSide];
-  float sums[kTileSide];  // of o times its gradient
+  float sums[kTileSide];  // row sums of o times its gradient
 
   __device__ bool sees(int row, int64_t column) const { return column >= begin[row] && column < end[row]; }
 };
 
-// It is there after the next product.
+// The data is visible after the barrier of the next product.
 template <class T>
 __device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sight, int64_t batch, int64_t head, int64_t first) {
   wait_for_threads();
@@ -140,7 +140,7 @@ __device__ void load_rows(Rows& rows, const AttentionKernel& p, const Sight& sig
 
 HW_DEVICE float weight(float score, float lse) { return lse == none() ? 0 : expf(score - lse); }
 
-// The gradients of a tile of scores, rows by columns before `end`, in place of those of the weights.
+// Replaces the gradients of a tile of weights by those of the scores, for columns before `end`.
 template <class T>
 __device__ void differentiate_scores(typename Products<T>::Scores& scores, Products<T>& products, const Rows& rows,
                                      const AttentionKernel& p, int64_t batch, int64_t head, int64_t first, int64_t column,
@@ -161,7 +161,7 @@ __device__ void differentiate_scores(typename Products<T>::Scores& scores, Produ
       const int64_t of_score = column + Its::column(j);
       const bool sees = rows.sees(row, of_score);
       const float own = sees ? weight(scores[i][j] * p.scale + bias(first + row, of_score), rows.lse[row]) : 0;
-      scores[i][j] = sees ? own * (changes[i][j] - rows.sums[row]) : 0;  // padding may have anything
+      scores[i][j] = sees ? own * (changes[i][j] - rows.sums[row]) : 0;  // padding is undefined
     }
   }
 }
@@ -192,7 +192,7 @@ __device__ void differentiate_queries(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.q_gradient, batch, head, first, count, p.size, results);
 }
 
-// Rows of weights are those of keys here.
+// Here rows of the weights correspond to keys.
 template <class T, int kHead>
 __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;
@@ -237,7 +237,7 @@ __device__ void differentiate_keys(const AttentionKernel& p, int64_t block) {
   store<T, kHead>(p.v_gradient, batch, place.head, place.first, k.rows, p.value_size, of_values);
 }
 
-// A block has a tile of the bias, and adds up all scores that it is added to.
+// A block owns a tile of the bias and sums the gradients of all scores that the tile broadcasts to.
 template <class T>
 __device__ void differentiate_bias(const AttentionKernel& p, int64_t block) {
   using Its = Products<T>;

@@ -1,6 +1,5 @@
-// Tiles of operands of attention's kernels, and products of them in f32: by tensor cores those of 16 bits. All threads of a block
-// share a tile of scores, or of as many rows of results: which of it is a thread's, Products<T> says. On the CPU device a block
-// is one thread, which has all that is there.
+// Tiles of attention operands, and their products in f32; 16-bit operands use tensor cores. The threads of a block share a tile
+// of scores or of results. Products<T> defines which elements a thread owns. On the CPU device a block is one thread.
 #pragma once
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
@@ -13,17 +12,17 @@ namespace {
 
 constexpr int kTileSide = kAttentionTile;
 
-// Some rows of an operand.
+// Rows of an operand.
 template <class T>
 struct Tile {
   const T* base;
   int64_t pitch, rows, size;
-  bool is_aligned;  // and can be read 16 bytes at once, that begin at multiples of 8 elements
+  bool is_aligned;  // allows 16-byte reads at multiples of 8 elements
 
   HW_DEVICE bool has(int64_t row, int64_t column) const { return row < rows && column < size; }
   HW_DEVICE const T* at(int64_t row, int64_t column) const { return base + row * pitch + column; }
 
-  // Eight elements of a row, with zeros behind its end.
+  // Eight elements of a row, zero-padded.
   HW_DEVICE Values<T, 8> eight(int64_t row, int64_t first) const {
     Values<T, 8> result = filled<8>(static_cast<T>(0.f));
     if (is_aligned) {
@@ -42,7 +41,7 @@ __device__ int64_t at(const HeadsAt<Memory>& x, int64_t batch, int64_t head) {
   return batch * x.batch_stride + head * x.head_stride;
 }
 
-// Rows of so many elements of a head, from the first to those that fill a tile, or to the end.
+// Tile of up to kAttentionTile rows of a head, from `first` to at most `end`.
 template <class T, class Memory>
 __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, int64_t head, int64_t first, int64_t end) {
   const T* const base = static_cast<const T*>(x.base) + at(x, batch, head) + first * x.row_stride;
@@ -50,7 +49,7 @@ __device__ Tile<T> tile(const HeadsAt<Memory>& x, int64_t size, int64_t batch, i
   return {base, x.row_stride, Sight::least(kTileSide, end - first), size, is_aligned};
 }
 
-// Of kWidth columns what a thread has.
+// A thread's elements of kWidth columns.
 template <class Products, int kWidth>
 using Part = float[Products::kRows][kWidth / 16 * Products::kOf16];
 
@@ -67,7 +66,7 @@ __device__ void clear(float (&x)[kRows][kColumns]) {
 
 HW_DEVICE void wait_for_threads() { __syncthreads(); }
 
-// The sums of the products of each row's elements.
+// Adds the dot products of corresponding rows.
 template <class T>
 __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) {
   constexpr int kLanes = kAttentionThreads / kTileSide;
@@ -84,7 +83,7 @@ __device__ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const T
   if (lane == 0) sums[row] = sum;
 }
 
-// Adds a product of matrices of 16 x 16 and 16 x 8 to what a thread has of one of 16 x 8.
+// Adds a 16 x 16 by 16 x 8 product to a thread's part of a 16 x 8 matrix.
 #define HW_ADD_PRODUCT(T, name)                                                                                              \
   __device__ inline void add_product(T, float& x, float& y, float& z, float& w, const uint32_t (&a)[4], const uint32_t* b) { \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." name "." name                                                      \
@@ -96,14 +95,14 @@ HW_ADD_PRODUCT(f16, "f16")
 HW_ADD_PRODUCT(bf16, "bf16")
 #undef HW_ADD_PRODUCT
 
-// In shared memory, as are those below: a warp computes 16 rows, and eight of every 16 columns, as mma.m16n8k16 has them.
+// Lives in shared memory, like the specialisations below. A warp computes 16 rows and 8 of every 16 columns, by mma.m16n8k16.
 template <class T>
 class Products {
  public:
   static constexpr int kRows = 2, kOf16 = 2;
   using Scores = Part<Products, kTileSide>;
 
-  // Which row, or column, of a tile is a thread's next one, and how many it has, of those that are there and others.
+  // Row or column of the tile for a thread's i-th row or j-th column; indices may exceed the tile's valid range.
   __device__ static int row(int i) { return strip() + threadIdx.x % 32 / 4 + 8 * i; }
   __device__ static int column(int j) { return 16 * (j / 2) + half() + threadIdx.x % 4 * 2 + j % 2; }
   __device__ static constexpr int rows(int64_t) { return kRows; }
@@ -112,7 +111,7 @@ class Products {
     return kWidth / 16 * kOf16;
   }
 
-  // Rows of a by rows of b.
+  // Multiplies rows of a by rows of b.
   __device__ void multiply(Scores& scores, const Tile<T>& a, const Tile<T>& b) {
     clear(scores);
     for (int64_t first = 0; first < a.size; first += kTileSide) {
@@ -132,7 +131,7 @@ class Products {
     }
   }
 
-  // Weights of the rows of what add_weighted gets.
+  // Keeps the scores as weights for add_weighted.
   __device__ void keep(const Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -166,7 +165,7 @@ class Products {
     }
   }
 
-  // Over all columns of a tile, of what each thread has of its rows. Others may follow only after a multiply.
+  // Combines each row's values over all columns of the tile. Call `multiply` before the next combine.
   template <class Combine>
   __device__ void combine(float (&x)[kRows], Combine combined) {
 #pragma unroll
@@ -179,11 +178,11 @@ class Products {
     for (int i = 0; i < kRows; ++i) x[i] = combined(halves_[0][row(i)], halves_[1][row(i)]);
   }
 
-  // Room for a tile of floats, after a product and until the next one.
+  // Scratch for a tile of floats, valid between two products.
   __device__ auto floats() { return reinterpret_cast<float (*)[kTileSide + 1]>(a_); }
 
  private:
-  using Matrix = T[kTileSide][kTileSide + 8];  // with columns for the banks
+  using Matrix = T[kTileSide][kTileSide + 8];  // padded against bank conflicts
   template <int kWidth>
   static constexpr int Of = kWidth / 16 * kOf16;
 
@@ -191,7 +190,7 @@ class Products {
   __device__ static int strip() { return threadIdx.x / 32 % 4 * 16; }
   __device__ static int half() { return threadIdx.x / 128 * 8; }
 
-  // Columns of a tile from the first one on, with zeros around it. It is there after wait_for_copies.
+  // Copies columns of a tile, zero-padded. The data is visible after wait_for_copies.
   __device__ static void copy(Matrix& to, const Tile<T>& x, int64_t first) {
 #pragma unroll
     for (int i = threadIdx.x; i < kTileSide * kTileSide / 8; i += kAttentionThreads) {
@@ -214,7 +213,7 @@ class Products {
     __syncthreads();
   }
 
-  // Four matrices of 8 x 8: of thread i the address of row i % 8 of matrix i / 8.
+  // Loads four 8 x 8 matrices. Thread i passes the address of row i % 8 of matrix i / 8.
   template <bool kTurned>
   __device__ static void load_matrices(uint32_t (&result)[4], const T* row) {
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -240,7 +239,7 @@ class Products {
   float halves_[2][kTileSide];
 };
 
-// In plain f32: a thread has rows and columns 16 apart.
+// f32 without tensor cores: a thread owns rows and columns with stride 16.
 template <>
 class Products<float> {
  public:
@@ -314,8 +313,8 @@ class Products<float> {
   __device__ auto floats() { return weights_; }
 
  private:
-  static constexpr int kDepth = 32;                            // of products at once
-  float a_[kDepth][kTileSide + 1], b_[kDepth][kTileSide + 1];  // transposed, with a column for the banks
+  static constexpr int kDepth = 32;                            // depth of one step
+  float a_[kDepth][kTileSide + 1], b_[kDepth][kTileSide + 1];  // transposed, padded against bank conflicts
   float weights_[kTileSide][kTileSide + 1];
 };
 
@@ -331,7 +330,7 @@ void add_products(float (&sums)[kTileSide], const Tile<T>& a, const Tile<T>& b) 
   }
 }
 
-// A thread has the rows and columns that are there. Operands of 16 bits are widened first.
+// The single thread owns all valid rows and columns. 16-bit operands are converted to f32 first.
 template <class T>
 class Products {
  public:
@@ -369,7 +368,7 @@ class Products {
 
   static Tile<float> floats_of(const Tile<T>& x, Floats& floats) {
     if constexpr (std::is_same_v<T, float>) {
-      if (x.pitch >= x.size) return x;  // as BLAS takes it
+      if (x.pitch >= x.size) return x;  // BLAS can read it directly
     }
     for (int64_t row = 0; row < x.rows; ++row) {
       for (int64_t i = 0; i < x.size; ++i) floats[row * x.size + i] = static_cast<float>(*x.at(row, i));

@@ -1,4 +1,4 @@
-// Tensors cut into blocks, as they are sent to ranks that share their dims. The last blocks of a dim may be short, or empty.
+// Tensors split into the blocks that go to different ranks. The last blocks of a dim may be short or empty.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>
@@ -13,30 +13,30 @@
 
 namespace hw {
 
-// A dim of which a rank has `size` indices, from index `begin` of `global_size` on, cut where the blocks of `blocks` ranks that
-// share the global dim begin.
+// A dim of which a rank holds `size` indices starting at `begin` of `global_size`, split at the block boundaries of `blocks`
+// ranks.
 struct Cut {
   int64_t size;
   int64_t blocks = 1;
   int64_t global_size = size;
   int64_t begin = 0;
 
-  // Where a block begins in what the rank has; behind the last one it is where that ends.
+  // Local start of a block; for block == blocks, the local end.
   int64_t start(int64_t block) const { return clamped(local_begin(global_size, blocks, block) - begin, 0, size); }
 };
 
-// The blocks of a row-major tensor, in row-major order. Packed, they lie one after another, each row-major in itself.
+// Blocks of a row-major tensor, in row-major order. Packed blocks are consecutive, each row-major.
 class Blocks {
  public:
   Blocks(std::initializer_list<Cut> dims);
 
   struct Block {
-    int64_t offset;  // among packed blocks, in elements
+    int64_t offset;  // offset in the packed buffer, in elements
     int64_t count;
   };
   Block operator[](int64_t number) const;
 
-  // Packs the tensor, or unpacks its blocks.
+  // Packs the tensor into blocks, or unpacks them.
   cudaError_t copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const;
 
  private:
@@ -53,7 +53,7 @@ cudaError_t unpack(const T* src, T* dst, const Blocks& blocks, cudaStream_t stre
   return blocks.copy(src, dst, sizeof(T), false, stream);
 }
 
-// Of packed blocks those that the routes have this rank send, or receive, but for empty ones. Stands in a group.
+// Sends, or receives, the non-empty packed blocks that the routes assign to this rank. Call it inside an NCCL group.
 template <class T, size_t n>
 ncclResult_t send_blocks(const T* src, const Blocks& blocks, const Route (&routes)[n], ncclDataType_t type,
                          const Channel& channel, cudaStream_t stream) {

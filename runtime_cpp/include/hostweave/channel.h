@@ -1,4 +1,4 @@
-// A process group of ranks that communicate, seen from one of them.
+// Communicator of a process group, seen from one rank.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <nccl.h>
@@ -15,15 +15,14 @@ const char* name_of(Transport transport);
 
 class PeerGroup;
 
-// Memory of the application's that all ranks of the world reach.
+// Memory of the application that all ranks of the world can access.
 struct SharedMemory {
   char* data = nullptr;
   size_t bytes = 0;
-  std::vector<char*> peers;  // where each rank's begins, seen from this one
+  std::vector<char*> peers;  // base of each rank's memory, in this rank's address space
 };
 
-// How blocks of a tensor get from one mesh to another: block `sent` of what rank `sender` holds becomes block `received` of what
-// rank `receiver` holds.
+// Move of a block between meshes: block `sent` of rank `sender` becomes block `received` of rank `receiver`.
 struct Route {
   int sender;
   int64_t sent;
@@ -33,27 +32,27 @@ struct Route {
 
 class Channel {
  public:
-  // Borrows the communicator. `ranks` are the numbers in the world of those in the process group, where these are known.
+  // Borrows the communicator. `ranks` are the world ranks of the process group, if known.
   Channel(ncclComm_t comm, int64_t rank, int64_t size, std::vector<int64_t> ranks = {})
       : comm_(comm), rank_(rank), size_(size), ranks_(std::move(ranks)) {}
-  // A channel of the transport peer. Borrows the group, which has no communicator.
+  // Channel with transport peer. Borrows the group; there is no communicator.
   Channel(PeerGroup& peers, int64_t rank, int64_t size, std::vector<int64_t> ranks = {})
       : peers_(&peers), rank_(rank), size_(size), ranks_(std::move(ranks)) {}
   ncclComm_t comm() const { return comm_; }
-  PeerGroup* peers() const { return peers_; }  // null on other transports
-  // Identifies the communicator or the group. All programs of the rank that use the channel see the same one.
+  PeerGroup* peers() const { return peers_; }  // null for other transports
+  // Identity of the communicator or group, the same for all programs of the rank that use the channel.
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
-  int64_t rank() const { return rank_; }  // this rank's place in the process group
+  int64_t rank() const { return rank_; }  // this rank's number in the process group
   int64_t size() const { return size_; }
 
-  // Transport peer: the stream sets a signal of this number for a peer, once the peer has taken the one before.
+  // Transport peer: enqueues a signal to a peer. It blocks the stream until the peer has consumed the previous one.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
-  // The stream waits for the peer's signal of this number, and takes it.
+  // Enqueues a wait that consumes the peer's signal of this number.
   cudaError_t wait_signal(int64_t peer, int number, cudaStream_t stream) const;
 
-  // The same place in the memory of a peer, where it lies in memory that all ranks share; else null.
+  // Corresponding address in a peer's memory; null if `place` is not in memory that all ranks share.
   char* on_peer(int64_t peer, const char* place) const;
-  // Of the rank that has the channel.
+  // Shared memory of the rank that owns the channel.
   void set_shared(const std::vector<SharedMemory>* shared) { shared_ = shared; }
 
  private:
@@ -65,6 +64,6 @@ class Channel {
   const std::vector<SharedMemory>* shared_ = nullptr;
 };
 
-inline const Channel kNoChannel{ncclComm_t{}, 0, 0};  // of a rank that is not in the process group
+inline const Channel kNoChannel{ncclComm_t{}, 0, 0};  // for ranks outside the process group
 
 }  // namespace hw

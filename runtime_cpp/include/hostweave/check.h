@@ -1,4 +1,4 @@
-// HW_CHECK(call): an ExecutionError with file, line and call where a CUDA, NCCL or cuBLASLt call fails.
+// HW_CHECK(call) throws ExecutionError with file, line and call if a CUDA, NCCL or cuBLASLt call fails.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
@@ -12,10 +12,10 @@
 #define HW_FILE __FILE__
 #endif
 
-#ifdef HOSTWEAVE_CPU_DEVICE  // its reports name the place of the call
+#ifdef HOSTWEAVE_CPU_DEVICE  // its reports name the source line of the call
 #include <hostweave_cpu.h>
 #define HW_PLACE(call) hw_cpu_place(HW_FILE, __LINE__, call)
-#else  // profilers show it, to the end of the statement
+#else  // NVTX range until the end of the statement
 #define HW_PLACE(call) static_cast<void>(::hw::Range(call))
 #endif
 
@@ -27,7 +27,7 @@ namespace hw {
 [[noreturn]] void fail(ncclResult_t error, const char* call, const char* file, int line);
 [[noreturn]] void fail(cublasStatus_t error, const char* call, const char* file, int line);
 
-template <class Status>  // of which 0 is success
+template <class Status>  // 0 means success
 void check(Status status, const char* call, const char* file, int line) {
   if (status != Status{}) [[unlikely]]
     fail(status, call, file, line);

@@ -1,4 +1,4 @@
-// Thread blocks that run together.
+// Cooperating thread blocks: clusters and cooperative grids.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// The thread blocks of a cluster, which read each other's shared memory. Before compute capability 9.0 it is one block.
+// Thread block cluster with distributed shared memory. Before compute capability 9.0 it is one block.
 struct Cluster {
 #if __CUDA_ARCH__ >= 900
   __device__ static int rank() {
@@ -19,12 +19,12 @@ struct Cluster {
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
     return size;
   }
-  // What the threads of all have written, in any memory, they can read then.
+  // Barrier for all threads of the cluster. Makes their writes to any memory visible to each other.
   __device__ static void meet() {
     if (size() == 1) return __syncthreads();
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
   }
-  // What another block has where an element of shared memory lies here.
+  // Corresponding shared memory element of another block.
   template <class T>
   __device__ static T of(int rank, const T& here) {
     static_assert(sizeof(T) == 4);
@@ -46,12 +46,12 @@ struct Cluster {
 #endif
 };
 
-// The thread blocks that share a lane: a cluster, or all blocks of a grid that is launched to run at once, as a column.
+// Thread blocks that share a lane: a cluster, or a whole cooperative grid.
 struct Team {
   __device__ static bool is_grid() { return gridDim.y > 1; }
   __device__ static int rank() { return is_grid() ? blockIdx.y : Cluster::rank(); }
   __device__ static int size() { return is_grid() ? gridDim.y : Cluster::size(); }
-  // As that of clusters. The last block that comes flips the top bit of the counter, whose others are then as they were.
+  // Barrier like Cluster::meet. The last block to arrive flips the top bit of the counter and leaves the other bits as before.
   __device__ static void meet() {
     if (!is_grid()) return Cluster::meet();
     unsigned* const arrived = counter();
@@ -67,7 +67,7 @@ struct Team {
   }
 
  private:
-  // What the driver has for such a grid, as cooperative_groups finds it, for whose headers NVRTC would need many more.
+  // The driver's barrier counter of a cooperative grid, found as in cooperative_groups. NVRTC cannot use that header alone.
   __device__ static unsigned* counter() {
     unsigned high, low;
     asm("mov.u32 %0, %%envreg1;" : "=r"(high));

@@ -1,5 +1,5 @@
-// Collectives on a dim that ranks may share unevenly: NCCL's own where they hold as much as one another, else a call for each
-// rank's block, in one group. All ranks see the same sizes, so that they post the same calls.
+// Collectives on a dim that may be sharded unevenly: one NCCL collective if all shards are equal, else one call per rank's block,
+// in a group. All ranks know all sizes, so they post matching calls.
 #pragma once
 #include <nccl.h>
 
@@ -10,18 +10,18 @@
 
 namespace hw {
 
-// A dim of n indices, `width` elements each, that the ranks of a process group share. Their blocks lie one after another.
+// A dim of n indices, `width` elements each, sharded over a process group. The shards are consecutive.
 struct Shared {
   int64_t n;
   int64_t width;
 
   bool is_even(const Channel& channel) const { return n % channel.size() == 0; }
-  // Of a rank's block, in elements.
+  // Offset and size of a rank's shard, in elements.
   int64_t offset(const Channel& channel, int64_t rank) const { return local_begin(n, channel.size(), rank) * width; }
   int64_t count(const Channel& channel, int64_t rank) const { return local_size(n, channel.size(), rank) * width; }
 };
 
-// Calls post(rank, offset, count) in one group for each rank whose block is not empty.
+// Calls post(rank, offset, count) for each rank with a non-empty shard, inside one NCCL group.
 template <class Post>
 ncclResult_t group_of_blocks(const Shared& blocks, const Channel& channel, Post post) {
   ncclResult_t result = ncclGroupStart();
@@ -51,7 +51,7 @@ ncclResult_t reduce_scatter(const T* src, const Shared& blocks, T* dst, ncclData
   });
 }
 
-// Stands in a group.
+// Call it inside an NCCL group.
 template <class T>
 ncclResult_t all_to_all(const T* src, const Shared& sent, T* dst, const Shared& received, ncclDataType_t type,
                         const Channel& channel, cudaStream_t stream) {

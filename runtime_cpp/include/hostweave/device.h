@@ -1,11 +1,11 @@
-// The words of CUDA that kernels are written with, for compilers that do not know them.
+// CUDA keywords for compilers that do not know them.
 #pragma once
 
 #ifdef __CUDACC__
 #define HW_DEVICE __device__ inline
 #define HW_NOINLINE __device__ __noinline__
 #define HW_SHARED __shared__
-#define HW_UNROLL _Pragma("unroll")  // a loop, in headers that compilers without it read, too
+#define HW_UNROLL _Pragma("unroll")  // unrolls a loop; for headers that host compilers read too
 #else
 #define HW_DEVICE inline
 #define HW_NOINLINE inline
@@ -13,7 +13,7 @@
 #define HW_UNROLL
 #endif
 
-// Words of CUDA that kernels written by hand may have, where no header of CUDA has defined them.
+// CUDA keywords of user kernels, unless a CUDA header has defined them.
 #ifndef __device__
 #define __device__
 #define __forceinline__ inline

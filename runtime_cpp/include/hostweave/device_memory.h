@@ -19,11 +19,11 @@ class DeviceMemory {
     return *this;
   }
 
-  // At least so many bytes. Where there are fewer, others take their place.
+  // Returns at least this many bytes. Reallocates if there are fewer, without keeping the contents.
   void* reserve(size_t bytes) {
     if (bytes > bytes_) {
       bytes_ = 0;
-      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // waits for the calls in flight
+      HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // waits for calls in flight
       HW_CHECK(cudaMalloc(&data_, bytes));
       bytes_ = bytes;
     }

@@ -1,4 +1,4 @@
-// Element types of 8 bits: a header of its own, because it takes a compiler longer than those of 16.
+// 8-bit float types. A separate header, because it is slow to compile.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -6,14 +6,14 @@
 
 namespace hw {
 
-// What is too large becomes the largest number, also an infinity, of which it has none.
+// Conversion saturates, also for infinities, which the type lacks.
 using f8e4m3 = __nv_fp8_e4m3;
 
-// What is too large becomes an infinity, which CUDA's own conversion does not give.
+// Conversion overflows to infinity, unlike CUDA's own, which saturates.
 struct f8e5m2 : __nv_fp8_e5m2 {
   f8e5m2() = default;
   HW_DEVICE explicit f8e5m2(float value) : __nv_fp8_e5m2(value) {
-    constexpr float kTooLarge = 61440.0f;  // half-way from the largest number to the next power of 2
+    constexpr float kTooLarge = 61440.0f;  // halfway between the largest number and the next power of 2
     if (value >= kTooLarge) __x = 0x7c;
     if (value <= -kTooLarge) __x = 0xfc;
   }

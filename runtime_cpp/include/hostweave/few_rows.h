@@ -1,6 +1,6 @@
-// Products of few rows, x[rows, depth] w[depth, columns]: what they cost is to read the weights, once. A cluster of thread blocks
-// has kProductColumns columns, and each of its warps adds up the terms of a part of the depth. The sums of warps meet in one
-// order, so that results do not change from run to run. Several products of one x are computed together.
+// Matmuls with few rows, x[rows, depth] w[depth, columns], which are bound by reading the weights once. A cluster owns
+// kProductColumns columns, and each of its warps sums a part of the depth. The warps' sums are added in a fixed order, so results
+// are deterministic. Several matmuls with the same x are computed together.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/kernel.h"
@@ -10,7 +10,7 @@ namespace hw {
 
 #ifdef __CUDACC__
 
-// Whether all can be read 16 bytes at a time.
+// True if all operands allow 16-byte reads.
 template <class T, int kCount>
 __device__ bool is_wide(const FewRows<T, kCount>& p) {
   bool is = aligned(p.x) && (p.depth | p.columns | p.x_pitch | p.pitch) % 8 == 0;
@@ -19,7 +19,7 @@ __device__ bool is_wide(const FewRows<T, kCount>& p) {
   return is;
 }
 
-// 16 bytes, which are read once and need not be kept near. L2 prefetches of 256 bytes take 8% longer.
+// Streaming load of 16 bytes. With 256-byte L2 prefetches it takes 8% longer.
 __device__ inline uint4 stream_in(const void* from, bool exists) {
   uint4 v{0, 0, 0, 0};
   if (exists) {
@@ -30,14 +30,14 @@ __device__ inline uint4 stream_in(const void* from, bool exists) {
   return v;
 }
 
-// Into the cache of all multiprocessors, which holds what memory does: also before another kernel has written there.
+// Prefetches to L2, which is coherent with global memory: safe even before another kernel has written there.
 __device__ inline void prefetch(const void* from, bool exists) {
   if (exists) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
 __device__ inline unsigned word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Adds 16 columns of weights, transposed, times 8 rows of x, of 16 terms, on a tensor core.
+// Adds the product of 16 columns of weights (transposed) and 8 rows of x over 16 terms, on a tensor core.
 __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x0, unsigned x1, bf16) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
@@ -49,13 +49,13 @@ __device__ inline void multiply_add(float (&sums)[4], const uint4& w, unsigned x
       : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x0), "r"(x1));
 }
 
-// Sums of a warp, with a column for the banks of shared memory.
+// Sums of a warp, padded against bank conflicts.
 using ProductSums = float[kFewRows][kProductColumns + 1];
 
-// The sums of a warp in a block of columns, to which it adds kDepth terms at a time, where all can be read 16 bytes at a time.
+// Sums of a warp over a block of columns, kDepth terms per step, with 16-byte reads.
 //
-// Of 16 bits the weights are the first operand of a tensor core, transposed. Which term is which does not matter to a sum: a lane
-// has the 8 terms of 8 columns that it reads at once.
+// For 16-bit types the transposed weights are the first operand of the tensor core. The order of terms does not matter, so a
+// lane supplies the 8 terms of 8 columns that it reads together.
 template <class T, bool kTransposed>
 struct WideSums {
   static constexpr int kDepth = 32;
@@ -92,7 +92,7 @@ struct WideSums {
       }
     }
   }
-  // Those of two columns and half the terms.
+  // Fragment of two columns and half of the terms.
   __device__ static uint4 weights_of(const uint4 (&w)[8], int half, int pair) {
     if constexpr (kTransposed) {
       const uint4 &even = w[2 * pair], &odd = w[2 * pair + 1];
@@ -112,7 +112,7 @@ struct WideSums {
   }
 };
 
-// Of f32 tensor cores would drop digits. 16 lanes have the columns, 4 each.
+// f32 avoids tensor cores, which would round the operands. 16 lanes own 4 columns each.
 template <bool kTransposed>
 struct WideSums<float, kTransposed> {
   static constexpr int kDepth = 16;
@@ -168,13 +168,13 @@ struct WideSums<float, kTransposed> {
   }
 };
 
-// The same of any operands, an element at a time.
+// Fallback for any operands, one element at a time.
 template <class T, bool kTransposed>
 struct NarrowSums {
   static constexpr int kDepth = 16;
 
   float sums[kFewRows][2] = {};
-  const int column = threadIdx.x % 32;  // and the one 32 further
+  const int column = threadIdx.x % 32;  // and column + 32
 
   template <int kCount>
   __device__ void add(const FewRows<T, kCount>& p, const T* weights, int64_t first, int64_t j) {
@@ -200,19 +200,19 @@ struct NarrowSums {
   }
 };
 
-// The part of the products that a warp of a block has: a step of terms in so many.
+// A warp's share of the depth: every `step`-th group of terms.
 struct WarpPart {
   int64_t begin, step;
 };
 
 template <int kCount, int kWarps>
 __device__ WarpPart warp_part(int terms) {
-  const int warp = threadIdx.x / 32, each = (kWarps - 1 - warp % kCount) / kCount + 1;  // warps of a product
+  const int warp = threadIdx.x / 32, each = (kWarps - 1 - warp % kCount) / kCount + 1;  // warps per matmul
   return {int64_t{terms} * (each * Cluster::rank() + warp / kCount), int64_t{terms} * each * Cluster::size()};
 }
 
-// Gives `end` every row and column with their sums, one of each product, in one thread. Begins with hw::griddep_wait(), but that
-// by then the first weights are on their way to the cache, and the blocks of the next kernel may come to wait for this one.
+// Calls end(row, column, sums) for every element, with one sum per matmul, in one thread each. Calls hw::griddep_wait() after it
+// has prefetched the first weights and allowed the next kernel to launch.
 template <bool kTransposed, int kThreads = kProductThreads, class T, int kCount, class End>
 __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
   constexpr int kWarps = kThreads / 32;
@@ -267,12 +267,12 @@ __device__ void few_rows(const FewRows<T, kCount>& p, const End& end) {
     }
     end(int64_t{row}, first + column, sums);
   }
-  if (blocks > 1) Cluster::meet();  // a block's shared memory is there until all have read it
+  if (blocks > 1) Cluster::meet();  // keep shared memory alive until all blocks have read it
 }
 
 #else
 
-// Adds up in f64, so that the order of many terms does not show.
+// Accumulates in f64, so that the order of terms does not matter.
 template <bool kTransposed, class T, int kCount, class End>
 void few_rows(const FewRows<T, kCount>& p, const End& end) {
   for (int64_t first = 0; first < p.columns; first += kProductColumns) {

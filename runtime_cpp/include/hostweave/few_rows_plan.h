@@ -1,4 +1,4 @@
-// Products of few rows for MatmulPlan, by kernels of few_rows.cu. The CPU device has none: there cuBLASLt's calls compute all.
+// Matmuls with few rows for MatmulPlan, by the kernels of few_rows.cu. The CPU device always uses cuBLASLt calls.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <library_types.h>
@@ -9,7 +9,7 @@
 
 namespace hw {
 
-// A product of any types that there are kernels for.
+// A matmul of any supported types.
 struct FewRowsProduct {
   FewRows<void, 1> operands;
   ProductEnd<void> end;
@@ -21,7 +21,7 @@ struct FewRowsKernels {
   cudaError_t (*multiply)(const FewRowsProduct& product, cudaStream_t stream);
 };
 
-// The kernels for these types; null where there are none, or not for the current device.
+// Kernels for these types; null if there are none for them or for the current device.
 const FewRowsKernels* few_rows_kernels(cudaDataType_t operands, cudaDataType_t result);
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-// Keeps NCCL's group of this thread closed when an exception leaves it.
+// Closes this thread's NCCL group if an exception leaves it.
 #pragma once
 #include <nccl.h>
 
@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// Stands between ncclGroupStart and ncclGroupEnd.
+// Declare it between ncclGroupStart and ncclGroupEnd.
 class CloseGroupOnError {
  public:
   CloseGroupOnError() = default;

@@ -1,10 +1,10 @@
-// What a class keeps to its own source file.
+// Pimpl without <memory>.
 #pragma once
 
 namespace hw {
 
-// One T, which is complete where it is constructed, and nowhere else. Programs are compiled by users, and to read <memory> and
-// <vector> takes a compiler longer than the rest of a program. What has one is neither copied nor moved.
+// Owns one T, which must be complete only where it is constructed. Users compile programs, and <memory> and <vector> would
+// dominate their compile time. Not copyable or movable.
 template <class T>
 class Hidden {
  public:

@@ -1,5 +1,5 @@
-// Integers: division and remainder as mathematics has them, for operands that may be negative; indices that are out of range; and
-// how ranks share a dim: each holds ceil(n / ranks) indices, but for the last ones, which hold less or nothing.
+// Integer helpers: floor division and modulo, index checks, and sharding of a dim. Each rank holds ceil(n / ranks) indices,
+// except the last ones, which may hold fewer or none.
 #pragma once
 #include <cstdint>
 
@@ -11,21 +11,21 @@ constexpr int64_t floor_div(int64_t a, int64_t n) { return (a - mod(a, n)) / n; 
 
 constexpr int64_t ceil_div(int64_t a, int64_t n) { return -floor_div(-a, n); }
 
-// std::min and std::clamp, but that <algorithm> takes a compiler as long as the rest of a small program.
+// std::min and std::clamp, without the compile time of <algorithm>.
 constexpr int64_t smaller(int64_t a, int64_t b) { return b < a ? b : a; }
 constexpr int64_t clamped(int64_t i, int64_t low, int64_t high) { return i < low ? low : smaller(i, high); }
 
-// The first index that the rank at `rank_in_group` holds of n.
+// First index of n that the rank at `rank_in_group` holds.
 constexpr int64_t local_begin(int64_t n, int64_t ranks, int64_t rank_in_group) {
   return smaller(rank_in_group * ceil_div(n, ranks), n);
 }
 
-// What the rank at `rank_in_group` holds of n indices.
+// Number of the n indices that the rank at `rank_in_group` holds.
 constexpr int64_t local_size(int64_t n, int64_t ranks, int64_t rank_in_group) {
   return clamped(n - rank_in_group * ceil_div(n, ranks), 0, ceil_div(n, ranks));
 }
 
-// The place of a rank in a list of ranks, -1 where it is not there.
+// Position of a rank in a list, or -1.
 template <int n>
 constexpr int64_t index_in(const int64_t (&ranks)[n], int64_t rank) {
   for (int place = 0; place < n; ++place) {
@@ -34,7 +34,7 @@ constexpr int64_t index_in(const int64_t (&ranks)[n], int64_t rank) {
   return -1;
 }
 
-// Throws std::out_of_range for an index that is negative, or not below n: the CPU device has it.
+// Throws std::out_of_range for an invalid index. Only the CPU device has it.
 [[noreturn]] void index_out_of_range(bool negative, uint64_t index, int64_t n);
 
 }  // namespace hw

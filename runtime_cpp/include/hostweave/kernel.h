@@ -1,5 +1,5 @@
-// What kernels are written with, for CUDA and for the CPU device. There one thread in one block runs the whole kernel, so
-// every loop below covers its whole range and a reduction over the block has nothing left to do.
+// Building blocks of generated kernels, for CUDA and for the CPU device. There one thread of one block runs the whole kernel, so
+// every loop below covers its whole range and block reductions are trivial.
 #pragma once
 #include <cstdint>
 
@@ -24,11 +24,11 @@ struct Walk {  // for (Index i : walk)
   HW_DEVICE Iterator end() const { return {end_, step_}; }
 };
 
-// How many neighbouring elements a thread takes together, as a type to deduce it from.
+// Vector width as a type, for template deduction.
 template <int kWidth>
 struct Width {};
 
-// Neighbouring elements that a thread reads, writes or computes together.
+// Vector of consecutive elements.
 template <class T, int kCount>
 struct alignas(kCount * sizeof(T) < 16 ? kCount * sizeof(T) : 16) Values {
   T values[kCount];
@@ -44,17 +44,17 @@ HW_DEVICE Values<T, kCount> filled(T value) {
   return result;
 }
 
-// Neighbouring elements, of which the first lies where `aligned` said that all may.
+// Vector load. `first` must be aligned, as checked by `aligned`.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first) {
   return *reinterpret_cast<const Values<T, kCount>*>(first);
 }
-// Of what is an array to a kernel alone, as hw::Terms are.
+// Load from a pseudo-array, such as hw::Terms.
 template <int kCount, class Place>
 HW_DEVICE auto load(const Place& place) -> decltype(place.template load<kCount>()) {
   return place.template load<kCount>();
 }
-// Bools as memory has them, in which any byte but 0 is true; to the compiler there are no others than 0 and 1.
+// Reads a bool from memory, where any nonzero byte is true. The compiler assumes 0 or 1.
 HW_DEVICE bool truth(const bool& element) { return reinterpret_cast<const unsigned char&>(element) != 0; }
 template <int kCount>
 HW_DEVICE Values<bool, kCount> load(const bool* first) {
@@ -68,7 +68,7 @@ HW_DEVICE void store(T* first, const Values<T, kCount>& values) {
   *reinterpret_cast<Values<T, kCount>*>(first) = values;
 }
 
-// What is loaded where others may be asked for first: memory at once, what is an array to a kernel alone when it is there.
+// Starts a load whose result is needed later. Memory is loaded at once; a pseudo-array is read when its elements have arrived.
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> request(const T* first) {
   return hw::load<kCount>(first);
@@ -86,25 +86,25 @@ HW_DEVICE auto received(Request& request) -> decltype(request.received()) {
   return request.received();
 }
 
-// Whether indices of 0..n, and of a step past them, have 32 bits: kernels that divide them are the faster for it.
+// True if indices up to n plus one grid stride fit in 32 bits. Integer division is faster with them.
 HW_DEVICE bool fits_int32(int64_t n) { return n <= int64_t{1} << 30; }
 
 HW_DEVICE const void* place_of(const void* array) { return array; }
 
-// Whether arrays begin where accesses of 16 bytes may.
+// True if all arrays are aligned to 16 bytes.
 template <class... Arrays>
 HW_DEVICE bool aligned(const Arrays&... arrays) {
   return (reinterpret_cast<uintptr_t>(place_of(arrays)) | ...) % 16 == 0;
 }
 
-// A column of a tile, or the first of those that a thread takes together, and threads below it take rows of. Threads past the
-// last column walk the last ones again, and store nothing.
+// A column of a tile, or the first of a vector of columns. Several threads split its rows. Threads past the last column repeat
+// the last ones and store nothing.
 struct Column {
   int64_t index;
   bool stores_;
 
   HW_DEVICE operator int64_t() const { return index; }
-  // Whether this thread stores what the block computed together.
+  // True if this thread stores the block's result.
   HW_DEVICE bool stores() const { return stores_; }
 };
 
@@ -128,8 +128,8 @@ struct Columns {  // for (const Column j : columns)
   HW_DEVICE Iterator end() const { return {end_, *this}; }
 };
 
-// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)): the elements that a kernel reads and writes, from which the CPU device sees
-// which kernels may overlap. It stands first in a kernel. To CUDA it is nothing.
+// HW_TOUCHES(hw::reads(x, n), hw::writes(y, n)) declares the elements that a kernel accesses, so that the CPU device can detect
+// races. It is the first statement of a kernel. It expands to nothing on CUDA.
 #ifdef __CUDACC__
 #define HW_TOUCHES(...) static_cast<void>(0)
 #else
@@ -139,15 +139,15 @@ struct Columns {  // for (const Column j : columns)
 
 #ifdef __CUDACC__
 
-// From now on the next kernel on the stream may launch, which waits for the end of this one by itself.
+// Programmatic dependent launch: the next kernel on the stream may start. It waits for the end of this one by itself.
 HW_DEVICE void griddep_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns when all that is before the kernel on its stream has ended and is visible: hw::launch_pdl does not wait for that.
-// Nothing that a kernel before may write is read until then. The next kernel may come to wait for this one.
+// Programmatic dependent launch: waits until all earlier work on the stream has completed and is visible. Read nothing that an
+// earlier kernel may write before this. Also allows the next kernel to start.
 HW_DEVICE void griddep_wait() {
   griddep_launch();
 #if __CUDA_ARCH__ >= 900
@@ -155,8 +155,8 @@ HW_DEVICE void griddep_wait() {
 #endif
 }
 
-// 0..n in steps of kWidth elements, which divides n: shared among the threads of the grid, among its blocks, among the threads of
-// a block. Neighbouring threads take neighbouring elements.
+// Ranges 0..n in steps of kWidth, which divides n, distributed over the threads of the grid, its blocks, or the threads of a
+// block. Accesses are coalesced.
 template <int kWidth = 1, class Index = int64_t>
 __device__ Walk<Index> over_grid(int64_t n) {
   return {(Index{blockIdx.x} * blockDim.x + threadIdx.x) * kWidth, static_cast<Index>(n), Index{gridDim.x} * blockDim.x * kWidth};
@@ -167,14 +167,14 @@ __device__ Walk<int64_t> over_threads(int64_t n) {
   return {int64_t{threadIdx.x} * kWidth, n, int64_t{blockDim.x} * kWidth};
 }
 
-// Columns 0..n, of which each block takes tiles; in a tile neighbouring threads take neighbouring columns, kWidth each.
+// Columns 0..n in tiles, distributed over blocks. In a tile, adjacent threads own adjacent vectors of kWidth columns.
 template <int kWidth = 1>
 __device__ Columns<kWidth> over_columns(int64_t n) {
   constexpr int kThreads = kTile / kWidth;
   const int in_tile = threadIdx.x % kThreads * kWidth;
   return {int64_t{blockIdx.x} * kTile, n, int64_t{gridDim.x} * kTile, in_tile, threadIdx.x < kThreads};
 }
-// 0..n shared among those of a block's kThreads threads that have the same columns.
+// Rows 0..n, distributed over the threads of a block that own the same columns.
 template <int kThreads, int kWidth = 1>
 __device__ Walk<int64_t> over_rows(int64_t n) {
   constexpr int kAside = kTile / kWidth;
@@ -192,7 +192,7 @@ __device__ Indexed<T> value_of(Indexed<T> one, int distance, unsigned threads = 
   return {__shfl_xor_sync(threads, one.value, distance), __shfl_xor_sync(threads, one.index, distance)};
 }
 
-// Joins one value of each of kThreads neighbours of a warp, a power of 2. Every one of them gets the result.
+// All-reduces one value over kThreads adjacent lanes of a warp, a power of 2.
 template <int kThreads, class T, class ReduceOp>
 __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   const unsigned mask = (~0u >> (32 - kThreads)) << (threadIdx.x % 32 / kThreads * kThreads);
@@ -201,15 +201,15 @@ __device__ T reduce_lanes(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// Joins one value of every thread of a block, which has whole warps. Every thread gets the result. CUB has this for blocks of a
-// size that the compiler knows, which takes NVRTC two seconds to read; these follow the length of the rows.
+// All-reduces one value over the threads of a block of whole warps. CUB needs a constant block size and takes NVRTC two seconds
+// to parse; here the block size depends on the row length.
 template <class T, class ReduceOp>
 __device__ T reduce_block(T value, ReduceOp reduce_op) {
   __shared__ T partial[32];
   value = reduce_lanes<32>(value, reduce_op);
   const int warps = blockDim.x / 32;
   if (warps == 1) return value;
-  __syncthreads();  // until the reduction before has been read
+  __syncthreads();  // wait until the previous result has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
   __syncthreads();
   value = partial[0];
@@ -217,8 +217,7 @@ __device__ T reduce_block(T value, ReduceOp reduce_op) {
   return value;
 }
 
-// Joins the values that those of a block's kThreads threads have which share columns. The threads of the first row get the
-// results.
+// Reduces the values of the threads that own the same columns. The threads of the first row get the results.
 template <int kThreads, class T, int kWidth, class ReduceOp>
 __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth, kWarps = kThreads / 32;
@@ -229,7 +228,7 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Redu
 #pragma unroll
     for (int distance = 16; distance >= kAside; distance /= 2) values[e] = reduce_op(values[e], value_of(values[e], distance));
   }
-  __syncthreads();  // until the reduction before has been read
+  __syncthreads();  // wait until the previous result has been read
   if (threadIdx.x % 32 < kAside) {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) partial[threadIdx.x / 32][first + e] = values[e];
@@ -246,7 +245,7 @@ __device__ Values<T, kWidth> reduce_rows_to_first(Values<T, kWidth> values, Redu
   }
   return values;
 }
-// The same, but every thread gets the results.
+// The same, with the results in every thread.
 template <int kThreads, class T, int kWidth, class ReduceOp>
 __device__ Values<T, kWidth> reduce_rows(Values<T, kWidth> values, ReduceOp reduce_op) {
   constexpr int kAside = kTile / kWidth;

@@ -1,5 +1,5 @@
-// What kernels call for ops that read or write where an element says, or that take all along a dim together: a lane. A thread has
-// a lane of its own, or a part of one, where neighbouring lanes lie side by side, else a block has it.
+// Gather, scatter, scans and sorting. A lane is the 1-D slice along the dim that such an op processes as a whole. One thread owns
+// a lane or a part of it if adjacent lanes are contiguous; otherwise a block owns it.
 #pragma once
 #include "hostweave/cluster.h"
 #include "hostweave/index.h"
@@ -7,7 +7,7 @@
 
 namespace hw {
 
-// One of n indices. On a GPU what is out of range becomes the nearest one; the CPU device fails the call.
+// Index into n elements. An invalid index is clamped on a GPU and fails the call on the CPU device.
 template <class T>
 HW_DEVICE int64_t index(T id, int64_t n) {
   const bool below = id < T(1) && id != T(0), above = !below && static_cast<uint64_t>(id) >= static_cast<uint64_t>(n);
@@ -20,14 +20,14 @@ HW_DEVICE int64_t index(T id, int64_t n) {
 #endif
 }
 
-// Where a slice begins that can begin at n places: the nearest one.
+// Start of a slice with n possible starts, clamped.
 template <class T>
 HW_DEVICE int64_t start(T id, int64_t n) {
   const bool below = id < T(1);
   return below ? 0 : static_cast<uint64_t>(id) >= static_cast<uint64_t>(n) ? n - 1 : static_cast<int64_t>(id);
 }
 
-// The first of the numbers of the indices that a rank holds, of which there may be none.
+// First global index that this rank holds; 0 if it holds none.
 HW_DEVICE int64_t first(const int64_t* rows, int64_t n) { return n > 0 ? rows[0] : 0; }
 
 template <class T>
@@ -42,7 +42,7 @@ HW_DEVICE Lane<T> lane(T* first, int64_t length, int64_t stride) {
   return {first, length, stride};
 }
 
-// An element as sums and comparisons take it, and a sum as an element.
+// Conversions between elements and accumulators.
 template <class T>
 HW_DEVICE auto accumulated(T x) {
   if constexpr (__is_class(T)) {
@@ -65,7 +65,7 @@ struct Lanes : ThreadGroup<1> {
 };
 
 #ifdef __CUDACC__
-// A block, or each of a team of them.
+// A block, or each block of a team.
 struct BlockLanes : ThreadGroup<0> {
   static __device__ void sync() { __syncthreads(); }
   static __device__ Walk<int64_t> of(int64_t n) {
@@ -75,7 +75,7 @@ struct BlockLanes : ThreadGroup<0> {
   }
 };
 
-// The sum of what threads up to this one have, and that of all.
+// Inclusive prefix sum over the threads, and the total.
 template <class T>
 __device__ T sums_so_far(BlockLanes, T value, T& all) {
   __shared__ T of_warps[32];
@@ -85,7 +85,7 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
     const T before = __shfl_up_sync(~0u, value, distance);
     if (lane >= distance) value += before;
   }
-  __syncthreads();  // until the sums before have been read
+  __syncthreads();  // wait until the previous sums have been read
   if (lane == 31) of_warps[warp] = value;
   __syncthreads();
   all = T(0);
@@ -99,7 +99,8 @@ __device__ T sums_so_far(BlockLanes, T value, T& all) {
 using BlockLanes = Lanes;
 #endif
 
-// A lane, and which of the threads is asked that share it without a need to meet. Threads of one number take neighbouring lanes.
+// A lane, and this thread's number among the threads that share it without synchronisation. Threads with equal numbers own
+// adjacent lanes.
 struct LanePart {
 #ifdef __CUDACC__
   static constexpr int kParts = kLaneParts;
@@ -128,7 +129,7 @@ struct LaneParts {  // for (const LanePart i : LaneParts{n})
   HW_DEVICE Iterator end() const { return {over_grid(n * LanePart::kParts).end(), n}; }
 };
 
-// y[i] is the sum of x[0] to x[i].
+// y[i] = x[0] + ... + x[i]
 template <class Total, class T, class U>
 HW_DEVICE void cumsum(Lanes, Lane<T> x, Lane<U> y) {
   Total total{};
@@ -152,7 +153,7 @@ __device__ void cumsum(BlockLanes block, Lane<T> x, Lane<U> y) {
 #endif
 
 #ifdef __CUDACC__
-// Whether all threads of this warp are here, with the same part of lanes of one index.
+// True if all threads of this warp are active and have the same part number and index array.
 inline __device__ bool is_one_warp(LanePart own, const int64_t* index) {
   if (__activemask() != ~0u) return false;
   int same_part, same_index;
@@ -166,13 +167,13 @@ __device__ bool is_one_warp(Group, const int64_t*) {
 }
 #endif
 
-// Calls write(i, place) for those elements i of a source that go to a place which the rank holds. A place belongs to one thread,
-// so that what goes there comes in the order of the source.
+// Calls write(i, place) for the elements i of a source that go to a place that this rank holds. One thread owns each place, so
+// elements arrive in the order of the source.
 template <class Group, class Write>
 HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const int64_t> rows, Write write) {
   const int64_t begin = first(rows.first, rows.length);
 #ifdef __CUDACC__
-  if (is_one_warp(group, index.first)) {  // whose threads look at an index each, and then all take those that are theirs
+  if (is_one_warp(group, index.first)) {  // each thread loads one index, then all threads pick theirs
     for (int64_t tile = 0; tile < index.length; tile += 32) {
       const int64_t i = tile + threadIdx.x % 32;
       const int64_t place = i < index.length ? index[i] - begin : -1;
@@ -191,7 +192,7 @@ HW_DEVICE void for_each_sent(Group group, Lane<const int64_t> index, Lane<const 
   }
 }
 
-// x, with the elements of a source in places that an index says: of several the last one.
+// y = x with elements of a source written to indexed places. The last of several writes wins.
 template <class Group, class T>
 HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows,
                        Lane<T> y) {
@@ -199,7 +200,7 @@ HW_DEVICE void scatter(Group group, Lane<const T> x, Lane<const int64_t> index, 
   for_each_sent(group, index, rows, [&](int64_t i, int64_t place) { y[place] = source[i]; });
 }
 
-// Sums of the elements of a source that go to a place.
+// Sums of the source elements that go to each place.
 template <class Group, class T>
 HW_DEVICE void scatter_sum(Group group, Lane<const int64_t> index, Lane<const T> source, Lane<const int64_t> rows, Lane<T> y) {
   for (int64_t i = group.thread(); i < y.length; i += group.threads()) y[i] = T(0.0f);

@@ -1,8 +1,7 @@
-// Launches of kernels: hw::launch(kernel, grid, stream, arguments...) is kernel<<<blocks, threads, 0, stream>>>(arguments...), in
-// plain C++. hw::launch_pdl is that for a kernel which begins with hw::griddep_wait(): its thread blocks launch while
-// what is before it on the stream ends, which saves about a microsecond. The CPU device checks the order of accesses: generated
-// kernels say themselves which elements they touch, by HW_TOUCHES, and the launch of a kernel of the user does, by hw::reads and
-// hw::writes.
+// Kernel launches in plain C++: hw::launch(kernel, grid, stream, args...) is kernel<<<blocks, threads, 0, stream>>>(args...).
+// hw::launch_pdl uses programmatic dependent launch, for kernels that begin with hw::griddep_wait(). Their blocks start while
+// earlier work on the stream ends, which saves about a microsecond. The CPU device detects races from declared accesses:
+// generated kernels declare them by HW_TOUCHES, and launches of user kernels by hw::reads and hw::writes.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -22,7 +21,7 @@
 #include "hostweave/jit.h"
 #endif
 
-#ifndef __global__  // only a CUDA compiler knows the word; the CPU device runs a kernel as one thread of one block
+#ifndef __global__  // host compilers lack the keyword; the CPU device runs a kernel as one thread of one block
 #define __global__
 #endif
 
@@ -30,31 +29,31 @@ namespace hw {
 
 struct Grid {
   int64_t blocks;
-  int threads;      // of a block
-  int cluster = 1;  // neighbouring blocks that run together, where the device has clusters; elsewhere it is one block instead
-  bool at_once = false;  // all blocks, of which there are no more then than the device has multiprocessors
+  int threads;           // per block
+  int cluster = 1;       // blocks per cluster; ignored on devices without clusters
+  bool at_once = false;  // cooperative launch, with at most one block per multiprocessor
 };
 
-constexpr int64_t kMaxBlocks = 2147483647;            // a kernel walks what is left
-constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // that keep the memory of a large GPU busy
+constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
+constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two a multiprocessor of an H200
-constexpr int kMostBlocks = 8;            // of a cluster, on every device that has clusters
-constexpr int64_t kBlocksOfOrders = 264;  // of kRowThreads, that run at once
-constexpr int64_t kOrderedByAll = 65536;  // elements of a row, at least, for each of the rows that all blocks order
+constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two per multiprocessor of an H200
+constexpr int kMostBlocks = 8;            // portable maximum cluster size
+constexpr int64_t kBlocksOfOrders = 264;  // concurrent blocks of kRowThreads
+constexpr int64_t kOrderedByAll = 65536;  // minimum elements per row, times the number of rows, for sorting by the whole grid
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
 }
 
-// A thread for each kWidth of n elements. Few of them are spread over more blocks.
+// One thread per kWidth of n elements. Small ranges are spread over more blocks.
 template <int kWidth = 1>
 constexpr Grid grid_of_elements(int64_t n) {
   const int threads = warps_of(ceil_div(n, kWidth * kBlocksAtOnce), kThreads);
   return {smaller(ceil_div(n, threads * kWidth), kMaxBlocks), threads};
 }
 
-// A block for each row of n elements. Where there are many rows, a thread takes kWidth elements up to kRowAccesses times.
+// One block per row of n elements. With many rows, a thread makes up to kRowAccesses accesses of kWidth elements.
 template <int kWidth = 1>
 constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   const int64_t accesses = ceil_div(n, kWidth);
@@ -62,8 +61,8 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
   return {smaller(rows, kMaxBlocks), warps_of(ceil_div(accesses, each), kRowThreads)};
 }
 
-// A cluster of blocks for each row of n elements of which the first ones are ordered, where more than one block has something to
-// do, and has room. Long rows that are ordered whole are taken one after another, by all blocks, if there are few of them.
+// Sorting of the first elements of each row of n: one cluster per row if several blocks have work and room. A few long rows that
+// are sorted completely are processed one after another by the whole grid.
 constexpr Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
@@ -74,11 +73,11 @@ constexpr Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
 }
 
-// A block for each tile of n columns.
+// One block per tile of n columns.
 constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_div(n, kTile), kMaxBlocks), threads}; }
 
-// A cluster of blocks for each kProductColumns columns of products of few rows: as many as run at once, and have something to
-// do. Larger clusters do not fill every group of multiprocessors, so of these some room is left.
+// Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
+// cannot fill every GPC, so some room is left.
 template <int kThreads = kProductThreads>
 constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
   constexpr int64_t kSize = kThreads / kProductThreads, kAtOnce = kProductsAtOnce / kSize;
@@ -90,14 +89,14 @@ constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
   return {clusters * cluster, kThreads, cluster};
 }
 
-// Of one product: pairs of large blocks, where these are more threads that run at once.
+// One matmul: pairs of large blocks, if that gives more concurrent threads.
 constexpr Grid grid_of_product(int64_t columns, int64_t depth) {
   const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
 
-// What of an array a kernel touches: `count` elements in a row, or a view. Lives no longer than the call that it is an argument
-// of.
+// Elements of an array that a kernel accesses: `count` contiguous elements, or a view. Use it only as an argument; it holds
+// references to temporaries.
 using ViewDims = std::initializer_list<int64_t>;
 
 template <class T>
@@ -142,10 +141,10 @@ struct AnyAccess {
 
 using Accesses = std::initializer_list<AnyAccess>;
 
-// Takes the accesses of a kernel that is launched, and returns true: then the kernel returns. False when it runs.
+// Records the accesses of a kernel during its launch and returns true; the kernel then returns. False while the kernel runs.
 bool tell(Accesses accesses);
 
-// Enqueues `run` on a copy of the closure: with these accesses, or with those that it tells if it has none.
+// Enqueues `run` with a copy of the closure and these accesses. If there are none, it asks the kernel for them by `tell`.
 cudaError_t launch_on_cpu(cudaStream_t stream, void (*run)(void* closure), void* closure, size_t closure_bytes,
                           Accesses accesses);
 
@@ -158,7 +157,7 @@ template <class T>
 AnyAccess any(const Access<T>& access) {
   return access;
 }
-inline AnyAccess any(int64_t) { return {{}, 1}; }  // an argument that points to nothing
+inline AnyAccess any(int64_t) { return {{}, 1}; }  // an argument that is not a pointer
 
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
@@ -184,7 +183,7 @@ cudaError_t load(void (*)(Params...)) {
 
 #else
 
-// Loads a kernel on the current device, before any rank runs: to load one beside a running NCCL kernel can hang.
+// Loads a kernel on the current device. Call it before any rank runs: lazy loading during an NCCL kernel can deadlock.
 template <class... Params>
 cudaError_t load(void (*kernel)(Params...)) {
 #ifdef HOSTWEAVE_JIT
@@ -204,7 +203,7 @@ const void* function_of(void (*kernel)(Params...)) {
 #endif
 }
 
-// Whether hw::griddep_wait() waits in a kernel: those of a program are compiled for one architecture.
+// True if hw::griddep_wait() is effective in a kernel. All kernels of a program are compiled for one architecture.
 inline bool waits_for_stream(const void* function) {
   static const bool waits = [function] {
     cudaFuncAttributes attributes;
@@ -226,7 +225,7 @@ cudaError_t launch(void (*kernel)(Params...), Grid grid, cudaStream_t stream, co
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// CUDA calls it cooperative.
+// Cooperative launch.
 template <class... Params, class... Args>
 cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   int device = 0, most = 0;
@@ -243,14 +242,14 @@ cudaError_t launch_at_once(void (*kernel)(Params...), Grid grid, cudaStream_t st
   return launch_with<Params...>(config, function_of(kernel), static_cast<Params>(args)...);
 }
 
-// CUDA calls it programmatic dependent launch.
+// Programmatic dependent launch.
 template <class... Params, class... Args>
 cudaError_t launch_pdl(void (*kernel)(Params...), Grid grid, cudaStream_t stream, const Args&... args) {
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.at_once) return launch_at_once(kernel, grid, stream, args...);
   const void* const function = function_of(kernel);
   const bool waits = waits_for_stream(function);
-  const unsigned cluster = waits ? grid.cluster : 1;  // both came with compute capability 9.0
+  const unsigned cluster = waits ? grid.cluster : 1;  // both need compute capability 9.0
   cudaLaunchAttribute attributes[2] = {{.id = cudaLaunchAttributeProgrammaticStreamSerialization},
                                        {.id = cudaLaunchAttributeClusterDimension}};
   attributes[0].val.programmaticStreamSerializationAllowed = waits;

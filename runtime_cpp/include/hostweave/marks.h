@@ -1,4 +1,4 @@
-// Marks of a program that is measured: when a stream comes to each of them.
+// Marks for measuring a program: the time at which a stream reaches each of them.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,7 +10,7 @@
 
 namespace hw {
 
-// While one lives, it has the marks that its thread makes, in their order.
+// Collects the marks that this thread makes during its lifetime, in order.
 class Marks {
  public:
   Marks();
@@ -18,7 +18,7 @@ class Marks {
   Marks(Marks&&) = delete;
 
   cudaError_t add(cudaStream_t stream);
-  // Milliseconds from `begin` to each mark since the last call of this, all of which streams have come to.
+  // Milliseconds from `begin` to each mark since the last call. All marks must have been reached.
   std::vector<float> take(cudaEvent_t begin);
 
  private:
@@ -26,7 +26,7 @@ class Marks {
   std::size_t used_ = 0;
 };
 
-// A mark behind what the stream holds. Nothing where no Marks lives.
+// Enqueues a mark. Does nothing if no Marks object exists.
 cudaError_t mark(cudaStream_t stream);
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-// Functions that kernels call besides those of <cmath>.
+// Device functions in addition to <cmath>.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace hw {
 
-// Rounds, also where the result is widened again: GCC 12 takes double(float(x)) of vectors for x.
+// Rounds to f32. GCC 12 wrongly optimises double(float(x)) to x in vectorised code.
 HW_DEVICE float to_f32(double x) {
   auto rounded = static_cast<float>(x);
 #ifndef __CUDACC__
@@ -24,15 +24,15 @@ HW_DEVICE double log_gamma(double x) {
 #ifdef __CUDACC__
   return lgamma(x);
 #else
-  int sign;  // which lgamma writes to a global
+  int sign;  // avoids lgamma's global variable
   return lgamma_r(x, &sign);
 #endif
 }
-HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // exact where it is near 0
+HW_DEVICE float log_gamma(float x) { return static_cast<float>(log_gamma(static_cast<double>(x))); }  // accurate near 0
 
-// For kernels whose elements have 16 bits or less: e to the x within some 100 units in the last place; the error function within
-// 5, as the quotient of two polynomials that XLA and Eigen have; and gelu within 1e-5 of itself, from the tail of the normal
-// distribution in the form of Abramowitz and Stegun 7.1.26, with factors that keep its relative error small.
+// Approximations for kernels with elements of at most 16 bits. exp has an error of about 100 ulp. erf has 5 ulp: a rational
+// function as in XLA and Eigen. gelu has a relative error of 1e-5: the tail of the normal distribution as in Abramowitz and
+// Stegun 7.1.26, with coefficients for small relative error.
 #ifdef __CUDACC__
 HW_DEVICE float fast_exp(float x) { return __expf(x); }
 HW_DEVICE float fast_erf(float x) {
@@ -56,7 +56,7 @@ HW_DEVICE float fast_gelu(float x) {
   const float z = Minimum()(fabsf(x), 14.0f);
   float t, power;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(1.0f + 0.31f * z));
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-0.72134752f * z * z));  // e to the -z * z / 2
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-0.72134752f * z * z));  // exp(-z * z / 2)
   float p = -0.07392231f;
   p = p * t + 0.18042914f;
   p = p * t + 0.01577021f;
@@ -71,7 +71,7 @@ HW_DEVICE float fast_erf(float x) { return erff(x); }
 HW_DEVICE float fast_gelu(float x) { return gelu(x); }
 #endif
 
-// Of ints, in the type that C++ computes these in. They wrap around, which those with a sign do not by the rules of C++.
+// Integer arithmetic that wraps around, in the promoted type. Signed overflow would be undefined behaviour.
 template <class A, class B>
 HW_DEVICE auto plus(A a, B b) {
   return static_cast<decltype(a + b)>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
@@ -84,20 +84,20 @@ template <class A, class B>
 HW_DEVICE auto times(A a, B b) {
   return static_cast<decltype(a * b)>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
 }
-// Towards zero, to i64, of which narrower ints have the low bits. Numbers that only u64 has are those, all others and NaN -2^63.
+// Truncates to i64; narrower ints keep the low bits. Values in the range of u64 only convert to u64; others and NaN give -2^63.
 template <class T, class F>
 HW_DEVICE T to_int(F x) {
   if (x >= F(0x1p63) && x < F(0x1p64)) return static_cast<T>(static_cast<uint64_t>(x));
   return static_cast<T>(x >= F(-0x1p63) && x < F(0x1p63) ? static_cast<int64_t>(x) : INT64_MIN);
 }
-// Rounded down, with the sign of the divisor, and 0 where that is 0. What is less than 0 is found as less than 1, since a
-// comparison of what has no sign with 0 is a warning.
+// Floor division, and modulo with the sign of the divisor. Both give 0 for divisor 0. Tests `< 1` instead of `< 0`, because the
+// latter warns for unsigned types.
 template <class A, class B>
 HW_DEVICE auto floor_divide(A left, B right) {
   using T = decltype(left + right);
   const T a = left, b = right;
   if (b == 0) return T(0);
-  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(minus(0, a));  // of the least one it is itself
+  if (T(-1) < T(1) && b == T(-1)) return static_cast<T>(minus(0, a));  // wraps for the minimum
   const T quotient = a / b;
   return static_cast<T>(quotient - (quotient * b != a && (a < T(1)) != (b < T(1))));
 }
@@ -114,7 +114,7 @@ HW_DEVICE auto remainder(A left, B right) {
   const T b = right;
   return static_cast<T>(rest != 0 && (rest < T(1)) != (b < T(1)) ? rest + b : rest);
 }
-// Of floats, as NumPy and Python compute them.
+// Float versions with the semantics of NumPy and Python.
 HW_DEVICE float copy_sign(float x, float sign) { return copysignf(x, sign); }
 HW_DEVICE double copy_sign(double x, double sign) { return copysign(x, sign); }
 HW_DEVICE float fmod(float a, float b) { return fmodf(a, b); }
@@ -140,7 +140,7 @@ HW_DEVICE double floor_divide(double a, double b) { return float_floor_divide(a,
 HW_DEVICE float remainder(float a, float b) { return float_remainder(a, b); }
 HW_DEVICE double remainder(double a, double b) { return float_remainder(a, b); }
 
-// What is moved out of all bits is gone, and a negative number has ones before it.
+// Shifts by the width or more give 0, or -1 for an arithmetic shift of a negative number.
 template <class A, class B>
 HW_DEVICE auto left_shift(A bits, B by) {
   using T = decltype(bits + by);
@@ -153,7 +153,7 @@ HW_DEVICE auto right_shift(A bits, B by) {
   return uint64_t(by) <= kLast ? static_cast<T>(T(bits) >> by) : static_cast<T>(T(bits) >> kLast >> 1);
 }
 
-// A uniform number from 0 to below 1: the first word of Philox 4x32-10 of the counter (i, j, k, m) under the key (seed, draw).
+// Uniform number in [0, 1): first word of Philox 4x32-10 for counter (i, j, k, m) and key (seed, draw).
 HW_DEVICE float philox(uint32_t i, uint32_t j, uint32_t k, uint32_t m, uint32_t seed, uint32_t draw) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t left = uint64_t{i} * 0xD2511F53u, right = uint64_t{k} * 0xCD9E8D57u;

@@ -1,4 +1,4 @@
-// Matrix products by cuBLASLt: planned for each shape, then only enqueued.
+// Matmuls by cuBLASLt: planned once per shape, then only enqueued.
 #pragma once
 #include <cublasLt.h>
 
@@ -10,12 +10,12 @@
 #include "hostweave/tensor.h"
 
 #if defined(CUBLAS_VERSION) && CUBLAS_VERSION < 120800
-enum { CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0 };  // the only mode that these versions have
+enum { CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0 };  // the only mode in these versions
 #endif
 
 namespace hw {
 
-// Where the elements of an operand lie: shape, and strides in elements.
+// Layout of an operand: shape, and strides in elements.
 struct Strided {
   Shape shape;
   Shape strides;
@@ -26,39 +26,38 @@ struct Strided {
   Strided(std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides) : shape(sizes), strides(strides) {}
 };
 
-// What becomes of a product before it is rounded, besides the plan's activation.
+// Epilogue of a matmul before rounding, besides the plan's activation.
 struct Epilogue {
   double scale = 1;
-  const void* accumulate = nullptr;  // added to the product: where c lies, or as c does
-  const void* bias = nullptr;        // one element for each column of c, if the plan's epilogue has a bias
-  const void* scale_a = nullptr;     // of a plan with scales, f32
+  const void* accumulate = nullptr;  // added to the product; c itself, or a matrix with the layout of c
+  const void* bias = nullptr;        // one element per column of c, if the plan's epilogue has a bias
+  const void* scale_a = nullptr;     // f32, for a plan with scales
   const void* scale_b = nullptr;
 };
 
-// Scales of 8-bit floats a[m, k], whose rows lie side by side, and b[k, n], whose columns do. OUTER_VEC has one for each row of a
-// and each column of b, VEC128 also for each 128 elements along k: those of the rows lie side by side. BLK128x128 has one for
-// each 128 x 128 elements, of which those along k lie side by side, and rows of them are padded to multiples of 4.
+// Scales of 8-bit floats a[m, k], row-major, and b[k, n], column-major. OUTER_VEC has one per row of a and per column of b.
+// VEC128 has these per 128 elements along k; scales of adjacent rows are contiguous. BLK128x128 has one per 128 x 128 elements,
+// contiguous along k, in rows padded to multiples of 4.
 struct Scaling {
   cudaDataType_t operand_b;
   int32_t a, b;  // a cublasLtMatmulMatrixScale_t
 };
 
-// The product c[..., m, n] = a[..., m, k] b[..., k, n], leading dims broadcast as NumPy does: what cublasLtMatmul needs beside
-// the pointers. f16, bf16 and f32 add up in f32, f64 in f64; f32 is multiplied as TF32 by CUBLAS_COMPUTE_32F_FAST_TF32 alone.
+// Plan of c[..., m, n] = a[..., m, k] b[..., k, n] with NumPy broadcasting of leading dims: all arguments of cublasLtMatmul
+// except the pointers. f16, bf16 and f32 accumulate in f32, f64 in f64. f32 uses TF32 only with CUBLAS_COMPUTE_32F_FAST_TF32.
 class MatmulPlan {
  public:
   MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT,
              cublasComputeType_t compute = CUBLAS_COMPUTE_32F);
-  // The product of 8-bit floats with scales.
+  // Matmul of 8-bit floats with scales.
   MatmulPlan(Rank& rank, cudaDataType_t operand_a, cudaDataType_t result, cublasLtEpilogue_t epilogue, Scaling scaling);
 
-  // Chooses the algorithm for these operands, or finds it again among those of the last kMostPlans shapes. To choose, it waits
-  // for what the device has in flight. Where the rank measures, of those that cuBLASLt recommends the fastest is taken. Throws
-  // ExecutionError where cuBLASLt has none.
+  // Selects the algorithm for these operands, or reuses that of the last kMostPlans shapes. Selection waits for the device. If
+  // the rank measures, it takes the fastest algorithm that cuBLASLt recommends. Throws ExecutionError if cuBLASLt has none.
   void prepare(const Strided& a, const Strided& b, const Strided& c);
 
-  // c = activation(scale a b + accumulate + bias), as prepared last: one cublasLtMatmul, or one for each of the outer leading
-  // dims.
+  // c = activation(scale a b + accumulate + bias), for the shapes of the last prepare: one cublasLtMatmul, or one per index of
+  // leading dims that no stride covers.
   cublasStatus_t multiply(const void* a, const void* b, void* c, Stream stream, const Epilogue& epilogue = {}) const;
 
  private:

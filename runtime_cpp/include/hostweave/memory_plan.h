@@ -1,4 +1,4 @@
-// When a program's temporaries come and go, told in the order of the program. What is free lends its bytes to what comes next.
+// Live ranges of a program's temporaries, recorded in program order. Buffers with disjoint live ranges share bytes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,12 +13,12 @@ class MemoryPlan {
  public:
   MemoryPlan();
 
-  // A buffer that has been freed may be allocated again: it is the same one then.
+  // Begins a live range. A freed buffer may be allocated again, and has the same offset.
   template <class T>
   void allocate(T*& pointer, int64_t count, bool in_window = false) {
     allocate(reinterpret_cast<void**>(&pointer), 1, count * sizeof(T), nullptr, in_window);
   }
-  // A buffer for each of these streams, to a std::array of pointers.
+  // One buffer per stream, stored to a std::array of pointers.
   template <class Array>
   void allocate(Array& pointers, int64_t count, const Streams& streams, bool in_window = false) {
     allocate(reinterpret_cast<void**>(pointers.data()), pointers.size(), count * sizeof(*pointers[0]), &streams, in_window);
@@ -28,7 +28,7 @@ class MemoryPlan {
   void allocate_window(Buffer& pointers, int64_t count, const OfStreams&... streams) {
     allocate(pointers, count, streams..., true);
   }
-  // A buffer of so many bytes for each of the pointers: of all streams, or one for each of the first of a pool.
+  // A buffer of `bytes` bytes per pointer: usable by all streams, or one per stream of a pool.
   void allocate(void** pointers, size_t pointer_count, size_t bytes, const void* pool, bool in_window = false);
 
   template <class T>
@@ -41,16 +41,16 @@ class MemoryPlan {
   }
   void free(const void* first_pointer, const void* last_pointer);
 
-  // What belonged to these streams is free for all.
+  // After a join, freed buffers of these streams are available to all streams.
   void join(const Streams& streams) { join(static_cast<const void*>(&streams)); }
   void join(const void* pool);
 
-  // The bytes that all buffers together take, in windows and elsewhere.
+  // Total bytes, in windows and elsewhere.
   struct Bytes {
     size_t in_windows = 0, elsewhere = 0;
   };
   Bytes place();
-  // Once placed, sets every pointer to its place in this memory, or among these windows.
+  // Sets every pointer to its place in this memory or window. Requires placed buffers.
   void set_pointers(void* memory, void* windows = nullptr) const;
 
   struct Buffers;

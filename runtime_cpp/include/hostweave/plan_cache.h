@@ -1,4 +1,4 @@
-// Plans by what they are for.
+// LRU cache of plans.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 namespace hw {
 
-// So many of them at most: the one that was asked for longest ago makes place for a new one.
+// Keeps a maximum number of plans and evicts the least recently used one.
 template <class Key, class Plan>
 class PlanCache {
  public:
   explicit PlanCache(size_t most) : most_(most) {}
 
-  // The plan for this, as `make` makes it where there is none. It stays until as many others have been asked for.
+  // Returns the plan for a key, calling `make` if there is none. The reference stays valid until the plan is evicted.
   template <class Make>
   const Plan& find(const Key& key, const Make& make) {
     auto found = plans_.find(key);

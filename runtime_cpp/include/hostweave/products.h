@@ -1,11 +1,11 @@
-// What kernels of products of few rows take, for the kernels and for what launches them.
+// Arguments of the kernels for matmuls with few rows, shared by the kernels and their launches.
 #pragma once
 #include <cstdint>
 
 namespace hw {
 
-// The products x[rows, depth] w[depth, columns] of up to kFewRows rows with some weights. x lies row by row, and the weights
-// alike: row by row, or if they are transposed column by column. What is next in the other dim lies a pitch of elements further.
+// Matmuls x[rows, depth] w[depth, columns] of up to kFewRows rows with kCount weights. x is row-major. All weights have one
+// layout: row-major, or column-major if transposed, with the given pitch in elements.
 template <class T, int kCount>
 struct FewRows {
   int64_t rows, depth, columns;
@@ -17,14 +17,14 @@ struct FewRows {
 
 enum class Activation { none, relu, gelu_tanh };
 
-// What a MatmulPlan makes of its product: activation(scale product + accumulate + bias), in rows that lie a pitch apart.
+// Epilogue of a MatmulPlan: activation(scale product + accumulate + bias), stored with the given row pitch.
 template <class T>
 struct ProductEnd {
   T* result;
   int64_t pitch;
   float scale;
-  const T* accumulate;  // null, or as the result lies
-  const T* bias;        // null, or one for each column
+  const T* accumulate;  // null, or with the layout of the result
+  const T* bias;        // null, or one per column
   Activation activation;
 };
 

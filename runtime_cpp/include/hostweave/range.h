@@ -1,13 +1,12 @@
-// Ranges of NVTX, which profilers of CUDA show: of a call of a program, of each function of it, and of each call of a library in
-// these.
+// NVTX ranges for CUDA profilers: one per call of a program, per function, and per library call.
 #pragma once
 
 namespace hw {
 
-#ifdef HOSTWEAVE_CPU_DEVICE  // which no profiler of CUDA sees
+#ifdef HOSTWEAVE_CPU_DEVICE  // no CUDA profiler
 struct Range {
   explicit Range(const char*) {}
-  ~Range() {}  // so that a variable counts as used
+  ~Range() {}  // avoids warnings about unused variables
 };
 #else
 class Range {

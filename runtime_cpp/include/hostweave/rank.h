@@ -1,4 +1,4 @@
-// What one rank owns, and its programs share.
+// Resources of one rank, shared by its programs.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
@@ -11,9 +11,9 @@
 
 namespace hw {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // of one stream, for its matmuls
+constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per stream
 
-// A stream, and the workspace of the matmuls that run on it.
+// A stream, and the cuBLASLt workspace of its matmuls.
 struct Stream {
   cudaStream_t handle = nullptr;
   void* workspace = nullptr;
@@ -21,43 +21,43 @@ struct Stream {
   operator cudaStream_t() const { return handle; }
 };
 
-// Of a library, and what destroys it.
+// A library handle with its destructor.
 struct Handle {
   void* handle = nullptr;
   void (*destroy)(void* handle) = nullptr;
 };
 
-// One rank's device: its place in the world, library handle, streams and channels. Used by one thread at a time, with
-// `device` current. Lives longer than the programs that are made with it.
+// One rank: its number in the world, device, library handles, streams and channels. Used by one thread at a time, with `device`
+// current. Must outlive the programs that use it.
 class Rank {
  public:
   Rank(int device, int64_t index, int64_t size);
   ~Rank();
 
   int device() const { return device_; }
-  int64_t index() const { return index_; }  // of the world: row-major coordinates of the mesh
+  int64_t index() const { return index_; }  // number in the world: row-major in the coordinates of the mesh
   int64_t size() const { return size_; }
-  // This rank. Throws ExecutionError unless the world has so many ranks.
+  // Returns *this. Throws ExecutionError if the world has another size.
   Rank& expect_world(int64_t size);
 
-  // A channel is keyed by the mesh ("mesh(dp=2, tp=4)"), the axes of the process group ("tp", or "dp, tp") and the transport.
+  // The key of a channel is the mesh ("mesh(dp=2, tp=4)"), the axes of the process group ("tp", or "dp, tp") and the transport.
   void add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport = Transport::two_sided);
   bool has_channel(const char* mesh, const char* axes, Transport transport = Transport::two_sided) const;
-  // Throws ExecutionError where there is none, or where its process group is not of this size.
+  // Throws ExecutionError if there is no such channel, or if its process group has another size.
   const Channel& channel(const char* mesh, const char* axes, int64_t size, Transport transport = Transport::two_sided) const;
 
-  // Memory that all ranks share, until it is taken away. A call of a program names places in it.
+  // Registers memory that all ranks share, until `unshare`. Arguments of calls may lie in it.
   void share(SharedMemory memory);
   void unshare(const char* data);
 
   cublasLtHandle_t blas();  // made on first use
-  // A handle of a library that only some programs use, null until one of them makes it.
+  // Handle of a library that only some programs use; null until one of them makes it.
   Handle& handle(const char* library);
-  // The i-th stream of this name, made on first use. Programs that use the same name share them. Those on which the compiler has
-  // nothing but communication, "comm", "puts" and "arrivals", have the highest priority.
+  // The i-th stream of this name, made on first use and shared by all programs. The streams "comm", "puts" and "arrivals", which
+  // only communicate, have the highest priority.
   Stream stream(const char* name, int i);
 
-  // Whether the plans that are made now measure the algorithms of a product, and take the fastest.
+  // True if new matmul plans measure algorithms and select the fastest.
   bool measures() const { return measures_; }
   void set_measures(bool measures) { measures_ = measures; }
 

@@ -1,4 +1,4 @@
-// Of channels whose ranks write to each other's memory what those need to know who make and abort their communicators.
+// Windows of channels whose ranks access each other's memory: registration, checks and aborts.
 #pragma once
 #include <nccl.h>
 
@@ -11,33 +11,33 @@
 
 namespace hw {
 
-constexpr size_t kPiece = size_t{2} << 20;  // bytes, of memory that GPUs map for each other
-// Rounds up to whole pieces, and to one piece of 0 bytes, since memory without a byte has no window.
+constexpr size_t kPiece = size_t{2} << 20;  // granularity in bytes of memory that GPUs map for each other
+// Rounds up to whole pieces; at least one, since a window must not be empty.
 constexpr size_t whole_pieces(size_t bytes) { return bytes ? (bytes + kPiece - 1) / kPiece * kPiece : kPiece; }
 
-// Memory, as it is registered with a channel.
+// Registration of memory with a channel.
 struct Registered {
   const Channel* channel = nullptr;
-  ncclWindow_t window = nullptr;    // of the transport one_sided
-  PeerGroup::Mapping mapping = {};  // of the transport peer
-  std::vector<char*> peers;         // where the memory of each rank begins, seen from this one
+  ncclWindow_t window = nullptr;    // for transport one_sided
+  PeerGroup::Mapping mapping = {};  // for transport peer
+  std::vector<char*> peers;         // base of each rank's memory, in this rank's address space
 };
 
-// Memory to be registered with a channel, and with others of the same transport; null stands for none.
+// Allocates memory to register with a channel, and with others of the same transport; null means no channel.
 void* allocate_window(const Channel* channel, size_t bytes);
-// Registers such memory, as all ranks of the channel do at the same time. Throws ExecutionError if NCCL or the GPU cannot.
+// Collective: registers such memory. Throws ExecutionError if NCCL or the GPU does not support it.
 void register_window(const Channel& channel, void* data, size_t bytes, Registered& made);
-// Frees memory that was registered. The peers of the transport peer may still have it mapped.
+// Frees registered memory. With transport peer, peers may still have it mapped.
 void release_window(void* data, const std::vector<Registered>& registered);
-// Throws ExecutionError where the NCCL that is loaded has no one-sided calls.
+// Throws ExecutionError if the loaded NCCL has no one-sided calls.
 void expect_one_sided_calls();
 
-// Why the ranks of a channel cannot write to each other's memory; "" if they can, or if only registering windows shows it.
+// Reason why the ranks of a channel cannot access each other's memory; "" if they can, or if only registration can tell.
 std::string why_out_of_reach(const Channel& channel);
-// Why memory cannot be registered with a channel, which all of its ranks try together; "" if it can.
+// Collective: tries a registration. Returns the reason why it fails, or "".
 std::string why_no_windows(const Channel& channel);
 
-// Aborts communicators, whose windows nobody may touch afterwards, and for which no kernel waits any longer.
+// Aborts communicators. Their windows must not be used afterwards, and no kernel waits for them any longer.
 void abort_with_windows(const std::vector<ncclComm_t>& comms);
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-// How reductions join two values.
+// Binary operators of reductions.
 #pragma once
 #include <cstdint>
 
@@ -7,13 +7,13 @@
 namespace hw {
 
 template <class T>
-struct Indexed {  // an element and where it is
+struct Indexed {  // an element and its index
   T value;
   int64_t index;
 };
 
-// What floats add up in. The threads of a GPU share a sum, so that none adds many terms one after the other. On the CPU device
-// one thread adds all of them: in f64, and it keeps what the additions round off (Neumaier's sum).
+// Accumulator of floats. On a GPU many threads share a sum, so no thread adds many terms. On the CPU device one thread adds all
+// of them, in f64 with compensation (Neumaier's sum).
 #ifdef __CUDACC__
 template <class T>
 using Sum = T;
@@ -29,12 +29,12 @@ struct Sum {
   }
   operator T() const {
     const double sum = rounded + rest;
-    return static_cast<T>(sum == sum ? sum : rounded);  // of an infinity there is no rest
+    return static_cast<T>(sum == sum ? sum : rounded);  // no compensation for infinities
   }
 };
 #endif
 
-// Ints wrap around, which those with a sign do not by the rules of C++.
+// Integers wrap around; signed overflow would be undefined behaviour.
 #define HW_OPERATOR(Name, op)                                                                  \
   struct Name {                                                                                \
     HW_DEVICE auto operator()(auto a, auto b) const -> decltype(a) {                           \
@@ -52,13 +52,13 @@ HW_OPERATOR(Or, |)
 HW_OPERATOR(Xor, ^)
 #undef HW_OPERATOR
 
-struct Maximum {  // a NaN on either side stays
+struct Maximum {  // propagates NaN
   template <class T>
   HW_DEVICE T operator()(T a, T b) const {
     return a > b || a != a ? a : b;
   }
 #ifdef __CUDACC__
-  __device__ float operator()(float a, float b) const {  // one instruction
+  __device__ float operator()(float a, float b) const {  // a single instruction
     asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
     return a;
   }
@@ -78,7 +78,7 @@ struct Minimum {
 #endif
 };
 
-struct FirstMaximum {  // a NaN is the largest; of equal elements the first
+struct FirstMaximum {  // NaN is the largest; ties give the first element
   template <class T>
   HW_DEVICE Indexed<T> operator()(Indexed<T> a, Indexed<T> b) const {
     const bool a_is_nan = a.value != a.value, b_is_nan = b.value != b.value;

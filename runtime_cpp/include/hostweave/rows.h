@@ -1,11 +1,11 @@
-// How threads share a row that they reduce. Kernels are written for any of these: hw::Row where the length of rows is known, else
-// hw::RowUpTo, and hw::LongRow for rows that threads cannot hold.
+// Distributions of a reduced row over threads. Kernels are templates over them: hw::Row for known lengths, hw::RowUpTo for rows
+// that threads can hold in registers, and hw::LongRow for longer ones.
 #pragma once
 #include "hostweave/kernel.h"
 
 namespace hw {
 
-// The number and the first of those elements of a row that a thread takes together.
+// A vector access of a thread: its number, and its first element.
 struct Chunk {
   int64_t index;
   int number;
@@ -23,14 +23,14 @@ struct Chunks {  // for (const Chunk j : row)
   HW_DEVICE bool operator!=(const Chunks&) const { return row.has(j); }
 };
 
-// What a thread has of a row, in registers.
+// A thread's elements of a row, in registers.
 template <class Elements, int kEach>
 struct RegisterRow {
   Elements values[kEach];
 
   HW_DEVICE const Elements& operator[](const Chunk& j) const { return values[j.number]; }
 };
-// Where that is too much, it reads it again.
+// A row that is reloaded at each use, because it does not fit in registers.
 template <class Place, int kWidth>
 struct ReloadedRow {
   Place row;
@@ -38,7 +38,7 @@ struct ReloadedRow {
   HW_DEVICE auto operator[](const Chunk& j) const { return hw::load<kWidth>(row + j); }
 };
 
-// The threads that share a row: kThreads neighbours of a warp, or where that is more than a warp, or 0 for any number, a block.
+// Threads that share a row: kThreads adjacent lanes of a warp, or a block if kThreads exceeds a warp or is 0 (any number).
 #ifdef __CUDACC__
 template <int kThreads>
 struct ThreadGroup {
@@ -54,7 +54,7 @@ struct ThreadGroup {
   }
   static __device__ int threads() { return kThreads ? kThreads : blockDim.x; }
   static __device__ bool first_thread() { return thread() == 0; }
-  // Which of 0..n rows they take.
+  // Rows of 0..n that the group processes.
   static __device__ Walk<int64_t> of(int64_t n) {
     if constexpr (kLanes == 0) {
       return over_blocks(n);
@@ -63,7 +63,7 @@ struct ThreadGroup {
       return {threads.begin_ / kLanes, n, threads.step_ / kLanes};
     }
   }
-  // Joins one value of each. Every one of them gets the result.
+  // All-reduces one value per thread.
   template <class T, class ReduceOp>
   static __device__ T reduce(T value, ReduceOp reduce_op) {
     if constexpr (kLanes == 0) {
@@ -89,7 +89,7 @@ struct ThreadGroup {
 };
 #endif
 
-// A row of kElements, of which each of kThreads threads takes kWidth neighbours the same number of times.
+// A row of kElements, over which each of kThreads threads makes the same number of accesses of kWidth elements.
 template <int kElements, int kThreads, int kNeighbours>
 struct Row : ThreadGroup<kThreads> {
   static constexpr int kWidth = kNeighbours;
@@ -116,11 +116,11 @@ struct Row : ThreadGroup<kThreads> {
   }
 };
 
-// A row of some length that its block can hold.
+// A row of unknown length that its block can hold in registers.
 template <int kNeighbours>
 struct RowUpTo : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = kRowAccesses;  // at most
+  static constexpr int kEach = kRowAccesses;  // maximum
 
   int length;
 
@@ -147,11 +147,11 @@ struct RowUpTo : ThreadGroup<0> {
   }
 };
 
-// A row of any length, which is read again wherever it is needed.
+// A row of any length, reloaded at each use.
 template <int kNeighbours>
 struct LongRow : ThreadGroup<0> {
   static constexpr int kWidth = kNeighbours;
-  static constexpr int kEach = 1;  // or any number
+  static constexpr int kEach = 1;  // nominal; the number of accesses is not limited
 
   int64_t length;
 

@@ -1,4 +1,4 @@
-// The order of a lane's elements, or of the first ones in it alone.
+// Sorting of a lane, completely or only its first elements.
 #pragma once
 #include "hostweave/lanes.h"
 
@@ -13,7 +13,7 @@ struct KeyOf<8> {
   using Type = uint64_t;
 };
 
-// A number that is smaller for what goes before. A NaN counts as the largest element, and zeros are equal.
+// Unsigned key whose order is the sort order. NaN is the largest element, and both zeros are equal.
 template <bool kDescending, class T>
 HW_DEVICE auto sort_key(T element) {
   const auto x = accumulated(element);
@@ -33,8 +33,8 @@ HW_DEVICE auto sort_key(T element) {
 #ifdef __CUDACC__
 __device__ inline uint64_t packed(uint32_t key, int64_t index) { return uint64_t{key} << 32 | static_cast<uint64_t>(index); }
 
-// Orders the numbers of a tile, by a network in which the smaller of two goes to the smaller place: what is past the end would
-// stay there (Batcher, "Sorting networks and their applications", 1968).
+// Sorts a tile by a network whose comparators always move the smaller number to the lower index, so missing elements past the end
+// need no padding (Batcher, "Sorting networks and their applications", 1968).
 template <class Less>
 __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
   const auto step = [&](int flips) {
@@ -53,7 +53,7 @@ __device__ void sort_tile(BlockLanes block, uint64_t* tile, int n, Less less) {
   block.sync();
 }
 
-// Calls take(i, key) for all elements, of which a thread loads several at once.
+// Calls take(i, key) for all elements. A thread loads several at once.
 template <bool kDescending, class T, class Take>
 __device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
   constexpr int kWidth = 16 / sizeof(T), kAtOnce = 4;
@@ -78,7 +78,7 @@ __device__ void for_each_key(BlockLanes block, Lane<T> x, Take take) {
   for (int64_t i = done + block.thread(); i < x.length; i += block.threads()) take(i, sort_key<kDescending>(x[i]));
 }
 
-// How many numbers come before those of each digit.
+// Exclusive prefix sum of digit counts.
 __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   uint32_t before = 0;
   for (int first = 0; first < n; first += block.threads()) {
@@ -92,8 +92,8 @@ __device__ inline void sum_before(BlockLanes block, uint32_t* counts, int n) {
   block.sync();
 }
 
-// The order of the first elements of a long row, where few others are not after the last of them. No thread has more than one
-// of as many that come first of those of each thread: what is not after the last of these is little, if it is not equal.
+// Sorts the first elements of a long row if few candidates remain after filtering. The threshold is the largest of the minima of
+// all threads; only elements up to it are candidates, which are few unless many are equal.
 template <bool kDescending, class T>
 __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint64_t* tile) {
   __shared__ int taken;
@@ -118,16 +118,16 @@ __device__ bool order_few(BlockLanes block, Lane<T> x, Lane<int64_t> order, uint
   return true;
 }
 
-// The indices of the first elements of a row, in any order; of equal ones those before. Digit by digit from the top, as many as
-// have each one say which is that of the last.
+// Selects the indices of the first elements of a row, unsorted; ties give the lower indices. Radix select: counts per digit, from
+// the top, determine the digits of the last selected key.
 template <bool kDescending, class T>
 __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr int kDigitBits = 11, kDigits = 1 << kDigitBits;
-  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // equal ones
+  __shared__ uint32_t digit, before_digit, of_digit, taken, of_warps[32];  // per-warp counts of equal keys
   const int64_t length = left;
-  Key digits = 0, known = 0;  // of the last one: the digits so far, and which bits those are
-  bool all = false;           // of those that have them are to be taken
+  Key digits = 0, known = 0;  // key of the last selected element so far, and the mask of its known bits
+  bool all = false;           // all elements with these digits are selected
   for (int end = sizeof(Key) * 8; end > 0 && !all; end -= kDigitBits) {
     const int shift = end > kDigitBits ? end - kDigitBits : 0;
     auto* const counts = reinterpret_cast<uint32_t*>(tile);
@@ -143,7 +143,7 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
       const bool is_last = i + 1 == kDigits;
       if (counts[i] < left && (is_last || left <= counts[i + 1])) {
         digit = i, before_digit = counts[i];
-        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: not told
+        of_digit = is_last ? 0 : counts[i + 1] - counts[i];  // 0: unknown
       }
     }
     block.sync();
@@ -181,8 +181,8 @@ __device__ void choose(BlockLanes block, Lane<T> x, int64_t left, uint64_t* tile
   });
 }
 
-// Has n indices of 32 bits, in the first or in the second half of `order`, take all of it, of 64 bits. Of those left, as many at
-// once as have places of their own and of what has moved already; the last few are one block's.
+// Widens n 32-bit indices in the first or second half of `order` to 64 bits in place. Each round moves as many as do not
+// overwrite unread ones; one block moves the last few.
 __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   const auto* const from = reinterpret_cast<const uint32_t*>(order) + (in_first_half ? 0 : n);
   const auto move = [&](int64_t begin, int64_t end) {
@@ -210,9 +210,8 @@ __device__ inline void widen(int64_t* order, int64_t n, bool in_first_half) {
   }
 }
 
-// The order of a long row, digit by digit from the last: those of equal digits stay in their order (radix sort). Each block of
-// the team has a part of the row. The memory of `order` has the indices twice, in halves of 32 bits; where the next ones go,
-// blocks that are in no cluster find each other's counts.
+// Stable LSD radix sort of a long row. Each block of the team owns a part of the row. `order` holds the 32-bit indices twice, as
+// two halves. Blocks outside a cluster exchange their counts in the half that is written next.
 template <bool kDescending, class T>
 __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t* tile) {
   using Key = decltype(sort_key<kDescending>(x[0]));
@@ -254,7 +253,7 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
     } else {
       add_counts([&](int other, int d) { return Cluster::of(other, counts[d]); });
     }
-    Team::meet();  // before anything is counted anew
+    Team::meet();  // before the next counts
     if (!is_needed) continue;
     sum_before(block, begins, kDigits);
     for (int d = thread; d < kDigits; d += threads) begins[d] += of_tile[d];
@@ -303,17 +302,17 @@ __device__ void order_long(BlockLanes block, Lane<T> x, int64_t* order, uint64_t
   widen(order, n, from < to);
 }
 
-// The indices of x in the order of its elements, of equal ones in their own: all, or up to kSorted of the first ones.
+// Stable argsort of x: all indices, or the first up to kSorted.
 template <bool kDescending, class T>
 __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
   __shared__ uint64_t tile[kSorted];
   using Key = decltype(sort_key<kDescending>(x[0]));
   constexpr bool kPacked = sizeof(Key) == 4;
-  block.sync();  // until the row before is done
+  block.sync();  // wait for the previous row
   int count = x.length;
   if (x.length > kSorted) {
     if (order.length == x.length) return order_long<kDescending>(block, x, order.first, tile);
-    if (Team::rank() > 0) return;  // one block is enough
+    if (Team::rank() > 0) return;  // one block suffices
     if constexpr (kPacked) {
       if (order.length <= block.threads() && order_few<kDescending>(block, x, order, tile)) return;
     }
@@ -345,7 +344,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
 
 #endif  // __CUDACC__
 
-// By a heap of the first ones so far, of which the root comes last.
+// By a max-heap of the first elements so far.
 template <bool kDescending, class T>
 HW_DEVICE void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
   const int64_t n = order.length;

@@ -1,4 +1,4 @@
-// Streams and events of a program, made once. What takes a compiler long is in the library: programs are compiled by users.
+// Streams and events of a program. Slow-to-compile parts are in the library, because users compile programs.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -28,7 +28,7 @@ class Events {
   Events(Events&&) = delete;
 
   int64_t count() const { return count_; }
-  // Throws ExecutionError where there is no such event.
+  // Throws ExecutionError if there is no such event.
   cudaEvent_t operator[](int64_t i) const {
     if (i < 0 || i >= count()) [[unlikely]]
       out_of_range(i);
@@ -41,19 +41,19 @@ class Events {
   Event* events_;
 };
 
-// Calls that use the same memory or signals, one after another, whatever streams they are on.
+// Orders calls that use the same memory or signals, across streams.
 class CallOrder {
  public:
-  // The work of a call stands between these two: `caller` first waits for the call before. Where `caller` is being captured,
-  // wait and record are nodes of the graph: each of its launches waits for the call or launch before it, and is waited for by
-  // the next. Then nothing depends on what lies outside of the capture. Inside of OfKernels there are no such nodes.
+  // Enclose the work of a call. `caller` first waits for the previous call. If `caller` is being captured, wait and record become
+  // nodes of the graph, so launches are ordered like calls and the capture depends on nothing outside. Inside OfKernels there are
+  // no such nodes.
   cudaError_t begin_call(cudaStream_t caller);
   cudaError_t end_call(cudaStream_t caller);
-  // Whether the call that has begun is being captured.
+  // True if the current call is being captured.
   bool capturing() const { return capturing_; }
 
-  // While it lives, this thread captures calls whose launches are each made between `begin_call` and `end_call`: a graph that is
-  // all kernels, one after another, is launched in the same time however many they are.
+  // During its lifetime, this thread captures calls without ordering nodes, whose launches are made between `begin_call` and
+  // `end_call`. Such a graph is a chain of kernels, whose launch time does not depend on its length.
   class OfKernels {
    public:
     OfKernels();
@@ -61,26 +61,26 @@ class CallOrder {
     OfKernels(OfKernels&&) = delete;
   };
 
-  // Whether a call was captured, so that a graph may be launched at any time.
+  // True if a call was captured, so a graph may be launched at any time.
   bool in_graphs() const { return capture_ != 0; }
 
  private:
-  Events last_call_{1};             // or launch of a graph
-  Events in_capture_{1};            // the last call of the capture
-  unsigned long long capture_ = 0;  // that a call was last in; 0: none yet
-  bool capturing_ = false;          // the call that is being made
+  Events last_call_{1};             // the last call or graph launch
+  Events in_capture_{1};            // the last call in the current capture
+  unsigned long long capture_ = 0;  // id of the last capture; 0: none yet
+  bool capturing_ = false;          // for the current call
 };
 
-// Streams that are walked round robin, fork from the caller's stream and join it.
+// Pool of streams that fork from the caller's stream and join it.
 class Streams {
  public:
   Streams(Rank& rank, const char* name, int count);
 
-  // Stream i modulo their number, of a negative index, too.
+  // Stream i modulo the size of the pool; i may be negative.
   Stream operator[](int64_t i) const;
-  // Every stream, or the first ones, wait for what `caller` holds.
+  // All streams, or the first ones, wait for `caller`.
   cudaError_t fork(cudaStream_t caller, int64_t first = INT64_MAX);
-  // `caller` waits for what the streams hold.
+  // `caller` waits for all streams, or the first ones.
   cudaError_t join(cudaStream_t caller, int64_t first = INT64_MAX);
 
  private:

@@ -1,10 +1,10 @@
-// What the ranks of a channel add up inside of the kernel that uses it: each rank has a term in its own memory. To a kernel the
-// sum is an array, as hw::load(terms + i) and terms[i] of it say, in the order of ranks, so that all ranks round alike.
+// All-reduce inside the kernel that consumes the sum. Each rank has a term in its own memory. To a kernel the sum is an array,
+// accessed by hw::load(terms + i) and terms[i]. Terms are added in rank order, so all ranks round alike.
 //
-// Where GPUs reach each other's memory a kernel sends its term to the others in packets, which hold four bytes beside the number
-// of the exchange: who waits for an element sees by itself that it is there, and no flag follows (NCCL's protocol LL). Packets
-// land in one of two slots by turns. That is enough: when a rank sends for the second time into a slot it has received from each
-// peer in the exchange between, and what a peer sends there it sends after its kernel before, which read the slot, has ended.
+// With peer access, a kernel sends its term to the others in packets of four bytes of data and the number of the exchange. A
+// reader detects arrival from the packet itself, without a separate flag (NCCL's LL protocol). Packets land alternately in two
+// slots. Two suffice: before a rank reuses a slot it has received from every peer in the exchange between. A peer sends that
+// packet only after its previous kernel, which read the slot, has ended.
 #pragma once
 #include <cstdint>
 
@@ -13,13 +13,13 @@
 
 namespace hw {
 
-constexpr int kExchangeRanks = 8;                            // at most
-constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // of a term, at most
-constexpr int64_t kPacketBytes = 8;                          // of a term, in one packet
-constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // of a rank, in one slot
+constexpr int kExchangeRanks = 8;                            // maximum
+constexpr int64_t kExchangeBytes = int64_t{512} << 10;       // maximum bytes of a term
+constexpr int64_t kPacketBytes = 8;                          // bytes of a term per packet
+constexpr int64_t kPackets = kExchangeBytes / kPacketBytes;  // packets per rank and slot
 
 template <class T, int kCount>
-struct Values;  // of kernel.h, which host programs need not read
+struct Values;  // defined in kernel.h, which host programs do not include
 template <int kCount, class T>
 HW_DEVICE Values<T, kCount> load(const T* first);
 HW_DEVICE void griddep_launch();
@@ -28,25 +28,25 @@ struct alignas(16) Packet {
   uint32_t first, number, second, number_too;
 };
 
-// A channel as the kernels of one of its ranks see it.
+// A channel, seen from the kernels of one of its ranks.
 struct Exchange {
-  Packet* landing[kExchangeRanks];  // of each rank, two slots with kPackets of each rank
-  uint32_t* state;                  // the number of the last exchange, and how many blocks are done with this one
-  const uint32_t* aborted;          // not 0: nobody is to wait any more
+  Packet* landing[kExchangeRanks];  // per rank: two slots with kPackets packets from each rank
+  uint32_t* state;                  // number of the last exchange, and count of blocks that are done with this one
+  const uint32_t* aborted;          // nonzero ends all waits
   int rank;
 };
 
 template <class T, int kRanks>
 struct TermsAt;
 
-// The argument of a kernel, that begins with begin().
+// Kernel argument. The kernel first calls begin().
 template <class T, int kRanks>
 struct Terms {
   const T* own;
   int64_t count;
-  const T* gathered;  // all terms, one after another, where they do not travel in packets
+  const T* gathered;  // consecutive terms of all ranks, if they are not exchanged in packets
   Exchange exchange;
-  uint32_t number;  // of this exchange
+  uint32_t number;  // number of this exchange
 
   HW_DEVICE TermsAt<T, kRanks> operator+(int64_t first) const { return {this, first}; }
   HW_DEVICE T operator[](int64_t i) const { return (*this + i).element(); }
@@ -60,12 +60,12 @@ struct Terms {
   }
 
 #ifdef __CUDACC__
-  static constexpr int kPart = kPacketBytes / sizeof(T);  // elements of a packet
+  static constexpr int kPart = kPacketBytes / sizeof(T);  // elements per packet
 
   HW_DEVICE int64_t slot_of(int rank) const { return (int64_t{number % 2} * kRanks + rank) * kPackets; }
 
-  // Sends this rank's term, and counts the exchange when all blocks know its number. Loads come before stores, as each takes its
-  // time.
+  // Sends this rank's term, and increments the exchange number when all blocks have read it. Loads are issued before stores to
+  // overlap their latencies.
   HW_DEVICE void begin() {
     if (gathered) return;
     number = *static_cast<volatile uint32_t*>(exchange.state) + 1;
@@ -95,7 +95,7 @@ struct Terms {
     griddep_launch();
   }
 
-  // What a packet holds, with zeros past the end.
+  // Data of a packet, zero-padded.
   HW_DEVICE uint2 part(int64_t i) const {
     if ((i + 1) * kPart <= count && reinterpret_cast<uintptr_t>(own) % kPacketBytes == 0) {
       return *reinterpret_cast<const uint2*>(own + i * kPart);
@@ -105,7 +105,7 @@ struct Terms {
     return last;
   }
 
-  // Loads some packets of the others, from this one on, which may be there or not. Those of this rank are left as they are.
+  // Loads packets of the other ranks, which may not have arrived yet. Packets of this rank are not changed.
   template <int kMany>
   HW_DEVICE void look(int64_t from, Packet (&packets)[kRanks][kMany]) const {
 #pragma unroll
@@ -122,7 +122,7 @@ struct Terms {
     }
   }
 
-  // Loads them again until they are there.
+  // Polls until the packets have arrived.
   template <int kMany>
   HW_DEVICE void wait(int64_t from, Packet (&packets)[kRanks][kMany]) const {
     for (uint32_t waited = 1; !is_there(packets); ++waited) {
@@ -147,11 +147,11 @@ struct Terms {
 #endif
 };
 
-// Some sums that have been asked for: others can be asked for before these are waited for.
+// Requested sums. More can be requested before waiting for these.
 template <class T, int kRanks, int kCount>
 struct RequestedTerms;
 
-// The sums from an element on.
+// Pointer-like position in the sums.
 template <class T, int kRanks>
 struct TermsAt {
   const Terms<T, kRanks>* terms;
@@ -159,7 +159,7 @@ struct TermsAt {
 
   HW_DEVICE TermsAt operator+(int64_t further) const { return {terms, first + further}; }
 
-  // Not inlined, as kernels that read one by one do so in many places.
+  // Not inlined, because kernels with scalar access call it in many places.
   HW_NOINLINE T element() const { return requested<1>().received()[0]; }
 
   template <int kCount>
@@ -194,7 +194,7 @@ struct RequestedTerms {
   TermsAt<T, kRanks> at;
 
 #ifdef __CUDACC__
-  // Elements that are loaded together fill packets, or are a part of one.
+  // A vector covers whole packets, or is part of one packet.
   static constexpr int kPart = Terms<T, kRanks>::kPart, kMany = kCount > kPart ? kCount / kPart : 1;
   static_assert(kMany * kPart == kCount || kPart % kCount == 0);
   Packet packets[kRanks][kMany];
@@ -207,7 +207,7 @@ struct RequestedTerms {
   HW_DEVICE void ask(const TermsAt<T, kRanks>& place) { at = place; }
 #endif
 
-  // Their sums, when they are there.
+  // Waits for the sums.
   HW_DEVICE Values<T, kCount> received() {
     const Terms<T, kRanks>& terms = *at.terms;
     Values<T, kCount> each[kRanks];
@@ -256,7 +256,7 @@ struct RequestedTerms {
   }
 };
 
-// Whether what a kernel reads of it may be read 16 bytes at once.
+// Address that determines if vector access is possible.
 template <class T, int kRanks>
 HW_DEVICE const void* place_of(const Terms<T, kRanks>& terms) {
   return terms.own;

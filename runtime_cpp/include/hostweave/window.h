@@ -1,4 +1,4 @@
-// The memory of a program whose ranks write to and read from each other's: an arena that is registered with its channels.
+// Arena of a program with one-sided transfers: memory registered with its channels, which peers access.
 #pragma once
 #include <nccl.h>
 
@@ -10,7 +10,7 @@
 #include "hostweave/hidden.h"
 #include "hostweave/memory_plan.h"
 
-// Calls that not every NCCL has. A program compiles and loads without them, and says what is missing when it is prepared.
+// Calls that older NCCL versions lack. A program compiles and loads without them; `prepare` reports what is missing.
 extern "C" {
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 27, 0)
 typedef struct ncclWindow_vidmem* ncclWindow_t;
@@ -39,27 +39,27 @@ namespace hw {
 
 class WindowArena {
  public:
-  // The channels outlive it; of those that this rank is not in nothing is registered.
+  // The channels must outlive it. Channels without this rank are not registered.
   explicit WindowArena(std::initializer_list<const Channel*> channels);
 
-  // As of Arena: where the windows grow all ranks of the channels come together, as all reserve the same. Throws
-  // ExecutionError where NCCL cannot do what the program needs.
+  // Like Arena::reserve. Growth of the windows is collective; all ranks of the channels reserve the same. Throws ExecutionError
+  // if NCCL lacks what the program needs.
   void reserve(MemoryPlan& plan);
 
-  // As of CallOrder, of all programs on these channels.
+  // See CallOrder; orders calls of all programs on these channels.
   cudaError_t begin_call(cudaStream_t caller) const;
   cudaError_t end_call(cudaStream_t caller) const;
 
-  // All of it, to `visit` with its bytes.
+  // Calls visit(address, bytes) for all memory.
   template <class Visit>
   void each_memory(Visit&& visit) const {
     for (const auto& [data, bytes] : memory().parts) visit(data, bytes);
   }
 
   ncclWindow_t window(const Channel& channel) const;
-  // Of a place in this rank's windows, in bytes. Throws ExecutionError for one elsewhere.
+  // Offset of an address in this rank's windows, in bytes. Throws ExecutionError if it lies elsewhere.
   size_t offset(const void* place) const;
-  // The same place in the memory of a peer, which copies and kernels of this rank can use.
+  // Corresponding address in a peer's memory, usable by copies and kernels of this rank.
   template <class T>
   T* on_peer(const Channel& channel, int64_t peer, T* place) const {
     return static_cast<T*>(place_on_peer(channel, peer, place));
@@ -79,7 +79,7 @@ class WindowArena {
   Hidden<Windows> windows_;
 };
 
-// The stream waits for the next signal of a peer under this number.
+// Enqueues a wait for a peer's next signal of this number.
 inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaStream_t stream) {
   ncclWaitSignalDesc_t next{.opCnt = 1, .peer = static_cast<int>(peer), .sigIdx = number, .ctx = 0};
   return ncclWaitSignal(1, &next, comm, stream);
