@@ -1,8 +1,8 @@
-"""What the compiler has chosen for a reshard beside matmuls, out of what, and by which times: a line of the text of both IRs.
+"""Choices of the compiler: how a reshard next to matmuls is done, the alternatives and their times. One line of both IRs' text.
 
-choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
+    choice %x_gathered of @ag_matmul predicted: put(8) 1239.1 us, none 1516.0 us, p2p(8) 1612.4 us
 
-Of a gather outside of loops put(1) is to one buffer, and put(8) leaves 8 shards apart, for a product that takes one after another.
+For a gather outside of loops, put(1) fills one buffer. put(8) leaves 8 shards apart, for a matmul that reads them one after another.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ IN_SEQUENCE = "none"
 
 @dataclass(frozen=True)
 class Way:
-    """By an algorithm in so many chunks, or in sequence, and the microseconds with the matmuls beside it."""
+    """One way to do a reshard: an algorithm with a number of chunks, or in sequence. `micros` includes the matmuls next to it, in
+    microseconds."""
 
     algorithm: str
     chunks: int
@@ -26,22 +27,22 @@ class Way:
 
     @property
     def is_loop(self) -> bool:
-        """Whether chunks take turns with those of other ops: one chunk is a copy outside of loops."""
+        """True if the way is a chunk loop. A single chunk is a copy outside of loops."""
         return self.chunks > 1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Of the reshard that makes a value. `ways` has the one that was taken first, then the others, the fastest first."""
+    """Choice for the reshard that makes `value`. `ways` starts with the chosen one; the others follow, the fastest first."""
 
     value: str
     function: str
     ways: tuple[Way, ...]
-    is_measured: bool = False  # else the cost model has predicted the times
+    is_measured: bool = False  # False: the cost model predicted the times
 
     @property
     def name(self) -> str:
-        """As `Options.ways` has it."""
+        """Key of the choice in `Options.ways`."""
         return f"@{self.function} %{self.value}"
 
     @property
@@ -59,7 +60,7 @@ class Choice:
 
 
 def parse_choice(reader: Reader) -> Choice:
-    """The rest of the line, after its first word."""
+    """Parses a choice after its first word."""
     value = reader.named()
     reader.expect("of")
     function, by = reader.global_name("a function"), reader.peek()

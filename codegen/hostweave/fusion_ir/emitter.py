@@ -1,4 +1,4 @@
-"""Ops that a pass adds: it says what they do, and their names, types and shardings follow."""
+"""Helper for passes that add ops: types, shardings and names follow from the operands."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ Attributes = tuple[tuple[str, AttributeValue], ...]
 
 
 class Emitter:
-    """The ops of a fusion that a pass rewrites in turn. `op` is the one in whose place others are made."""
+    """Rewrites a fusion op by op. `op` is the op that is being replaced."""
 
     op: Op
 
@@ -23,7 +23,7 @@ class Emitter:
         self.ops: list[Op] = []
 
     def rewritten(self) -> Fusion:
-        """The fusion with what `add` makes of each op in turn."""
+        """Calls `add` for each op, and returns the fusion of all emitted ops."""
         for op in self.fusion.ops:
             self.add(op)
         return replace(self.fusion, ops=tuple(self.ops))
@@ -41,9 +41,9 @@ class Emitter:
         like: TensorType | None = None,
         stream: Stream | None = None,
     ) -> str:
-        """Emits an op, and gives the name of its result, whose type follows from its operands; `like` says what those do not.
+        """Emits an op and returns the name of its result. `like` states the parts of the type that operands do not determine.
 
-        It is named after the op that is rewritten, or a value that it is a part `of`.
+        The result is named after the op that is being replaced, or after the value `of`.
         """
         op = Op(kind, operands, Value("", like or TensorType(f32, ())), how, self.op.location)
         given = operand_types(op, self.types)
@@ -58,7 +58,7 @@ class Emitter:
         self.types[op.result.name] = op.result.type
 
     def reshaped(self, name: str, at: int, count: int, dims: tuple[Size, ...], word: str = "reshaped", of: str = "") -> str:
-        """With these dims in place of some, from one on."""
+        """Replaces `count` dims from dim `at` on by `dims`."""
         shape = self.types[name].shape
         like = TensorType(self.types[name].dtype, tuple(map(Dim, (*shape[:at], *dims, *shape[at + count :]))))
         return self.make("reshape", name, like=like, word=word, of=of)

@@ -1,4 +1,4 @@
-"""Index maps: which iteration index each dim of an op has, as in einsum. Propagation, loops and lowering use nothing else of an op."""
+"""Index maps: the iteration index of each dim of an op, as in einsum. Propagation, loops and lowering know ops only through these."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,15 @@ ONE = Size()
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Dims of the operands and of the result that carry the same label are the same iteration index.
+    """Labels of an op's dims. Dims of operands and result with the same label share an iteration index.
 
-    matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. None is a dim of one element that is broadcast, new or kept after
-    a reduction, or one that is cut or joined, so that a rank needs all of it. A label that the result lacks is reduced.
-    A label in `outer` joins only the outermost parts of two dims that a reshape splits or merges: enough for a sharding,
-    not for a loop. So does one in `blocks`, of a dim whose blocks change places: as many ranks can share it, a block each.
-    A label in `unwalked` is of dims that no loop walks: the elements of an operand say where they are read or written, or all of them
-    are taken together. An op that has such is walked by kernels alone, not by loops over chunks.
+    The map of a matmul is `(b0, m, k), (b0, k, n) -> (b0, m, n)`. A label that the result lacks is reduced. The label None marks a dim of
+    one element that is broadcast, new, or kept after a reduction. It also marks a dim that is cut or joined, which a rank needs completely.
+
+    - `outer`: labels that join only the outermost parts of dims that a reshape splits or merges. Enough for a sharding, not for a loop.
+    - `blocks`: labels of dims whose blocks change places, with the number of blocks. As many ranks can share the dim, one block each.
+    - `unwalked`: labels of dims that no loop iterates over, because data decide which elements are accessed, or all are needed together.
+      Only kernels can compute such ops, not loops over chunks.
     """
 
     operands: tuple[Labels, ...]
@@ -29,11 +30,11 @@ class IndexMap:
     unwalked: frozenset[str] = frozenset()
 
     def shared_by(self, label: str, ranks: int) -> bool:
-        """Whether this many ranks can share the dims of a label."""
+        """True if `ranks` ranks can share the dims of a label."""
         return dict(self.blocks).get(label, ranks) == ranks
 
     def operand_dim(self, operand: int, result_dim: int) -> int | None:
-        """The dim of an operand that a loop over a dim of the result walks in step, or None where it is used whole."""
+        """Dim of an operand that shares its index with a dim of the result. None if a loop needs the whole operand."""
         label = self.result[result_dim]
         if label is None or label in self.outer or self.unwalked or label not in self.operands[operand]:
             return None
@@ -41,7 +42,7 @@ class IndexMap:
 
 
 def groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
-    """The runs of dims of both shapes that hold the same elements, smallest first; dims of 1 pair with each other or are left out."""
+    """Smallest runs of dims in both shapes that hold the same elements. Dims of 1 pair with each other or are omitted."""
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -63,7 +64,7 @@ def _group(source: Shape, target: Shape, i: int, j: int) -> tuple[list[int], lis
     right: list[int] = []
     have = want = ONE
     while (i < len(source) or j < len(target)) and (not left or have != want):
-        ratio = have.divided_by(want)  # names count as large
+        ratio = have.divided_by(want)  # symbols count as large
         is_larger = ratio is not None and (bool(ratio.factors) or ratio.coefficient > ratio.divisor)
         if j == len(target) or (i < len(source) and not is_larger):
             have, i = have * source[i], i + 1
@@ -79,6 +80,6 @@ def numbered(shape: Shape, letter: str = "i") -> tuple[str, ...]:
 
 
 def aligned(shape: Shape, result: Shape, labels: Labels) -> Labels:
-    """Dims aligned from the right; a dim of 1 beside a larger one is broadcast."""
+    """Labels of dims aligned from the right. A dim of 1 next to a larger one is broadcast."""
     skipped = len(result) - len(shape)
     return tuple(None if size != result[i] else labels[i] for i, size in enumerate(shape, skipped))

@@ -1,4 +1,4 @@
-"""The fusion IR: a program as math on global tensors, in static single assignment. No streams, no buffers, no ranks."""
+"""The fusion IR: math on global tensors in static single assignment. It has no streams, buffers or ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Attribute(Generic[T]):
-    """An attribute that ops may have: its name in the text, its type, and its value where it is left out, None where it may not be."""
+    """An attribute of ops: its name in the text, its type, and its default. A default of None makes it required."""
 
     name: str
     type: type[T]
@@ -41,11 +41,11 @@ class Attribute(Generic[T]):
 
 
 def attributes(**values: AttributeValue) -> tuple[tuple[str, AttributeValue], ...]:
-    """The attributes of an op, without those that say nothing."""
+    """Attributes of an op, without those that are None or False."""
     return tuple((name, value) for name, value in values.items() if value is not None and value is not False)
 
 
-MAX_STEPS = 2**12  # of a loop over chunks: passes run all of them against each other
+MAX_STEPS = 2**12  # largest number of iterations of a chunk loop, since passes compare all of them with each other
 
 
 CHUNKINGS = ("by_shard", "across_shards")
@@ -54,12 +54,12 @@ ROTATIONS = ("local_first", "local_last")
 
 @dataclass(frozen=True)
 class Stream:
-    """Stream parallelism over one dim of a value.
+    """Chunk loop over one dim of a value.
 
-    `chunks` is the number of steps, or None for one step an index (which drops the dim inside the loop).
-    `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
-    `algorithm` is the schedule by which it communicates, such as p2p or put; None if it does not, or while that is open.
-    `rotation` says which block a rank takes at step 0 when steps go by block: `local_first`, `local_last` or None.
+    - `chunks` is the number of iterations. None is one iteration per index, which drops the dim inside the loop.
+    - `chunking` is `by_shard` (the i-th contiguous block of the global dim) or `across_shards` (the i-th slice of every rank's shard).
+    - `algorithm` is the schedule of its communication, such as p2p or put. None if it has none, or has not been chosen yet.
+    - `rotation` is the block that a rank takes first in a loop by shard: `local_first`, `local_last` or None.
     """
 
     dim: int
@@ -69,14 +69,14 @@ class Stream:
     rotation: str | None = None
 
     def of(self, type: TensorType) -> str:
-        """The text of that of a tensor: `stream(M, 8)`."""
+        """Text for a tensor of this type: `stream(M, 8)`."""
         name = str(type.shape[self.dim])
         is_name = name.isidentifier() and sum(str(size) == name for size in type.shape) == 1
         parts = [name if is_name else str(self.dim), self.chunks, self.chunking, self.algorithm, self.rotation]
         return f"stream({', '.join(str(part) for part in parts if part is not None)})"
 
     def too_many(self, size: Size) -> str:
-        """Why it has too many steps over a dim of this size, where that is known, or ""."""
+        """Error text if it has too many iterations over a dim of this size, or ""."""
         steps = self.chunks if self.chunks is not None else int(size) if size.is_int else 0
         return f"{steps} steps are more than {MAX_STEPS}, the most that a loop can have; give fewer chunks" if steps > MAX_STEPS else ""
 
@@ -85,8 +85,8 @@ class Stream:
 class Value:
     """A named tensor.
 
-    `pinned` says that the user stated its sharding, so no pass may change it; `is_async` that the communication which makes it runs
-    on a stream of its own, beside what does not need it, by a `transport` of its own where one is named.
+    `pinned` values have a sharding that the user stated, which no pass may change. The communication of `is_async` values runs on a stream
+    of its own, overlapped with independent ops. `transport` overrides the transport of that communication.
     """
 
     name: str
@@ -98,29 +98,29 @@ class Value:
 
     @property
     def walked(self) -> Stream:
-        """The stream of a value that is made in a loop."""
+        """Its stream. The value must be made in a loop."""
         assert self.stream is not None
         return self.stream
 
     def __str__(self) -> str:
-        """`%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`"""
+        """Text: `%y: bf16[M@x, N] pinned stream(M, 8, by_shard, p2p, local_first)`."""
         words = [f"%{self.name}: {self.type}", "pinned" * self.pinned, "async" * self.is_async, self.transport]
         return " ".join(filter(None, [*words, self.stream.of(self.type) if self.stream else ""]))
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: `%result = kind(%operand, ..., attribute=...)`. What each kind means is in `ops/`.
+    """One operation: `%result = kind(%operand, ..., attribute=...)`. `ops/` defines all kinds.
 
-    An operand is the name of a value, or a number in the dtype of the tensors beside it. A call has the function that it calls, a
-    kernel of the user its source. Ops are equal where they read alike: to Python 0.0 is -0.0, 1 is True, and NaN is not itself.
+    An operand is the name of a value, or a number in the dtype of the tensors next to it. A call has a callee, and a user kernel its
+    source. Ops are compared by their text, since in Python 0.0 equals -0.0, 1 equals True, and NaN differs from itself.
     """
 
     kind: str
     operands: tuple[str | Scalar, ...] = field(compare=False)
     result: Value
     attributes: tuple[tuple[str, AttributeValue], ...] = field(default=(), compare=False)
-    compared: str = field(init=False, repr=False)  # operands and attributes, numbers as they are written
+    compared: str = field(init=False, repr=False)  # operands and attributes as text
     location: Location | None = field(default=None, compare=False)
     callee: Fusion | None = field(default=None, repr=False, kw_only=True)
     user_kernel: UserKernel | None = field(default=None, repr=False, kw_only=True)
@@ -129,28 +129,28 @@ class Op:
         object.__setattr__(self, "compared", repr((self.operands, self.attributes)))
 
     def __getitem__(self, attribute: Attribute[T]) -> T:
-        """The attribute's value; the verifier has checked that it is of its type."""
+        """Value of an attribute. The verifier has checked its type."""
         value: Any = dict(self.attributes).get(attribute.name, attribute.default)
         if value is None:
             raise ValueError(f"{self.kind}: attribute {attribute.name} is missing")
         return cast(T, value)
 
     def with_attribute(self, attribute: Attribute[T], value: T) -> Op:
-        """The op with another value of an attribute that it has."""
+        """Replaces the value of an attribute that the op has."""
         new: Any = value
         return replace(self, attributes=tuple((name, new if name == attribute.name else old) for name, old in self.attributes))
 
     def renamed(self, names: Mapping[str, str]) -> Op:
-        """The op on operands of other names, as far as there are any."""
+        """Renames operands. Names missing in `names` stay."""
         return replace(self, operands=tuple(names.get(o, o) if isinstance(o, str) else o for o in self.operands))
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The operands that are values, without the numbers."""
+        """Operands that are values, without numbers."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
 
     def __str__(self) -> str:
-        """`%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`"""
+        """Text: `%y: bf16[M, N] stream(M, 8) = matmul(%x, %w)`."""
         operands = [f"%{operand}" if isinstance(operand, str) else _number(operand) for operand in self.operands]
         named = [f"{name}={_number(value) if isinstance(value, int | float) else value}" for name, value in self.attributes]
         named_of = self.callee or self.user_kernel
@@ -160,10 +160,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Fusion:
-    """A program: inputs, ops in order, and the names of the results. A function that it calls is one too.
+    """A program, or a function that it calls: inputs, ops in order, and names of the results.
 
-    `donated` says, where there are any, of each result the input whose memory it takes, "" of one that has memory of its own; `choices`
-    what the compiler has chosen of ways to communicate.
+    `donated` is empty, or has for each result the input whose memory it takes, or "". `choices` are the compiler's choices of ways to
+    communicate.
     """
 
     name: str
@@ -179,7 +179,7 @@ class Fusion:
         raise ProgramError.here(f"@{self.name}: a fusion is no function of arrays or tensors; {remedy}")
 
     def values(self) -> dict[str, Value]:
-        """Every value by name, in order of definition."""
+        """All values by name, in order of definition."""
         return {value.name: value for value in (*self.inputs, *(op.result for op in self.ops))}
 
     @property
@@ -189,7 +189,7 @@ class Fusion:
 
     @property
     def functions(self) -> tuple[Fusion, ...]:
-        """Those that it calls, and those that they call in turn: once each, before whoever calls them."""
+        """Functions that it calls, directly or indirectly: once each, callees before callers."""
         found: dict[str, Fusion] = {}
         for op in self.ops:
             if op.callee and op.callee.name not in found:
@@ -198,16 +198,16 @@ class Fusion:
 
     @property
     def all_ops(self) -> Iterator[Op]:
-        """Its ops after those of its functions."""
+        """Ops of its functions, then its own."""
         return (op for body in (*self.functions, self) for op in body.ops)
 
     @property
     def user_kernels(self) -> tuple[UserKernel, ...]:
-        """The user's kernels that it and its functions launch, once each."""
+        """User kernels that it and its functions launch, once each."""
         return tuple(dict.fromkeys(op.user_kernel for op in self.all_ops if op.user_kernel))
 
     def __str__(self) -> str:
-        """The program as text, one op a line, after the functions that it calls."""
+        """Text of the program, one op per line, after the functions that it calls."""
         user_kernels = "".join(f"{line}\n" for user_kernel in self.user_kernels for line in print_user_kernel(user_kernel))
         functions = "".join(function._text("function") for function in self.functions)
         return user_kernels + functions + self._text("fusion", f" {self.mesh}" if self.mesh.axes else "")
@@ -222,7 +222,10 @@ class Fusion:
     @staticmethod
     @checked
     def parse(text: str) -> Fusion:
-        """The fusion that `text` prints. Raises ParseError with a line and column."""
+        """Parses the text of a fusion.
+
+        Raises ParseError with a line and column if the text is not valid.
+        """
         from hostweave.fusion_ir.text import parse_fusion
 
         return parse_fusion(text)

@@ -1,4 +1,4 @@
-"""Attention over blocks of the keys: how the results of the blocks are joined, and where keys are gathered for one attention alone."""
+"""Attention over blocks of keys: joins the results of blocks, and finds attention whose keys are gathered only for it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,23 +12,24 @@ from hostweave.fusion_ir.rewriting import consumers
 from hostweave.fusion_ir.sharding import Axes
 
 FIRST, KEPT = attributes(axis=(0,)), attributes(axis=(0,), keepdims=True)
-LEAST = -1e30  # of a row's largest score that is not -inf
+LEAST = -1e30  # lower bound of a row's largest score, if that is not -inf
 
 
 class BlockWriter(Emitter):
-    """Of attention whose results are joined of blocks of the keys."""
+    """Emits ops that join the results of attention to blocks of keys."""
 
     def __init__(self, fusion: Fusion):
         super().__init__(fusion)
-        self.sums: dict[str, tuple[str, str, str]] = {}  # of log-sum-exps of all ranks: the largest, what is subtracted, the sum then
+        # by log-sum-exps of all ranks: their maximum, the value to subtract, and the sum after that
+        self.sums: dict[str, tuple[str, str, str]] = {}
 
     def join(self, lse: str, lses: str, blocks: str) -> None:
-        """The result, or its log-sum-exps, of the blocks that a rank has; `lses` are those of all ranks."""
+        """Emits the joined result, or its log-sum-exps. `lse` and `blocks` are those of this rank, `lses` those of all ranks."""
         if lses not in self.sums:
             largest = self.make("max", lses, how=KEPT)
             shift = self.make("maximum", largest, LEAST)
             powers = self.make("exp", self.make("subtract", lses, shift))
-            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest is exp(0)
+            self.sums[lses] = largest, shift, self.make("maximum", self.make("sum", powers, how=KEPT), 1.0)  # the largest term is exp(0)
         largest, shift, sums = self.sums[lses]
         if self.op.kind == "attention_lse":
             total = self.make("add", self.make("log", sums), largest)
@@ -37,13 +38,14 @@ class BlockWriter(Emitter):
         weights = self.make("divide", self.make("exp", self.make("subtract", lse, shift)), sums)
         weights = self.make("expand_dims", weights, how=attributes(axis=(len(self.op.result.type.dims),)))
         weighted = self.make("multiply", self.make("astype", blocks), weights)
-        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)  # a block without columns may have anything
+        # the result of a block without columns is undefined
+        weighted = self.make("where", self.make("greater", weights, 0.0), weighted, 0.0)
         self.emit(Op("astype", (self.make("sum", weighted, how=FIRST),), self.op.result, location=self.op.location))
 
 
 @dataclass(frozen=True)
 class GatheredKeys:
-    """Keys and values that are gathered for one attention alone, which can be done block by block as they come."""
+    """Keys and values that are gathered only for one attention, which can process them block by block."""
 
     attention: Op
     keys: Op
@@ -59,12 +61,12 @@ class GatheredKeys:
 
     @property
     def dim(self) -> int:
-        """Of the gathered tensors, which is cut into blocks."""
+        """Dim of the gathered tensors that is cut into blocks."""
         return len(self.keys.result.type.dims) - 2
 
 
 def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
-    """Attention without other masks than a causal one, to keys and values that nothing else takes but, later, its log-sum-exps."""
+    """Attention ops with at most a causal mask and exclusive use of their keys and values, each with its log-sum-exp op or None."""
     uses = consumers(fusion)
     for op in fusion.ops:
         if op.kind != "attention" or len(op.tensors) > COUNTS[op.kind] or op[KEY_BLOCKS] or op[WINDOW] or op[IS_PACKED]:
@@ -78,7 +80,7 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Those of attention on rows that are sharded as the keys are, where it is causal."""
+    """Such attention ops with gathered keys. If causal, their rows are sharded like the keys."""
     producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors
@@ -91,6 +93,6 @@ def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
 
 
 def _is_of_keys(op: Op) -> bool:
-    """Whether it gathers all of the last dim but one."""
+    """True if the op gathers all of the second-to-last dim."""
     dim = len(op.result.type.dims) - 2
     return op.kind == "all_gather" and step_of(op).dim == dim and not op.result.type.dims[dim].axes

@@ -1,4 +1,4 @@
-"""Computes a fusion with NumPy on global arrays: the reference result for every rank of every target."""
+"""NumPy reference: computes a fusion on global arrays, independent of ranks and targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ Array = NDArray[Any]
 
 
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
-    """The outputs for these global inputs: floats in float64, rounded only where the program casts; integers and bools as they are.
+    """Outputs for global inputs. Floats are float64, rounded only where the program casts. Integers and bools keep their dtype.
 
-    Raises ArgumentError where an input is missing or does not fit its type.
+    Raises ArgumentError if an input is missing or does not fit its type.
     """
     inputs = {value.name: value.type for value in fusion.inputs}
     for name, type in inputs.items():
@@ -38,18 +38,18 @@ def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, .
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The means to compute a fusion: functions of NumPy, NumPy's dtype for one of ours, casts, and calls of an op's function."""
+    """Arithmetic that computes a fusion: a NumPy-like module, dtypes, casts, and how to call an op's function."""
 
     np: Any
     dtype: Callable[[DType], np.dtype[Any]]
     cast: Callable[[Any, DType], Any]
     apply: Callable[..., Any] = lambda function, *operands: function(*operands)
     function: Callable[[Op], Callable[..., Any]] = lambda op: OPS[op.kind].numpy
-    kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # the results of a user's kernel
+    kernel: Callable[[Op, Sequence[Any]], tuple[Any, ...]] | None = None  # results of a user kernel
 
 
 def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> tuple[Any, ...]:
-    """The outputs for these global inputs, in the dtypes of the arithmetic."""
+    """Outputs for global inputs, in the dtypes of the arithmetic."""
     values = dict(inputs)
     for op in fusion.ops:
         several = op.callee or (op.user_kernel and arithmetic.kernel)
@@ -63,7 +63,7 @@ def evaluate(fusion: Fusion, inputs: Mapping[str, Any], sizes: Mapping[str, int]
 
 
 def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic: Arithmetic) -> Any:
-    """What an op gives: an array, of a call a tuple of them."""
+    """Result of an op: an array, or a tuple of arrays for a call."""
     tensors = [values[name] for name in op.tensors]
     if op.user_kernel and arithmetic.kernel:
         return arithmetic.kernel(op, tensors)
@@ -84,7 +84,7 @@ def _call(function: Fusion, sizes: Mapping[str, int], arithmetic: Arithmetic, *a
 
 
 def _cast(array: Array, dtype: DType) -> Array:
-    """Rounds to the dtype, then goes on in the dtype that computes it."""
+    """Rounds to a dtype, and returns the array in the dtype used for computing."""
     return cast(array, dtype).astype(_computing_dtype(dtype))
 
 

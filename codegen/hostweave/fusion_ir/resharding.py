@@ -1,4 +1,4 @@
-"""From one sharding to another: what one collective can change, and the sequence of them that moves the fewest bytes."""
+"""Reshard planning: what one collective can change, and the sequence of collectives that moves the fewest bytes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,17 +21,16 @@ from hostweave.types.size import Factor, Size, Sum
 from hostweave.types.tensor import Partial, TensorType
 from hostweave.types.zigzag import Zigzag
 
-DEFAULT_SIZE = 4096  # of a dim that has no size yet
+DEFAULT_SIZE = 4096  # assumed size of a dim whose size is unknown
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """What one reshard does over mesh `axes`; of an op, what its kind and attributes say.
+    """A reshard step over mesh `axes`. For an op, its kind and attributes.
 
-    `dim` is the one gathered, scattered or sliced; an all_to_all takes the axes from it to dim `to`. Of a permute_shards each rank gets
-    the shard of rank `sources[i]` of its process group, i being its own number there. A reduce leaves the result on rank
-    `root` of each process group, and a transfer moves what is not partial to another mesh, by the routes of `blocks`. These three say the
-    `target`.
+    `dim` is the dim that is gathered, scattered or sliced. An all_to_all moves the axes from it to dim `to`. In a permute_shards, rank i of
+    a process group gets the shard of rank `sources[i]`. A reduce leaves the result on rank `root` of each process group. A transfer moves a
+    tensor to another mesh, by the routes of `blocks`; it must not be partial. The last three kinds state the `target` type.
     """
 
     kind: str
@@ -40,12 +39,12 @@ class ReshardStep:
     to: int | None = None
     reduction: str = ""
     root: int | None = None
-    sources: tuple[int, ...] | None = None  # open in a plan: they follow from the types before and after
+    sources: tuple[int, ...] | None = None  # None in a plan: they follow from the types before and after
     target: TensorType | None = None
-    blocks: Transfer | None = None  # open in a plan, too
+    blocks: Transfer | None = None  # None in a plan
 
     def op(self, source: str, type: TensorType, result: Value, mesh: Mesh, location: Location | None) -> Op:
-        """The op that takes `source`, of this type, to the result."""
+        """Op of this step from `source`, of this type, to the result."""
         sources = _sources(self.axes, type, result.type, mesh) if self.kind == "permute_shards" else None
         axes = MeshAxes(self.axes) if self.axes else None
         reduction, blocks = self.reduction or None, transfer(type, result.type, mesh) if self.kind == "transfer" else None
@@ -54,16 +53,19 @@ class ReshardStep:
 
     @property
     def loses(self) -> int | None:
-        """The dim whose innermost axes split it no longer."""
+        """Dim that loses its innermost axes."""
         return self.dim if self.kind in ("all_gather", "all_to_all") else None
 
     @property
     def gains(self) -> int | None:
-        """The dim that the axes split after it."""
+        """Dim that gains the axes."""
         return self.to if self.kind == "all_to_all" else self.dim if self.kind in ("shard", "reduce_scatter") else None
 
     def applied(self, type: TensorType, mesh: Mesh) -> TensorType:
-        """The type after it. Raises Mismatch where it is no step of a tensor of this type; `mesh` is the program's."""
+        """Type after the step. `mesh` is the program's.
+
+        Raises Mismatch if the step does not apply to a tensor of this type.
+        """
         on, partial, after, axes = type.mesh_in(mesh), type.partial, list(layout(type)), MeshAxes(self.axes)
         if self.kind != "transfer" and (not self.axes or len(set(self.axes) & dict(on.axes).keys()) < len(self.axes)):
             raise Mismatch(f"{axes} are not axes of {on}, each named once")
@@ -95,7 +97,7 @@ class ReshardStep:
         return with_layout(type, tuple(after), partial)
 
     def _leads_to(self, target: TensorType, type: TensorType, mesh: Mesh) -> bool:
-        """Whether the type that it states is what becomes of a tensor of this one."""
+        """True if the step leads from `type` to the type that it states."""
         if self.kind == "transfer":
             is_move = not type.partial and not target.partial and type.mesh != target.mesh
             return is_move and (self.blocks is None or self.blocks.leads(type, target, mesh))
@@ -108,7 +110,7 @@ class ReshardStep:
         return is_permute and [have.get(place) for place in self.sources] == want
 
     def received(self, share: Fraction, mesh: Mesh) -> Fraction:
-        """How much of the data reaches a rank of that mesh that had so much before."""
+        """Amount of data that a rank receives, if it held `share` before."""
         ranks = mesh.size_of(self.axes)
         others = Fraction(ranks - 1, ranks)
         times = {"shard": Fraction(0), "all_gather": Fraction(ranks - 1), "permute_shards": Fraction(1), "all_reduce": 2 * others}
@@ -116,14 +118,14 @@ class ReshardStep:
 
 
 def step_of(op: Op) -> ReshardStep:
-    """What an op of one of RESHARD_STEPS does, as its attributes say."""
+    """The reshard step that an op does."""
     facts: dict[str, Any] = {name: value.names if isinstance(value, MeshAxes) else value for name, value in op.attributes}
     return ReshardStep(op.kind, **facts, target=op.result.type if OPS[op.kind].target else None)
 
 
 def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardStep | None:
-    """The one change that takes a layout to another, or None where it takes several or none. `mesh` is the program's."""
-    if source.mesh != target.mesh and source.partial:  # to one rank of each process group
+    """The single step from one layout to another. None if it takes several steps or none. `mesh` is the program's."""
+    if source.mesh != target.mesh and source.partial:  # reduced to one rank of each process group
         return next((change for change in _reduces(source, target, mesh) if change.target == target), None)
     if source.mesh != target.mesh:
         return None if target.partial else ReshardStep("transfer", target=target)
@@ -133,10 +135,11 @@ def reshard_step(source: TensorType, target: TensorType, mesh: Mesh) -> ReshardS
 def plan(
     source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int], location: Location | None
 ) -> tuple[ReshardStep, ...]:
-    """The changes that take one layout to another and move the fewest bytes; none where the layouts are equal.
+    """Steps from one layout to another that move the fewest bytes. Empty if the layouts are equal.
 
-    `sizes` are those of dims that are known by name alone; ties go to fewer steps, then to the order of RESHARD_STEPS and of dims. Raises
-    ProgramError where there is no way.
+    `sizes` gives the sizes of symbols. Ties go to fewer steps, then to the order of RESHARD_STEPS and of dims.
+
+    Raises ProgramError if there is no sequence.
     """
     if source.mesh != target.mesh and (is_in_zigzag(source) or is_in_zigzag(target)):
         why = f"{source} cannot become {target}: what is in zigzag does not move between meshes"
@@ -154,14 +157,16 @@ def is_in_zigzag(type: TensorType) -> bool:
 
 
 def zigzag_changes(source: TensorType, target: TensorType) -> list[int]:
-    """The dims that are in zigzag before or after, and not both."""
+    """Dims that are in zigzag only before or only after."""
     pairs = enumerate(zip(layout(source), layout(target), strict=True))
     return [i for i, (have, want) in pairs if have != want and (isinstance(have, Zigzag) or isinstance(want, Zigzag))]
 
 
 def in_rank_order(source: TensorType, target: TensorType) -> list[tuple[TensorType, TensorType]]:
-    """The reshards of which one is made: itself, or where a dim is in zigzag before or after alone one to where a rank has all of
-    it, and one from there, between which its pieces change places. In both the pieces are numbered as the ranks have them."""
+    """Legs of a reshard: itself, or two if a dim changes to or from zigzag. Between them a rank has all of the dim and reorders its pieces.
+
+    In both legs, pieces are numbered in rank order.
+    """
     changed = zigzag_changes(source, target)
     if not changed:
         return [(source, target)]
@@ -180,7 +185,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
     if source == target:
         return ()
     if (only := reshard_step(source, target, mesh)) is not None:
-        return (only,)  # several never move less
+        return (only,)  # several steps never move less
     if source.mesh != target.mesh:
         return _plan_across(source, target, mesh)
     known = dict(sizes)
@@ -199,7 +204,7 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
         done.add(type)
         share = prod(local_dims(type, mesh, known), start=Fraction(1))
         for change in _moves(type, target, mesh):
-            found += 1  # keeps the heap from comparing types
+            found += 1  # tie-breaker, so the heap never compares types
             preferred = (*kinds, (RESHARD_STEPS.index(change.kind), -1 if change.dim is None else change.dim))
             total = moved + change.received(share, on)
             heappush(queue, (total, len(steps) + 1, preferred, found, change.applied(type, mesh), (*steps, change)))
@@ -210,7 +215,8 @@ def _plan(source: TensorType, target: TensorType, mesh: Mesh, sizes: tuple[tuple
 
 
 def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[ReshardStep]:
-    """A partial to the ranks of one number in their groups: the target where they are its ranks, else they keep the other mesh axes."""
+    """Reductions of a partial value to one rank of each group. The result has the target's mesh if the ranks match, or else the other mesh
+    axes."""
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
     kept = tuple((name, size) for name, size in mesh.axes if name not in axes)
@@ -223,12 +229,12 @@ def _reduces(source: TensorType, target: TensorType, program: Mesh) -> Iterator[
 
 
 def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple[ReshardStep, ...] | None:
-    """What is partial is reduced where it is: to one rank of each process group, or scattered as the target has it; then it is moved."""
+    """Reduces a partial value on its own mesh, to one rank per group or scattered like the target, then moves it."""
     if target.partial:
         return None
     assert source.partial is not None
     mesh, op, axes = source.mesh_in(program), source.partial.op, source.partial.axes
-    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # of each process group
+    copies = Fraction(mesh.size, mesh.size_of((*source.axes, *axes)))  # number of process groups with the same data
     ways: list[tuple[Fraction, int, int, tuple[ReshardStep, ...]]] = []
     scattered = (ReshardStep("reduce_scatter", axes, i, reduction=op) for i in _scattered(source, target, program))
     for first in (ReshardStep("all_reduce", axes, reduction=op), *scattered, *_reduces(source, target, program)):
@@ -242,7 +248,7 @@ def _plan_across(source: TensorType, target: TensorType, program: Mesh) -> tuple
 
 
 def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterator[int]:
-    """The dims that the target splits, and of which the terms of a sum can be split as well without a rank going short."""
+    """Dims that the target splits, and along which a reduce-scatter leaves each rank with as much data as it needs."""
     ranks = source.mesh_in(program).size_of(partial_axes(source))
     if source.partial and source.partial.op not in find_transport(DEFAULT).reduces:
         return
@@ -253,7 +259,7 @@ def _scattered(source: TensorType, target: TensorType, program: Mesh) -> Iterato
 
 
 def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> tuple[Fraction, int]:
-    """The bytes that reach a rank on the way from one sharding to another of the same mesh, and by how many communications."""
+    """Bytes that a rank receives during a reshard on one mesh, and the number of communications."""
     moved, count = Fraction(0), 0
     for now, end in in_rank_order(source, target):
         for step in plan(now, end, mesh, sizes, None):
@@ -264,7 +270,7 @@ def cost(source: TensorType, target: TensorType, mesh: Mesh, sizes: Mapping[str,
 
 
 def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[Fraction]:
-    """How many elements a rank has along each dim, where a dim that `sizes` lacks has 4096."""
+    """Number of local elements along each dim. Symbols missing in `sizes` count as 4096."""
 
     def typical(size: Size) -> Fraction:
         return Fraction(size.coefficient, size.divisor) * prod(map(of_factor, size.factors))
@@ -278,17 +284,17 @@ def local_dims(type: TensorType, mesh: Mesh, sizes: Mapping[str, int]) -> list[F
 
 
 def _moves(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """Every change that can be a step on the way to the target, on the same mesh."""
+    """All steps that can lead towards the target, on the same mesh."""
     mesh = now.mesh_in(mesh)
     if now.partial and target.partial and now.partial.op != target.partial.op:
         return
     reduction = now.partial.op if now.partial else ""
-    is_scattered = reduction in find_transport(DEFAULT).reduces  # other terms are gathered as they are
+    is_scattered = reduction in find_transport(DEFAULT).reduces  # other partial values are gathered instead
     open_axes = tuple(axis for axis in partial_axes(now) if axis not in partial_axes(target))
     free = tuple(axis for axis in target.axes if axis not in (*now.axes, *partial_axes(now)))
 
     def can_gain(i: int, axes: Axes) -> bool:
-        """Blocks of a dim that some axes split unevenly are not those that more axes split further."""
+        """True if a dim can be split further. Uneven blocks cannot, since further axes would give different blocks."""
         dim = now.dims[i]
         split = (*dim.axes, *axes)
         if isinstance(dim.axes, Zigzag):
@@ -320,7 +326,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
 
 
 def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[ReshardStep]:
-    """To the target, and to other orders of one dim's axes: every dim is split into as many blocks as before."""
+    """Permutations to the target, or of one dim's axes. Every dim keeps its number of blocks."""
     have, want = layout(now), layout(target)
     orders = [(i, order) for i, axes in enumerate(have) if not isinstance(axes, Zigzag) for order in permutations(axes)]
     layouts = [(*have[:i], order, *have[i + 1 :]) for i, order in orders]
@@ -333,7 +339,7 @@ def _permutes(now: TensorType, target: TensorType, mesh: Mesh) -> Iterator[Resha
 
 
 def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) -> tuple[int, ...]:
-    """From which rank of the process group each rank gets its shard, itself where it has it already."""
+    """Source of each rank's shard in its process group. A rank that has its shard already is its own source."""
     have, want = _shards(source, axes, program), _shards(target, axes, program)
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(have):
@@ -343,6 +349,6 @@ def _sources(axes: Axes, source: TensorType, target: TensorType, program: Mesh) 
 
 
 def _shards(type: TensorType, axes: Axes, program: Mesh) -> list[tuple[int, ...]]:
-    """Which shard of each dim the ranks of the first process group along `axes` have, in the order of their numbers there."""
+    """Shard indices of the ranks of the first process group along `axes`, in the group's order."""
     mesh = type.mesh_in(program)
     return [tuple(mesh.rank_in_group(rank, dim.axes) for dim in type.dims) for rank in mesh.process_group(mesh.all_ranks[0], axes)]

@@ -1,4 +1,4 @@
-"""Helpers of passes over fusions: unique names, consumers, what is needed, and functions: mapped, inlined, or on one device."""
+"""Helpers for passes over fusions: unique names, consumers, dead code, and functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,18 +14,18 @@ from hostweave.types.tensor import Dim, TensorType
 
 
 class Names:
-    """Names that no value of the fusion has."""
+    """Names that are not used in a fusion."""
 
     def __init__(self, fusion: Fusion):
         self.taken = set(fusion.values())
 
     def new(self, wanted: str) -> str:
-        """`wanted`, or with a number where it is taken."""
+        """Returns `wanted`, with a number appended if it is taken."""
         return claim_unique(wanted, self.taken)
 
 
 def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op, ...]:
-    """The ops that an output depends on. Communication without a consumer is removed, on every rank."""
+    """Ops that an output depends on. Unused communication is removed on all ranks."""
     needed = set(outputs)
     for op in reversed(ops):
         if op.result.name in needed:
@@ -34,7 +34,7 @@ def eliminate_dead_code(ops: Sequence[Op], outputs: tuple[str, ...]) -> tuple[Op
 
 
 def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
-    """For every value one entry a use: the op, or None where it is returned."""
+    """Consumers of each value, one entry per use: the op, or None for the caller."""
     result: dict[str, list[Op | None]] = {name: [] for name in fusion.values()}
     for op in fusion.ops:
         for name in op.tensors:
@@ -45,7 +45,7 @@ def consumers(fusion: Fusion) -> dict[str, list[Op | None]]:
 
 
 def views_of_inputs_first(fusion: Fusion) -> Fusion:
-    """Such as the transpose of a weight, which stands before the matmul that takes it: one loop with several needs them in front of all."""
+    """Moves views of inputs to the front. A loop over several matmuls needs, for example, transposed weights before it."""
     known, first, rest = {value.name for value in fusion.inputs}, list[Op](), list[Op]()
     for op in fusion.ops:
         is_first = OPS[op.kind].is_view and known.issuperset(op.tensors)
@@ -58,7 +58,7 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
 
 
 def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
-    """`apply` to every function as to a fusion of its own, then to the fusion: whoever calls a function sees what became of it."""
+    """Applies a function to every function of a fusion, callees first, then to the fusion. Callers see the rewritten callees."""
     done: dict[str, Fusion] = {}
 
     def linked(op: Op) -> Op:
@@ -70,9 +70,9 @@ def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
 
 
 def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorType]) -> Fusion:
-    """The program with ints for some of its symbolic sizes. Its results have the shardings of `outputs`, which have the symbols.
+    """Replaces some symbolic sizes by ints. Results keep the shardings of `outputs`, whose types are symbolic.
 
-    Raises ProgramError for a quotient that is no int at these sizes.
+    Raises ProgramError if a quotient is no int at these sizes.
     """
 
     def known(type: TensorType) -> TensorType:
@@ -88,7 +88,7 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
         return replace(body, inputs=inputs, ops=tuple(replace(op, attributes=attributes_of(op, types)) for op in ops))
 
     def attributes_of(op: Op, types: Mapping[str, TensorType]) -> tuple[tuple[str, AttributeValue], ...]:
-        """With sizes at ints, and indices from the end of a dim that is an int from its start."""
+        """Attributes with known sizes. Negative indices become nonnegative if the dim is an int."""
         made = {name: value.at(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
         if first := {"select": INDEX, "slice": START}.get(op.kind):
             size = types[op.tensors[0]].shape[op[AXIS]]
@@ -103,7 +103,10 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int], outputs: Sequence[TensorT
 
 
 def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
-    """The program, as traced, on a mesh with the same axes of other sizes. Raises ProgramError for a program with tensors on some ranks."""
+    """The traced program on a mesh with the same axes of other sizes.
+
+    Raises ProgramError if tensors are on some ranks only.
+    """
     if parts := [value for body in (*fusion.functions, fusion) for value in body.values().values() if value.type.mesh]:
         why = f"%{parts[0].name} is on {parts[0].type.mesh}, whose ranks are numbered"
         raise ProgramError(f"{fusion.name}: cannot be on {mesh}: {why}; write the program for {mesh}")
@@ -111,14 +114,13 @@ def on_mesh(fusion: Fusion, mesh: Mesh) -> Fusion:
 
 
 def inlined(fusion: Fusion) -> Fusion:
-    """The program with the ops of a function in place of each call, as it is before the first pass.
+    """Inlines all calls, before the first pass.
 
-    A value of the function `@layer` is named `layer_h`, with a number where that is taken. An argument is resharded to the
-    parameter's type, which the function states.
+    Value `h` of function `@layer` is named `layer_h`, with a number if that is taken. Arguments are resharded to the parameters' types.
     """
     fresh = Names(fusion).new
 
-    others: dict[tuple[str, int], str] = {}  # the results of calls but for the first -> their names here
+    others: dict[tuple[str, int], str] = {}  # further results of calls -> their names here
 
     def expanded(op: Op) -> list[Op]:
         if op.callee is None:
@@ -145,14 +147,14 @@ def inlined(fusion: Fusion) -> Fusion:
 
 
 def needs_ranks(fusion: Fusion) -> str:
-    """What of the fusion is stated for one rank, so that a device that has all of each tensor cannot compute it; "" where nothing is."""
+    """Reason why a single device with global tensors cannot compute the fusion, or ""."""
     if fusion.user_kernels:
         return f"@{fusion.user_kernels[0].name}, a kernel of the user, is written for the blocks of one rank"
     return next((f"every rank has a term of its own of {value.name}" for value in fusion.inputs if value.type.partial), "")
 
 
 def on_one_device(fusion: Fusion) -> Fusion:
-    """The same math on global tensors: no dim is sharded, a reshard is a copy, no loop is over chunks."""
+    """The same math on global tensors: without sharding, with reshards as copies, without chunk loops."""
 
     def unsharded(value: Value) -> Value:
         dims = tuple(Dim(dim.size) for dim in value.type.dims)

@@ -1,4 +1,4 @@
-"""How shardings propagate through an op, from index maps alone."""
+"""Propagation of shardings through an op, derived from its index map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from hostweave.types.tensor import Dim, Partial, TensorType
 from hostweave.types.zigzag import Zigzag, pieces, some_of
 
 Axes = tuple[str, ...]
-Layout = tuple[Axes, ...]  # the mesh axes of each dim
+Layout = tuple[Axes, ...]  # mesh axes of each dim
 
 
 def layout(type: TensorType) -> Layout:
@@ -26,26 +26,26 @@ def with_layout(type: TensorType, axes: Layout, partial: Partial | None = None) 
 
 
 def with_axes(type: TensorType, dim: int, axes: Axes) -> TensorType:
-    """With these axes of one dim."""
+    """Replaces the axes of one dim."""
     return with_layout(type, (*layout(type)[:dim], axes, *layout(type)[dim + 1 :]), type.partial)
 
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How an op propagates the shardings of its operands to its result, if no other is annotated.
+    """Sharding of an op's operands and result, if no other is stated.
 
-    `result` is the sharding by the labels that the result keeps; `reduced` has the mesh axes of each reduced label, over
-    which the result is partial.
+    `result` is the layout that the operands' shardings give the result. `reduced` has the mesh axes of each reduced label, over which the
+    result is partial.
     """
 
     indices: IndexMap
-    shapes: tuple[tuple[Dim, ...], ...]  # of the operands
+    shapes: tuple[tuple[Dim, ...], ...]  # dims of the operands
     result: Layout
     reduced: dict[str, Axes]
-    taken: tuple[Layout, ...] | None = None  # how an op takes its operands where labels do not say it, as a function or a user kernel
+    taken: tuple[Layout, ...] | None = None  # required layouts of operands, if stated: by a function or a user kernel
 
     def takes(self, dim: int, wanted: Dim, mesh: Mesh) -> bool:
-        """Whether a dim of the result can be split as `wanted` is, by splitting the dims of operands that it comes from."""
+        """True if a dim of the result can be split like `wanted`, by splitting the matching dims of the operands."""
         label = self.indices.result[dim] if self.taken is None else None
         pairs = zip(self.indices.operands, self.shapes, strict=True)
         sources = [source for labels, dims in pairs for at, source in zip(labels, dims, strict=True) if at == label is not None]
@@ -57,22 +57,22 @@ class ShardingRule:
         return tuple(axis for axes in self.reduced.values() for axis in axes)
 
     def operands(self, result: Layout) -> tuple[Layout, ...]:
-        """The layout that each operand needs for the op to give `result`, whose partial axes split none of its dims."""
+        """Layout of each operand for which the op gives `result`. Partial axes must not split the result."""
         if self.taken is not None:
             return self.taken
         axes = {**self.reduced, **{label: a for label, a in zip(self.indices.result, result, strict=True) if label is not None}}
         return tuple(tuple(axes.get(label, ()) if label is not None else () for label in labels) for labels in self.indices.operands)
 
     def computed(self, result: Layout) -> Layout:
-        """The layout in which the op itself gives a value that ends up as `result`: a partial axis splits nothing yet."""
+        """Layout that the op itself gives for a final layout `result`, without the partial axes."""
         partial = self.partial_axes
         return tuple(some_of(axes, lambda axis: axis not in partial) for axes in result)
 
 
 def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
-    """Kept labels come before reduced ones, and the first operand before the others, unless the op's entry says otherwise.
+    """Derives the sharding rule of an op. `mesh` is the program's.
 
-    `mesh` is the program's.
+    Kept labels take precedence over reduced ones, and earlier operands over later ones, unless the op's entry says otherwise.
     """
     mesh, definition = op.result.type.mesh_in(mesh), OPS[op.kind]
     indices, shapes = index_map(op, operands), tuple(type.dims for type in operands)
@@ -91,7 +91,7 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
             into[label] = free
             used.update(free)
 
-    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # the dims of each label
+    walked: dict[str | None, list[Dim]] = {label: [Dim(size)] for label, size in kept.items()}  # dims of each label
     labelled = [list(zip(labels, type.dims, strict=True)) for labels, type in zip(indices.operands, operands, strict=True)]
     for label, dim in chain.from_iterable(labelled):
         walked.setdefault(label, []).append(dim)
@@ -119,27 +119,29 @@ def flow(op: Op, operands: Sequence[TensorType], mesh: Mesh) -> ShardingRule:
 
 
 def _shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> Axes:
-    """The outermost axes with as many ranks as can share the dims of a label."""
+    """Outermost axes whose ranks can share the dims of a label."""
     prefixes = (some_of(axes, axes[:end].__contains__) for end in range(len(axes), 0, -1))
     return next((prefix for prefix in prefixes if _is_shared(indices, label, prefix, mesh)), ())
 
 
 def _is_shared(indices: IndexMap, label: str, axes: Axes, mesh: Mesh) -> bool:
-    """Whether the ranks along axes can share the dims of a label; in zigzag where no index in it, or of its blocks, counts from the rank's
-    first."""
+    """True if the ranks along axes can share the dims of a label.
+
+    Axes in zigzag cannot if indices into the dim, or into its blocks, are relative to the rank's first one.
+    """
     counts = label in indices.unwalked or label in dict(indices.blocks)
     return not (counts and isinstance(axes, Zigzag)) and indices.shared_by(label, mesh.size_of(axes))
 
 
 def _splits_alike(indices: IndexMap, label: str | None, dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """True if another dim of a label can be split as one is; by blocks it always can, as each rank has one, however long."""
+    """True if another dim of a label can be split like `dim`. Labels of blocks always can, since each rank has one block of any length."""
     return label in dict(indices.blocks) or divides_alike(dim, other, mesh)
 
 
 def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Partial | None:
-    """What of the result is still to be reduced: along dims that the op reduces, and what an op that is linear passes on.
+    """Pending reduction of the result: along dims that the op reduces, and of partial operands of a linear op.
 
-    Raises ProgramError where an operand is partial and the op is not linear in it.
+    Raises ProgramError if an operand is partial and the op is not linear in it.
     """
     own = Partial(OPS[op.kind].partial, rule.partial_axes) if rule.partial_axes else None
     passed = {type.partial for type in operands if type.partial}
@@ -155,7 +157,7 @@ def partial_of(op: Op, operands: Sequence[TensorType], rule: ShardingRule) -> Pa
 
 
 def is_linear(op: Op, operands: Sequence[TensorType]) -> bool:
-    """Whether the sum of what an op makes of terms is what it makes of their sum, with these operands partial; rounded no more."""
+    """True if the op commutes with the sum of these partial operands, without further rounding."""
     partial = [type.partial is not None for type in operands]
     if op.kind == "astype":
         before, after = operands[0].dtype, op.result.type.dtype
@@ -170,13 +172,15 @@ def partial_axes(type: TensorType) -> Axes:
 
 
 def divides(axes: Axes, dim: Dim, mesh: Mesh) -> bool:
-    """Whether the ranks along `axes` can split the dim evenly, as far as its size is known."""
+    """True if the ranks along `axes` can split the dim evenly, as far as its size is known."""
     return not dim.size.is_int or int(dim.size) % pieces(axes, mesh) == 0
 
 
 def divides_alike(dim: Dim, other: Dim, mesh: Mesh) -> bool:
-    """Whether another dim of the same index can be split as one is: evenly, if it has more elements for each of that, or fewer; in zigzag
-    where it has as many of the other's elements in each."""
+    """True if another dim of the same index can be split like `dim`. Both must divide evenly.
+
+    In zigzag, a symbolic size of the other dim must be a multiple.
+    """
     if dim.size == other.size:
         return True
     if isinstance(dim.axes, Zigzag) and not other.size.is_int:

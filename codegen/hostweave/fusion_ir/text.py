@@ -1,4 +1,4 @@
-"""Parses the text of fusions: `parse_fusion(str(f)) == f`. One op a line, the same in the bodies of kernels of the host IR."""
+"""Parser of fusions: `parse_fusion(str(f)) == f`. One op per line, also in the kernels of the host IR."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,7 +24,10 @@ Defined = TypeVar("Defined", UserKernel, Fusion)
 
 
 def parse_fusion(text: str) -> Fusion:
-    """The fusion that `text` prints. Raises ParseError with line and column, ProgramError with the line where the program means nothing."""
+    """Parses and verifies the text of a fusion.
+
+    Raises ParseError with line and column if the text is not valid, and ProgramError with the line if the program is not.
+    """
     reader, user_kernels, functions = Reader(text), dict[str, UserKernel](), dict[str, Fusion]()
 
     def define(into: dict[str, Defined], word: str, parse: Callable[[], Defined]) -> None:
@@ -39,7 +42,7 @@ def parse_fusion(text: str) -> Fusion:
     fusion = _parse_body(reader, "fusion", functions, user_kernels)
     if reader.peek():
         reader.fail(f"expected the end of the text, found {reader.found()}")
-    fusion = map_functions(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text says it once
+    fusion = map_functions(fusion, lambda body: replace(body, mesh=fusion.mesh))  # the text states the mesh once
     verify_fusion(fusion)
     return fusion
 
@@ -68,8 +71,9 @@ def parse_op(
     functions: Mapping[str, Fusion] = MappingProxyType({}),
     user_kernels: Mapping[str, UserKernel] = MappingProxyType({}),
 ) -> Op:
-    """One line of ops. `known` are the values defined so far, where a use of any other is to be an error; `functions` can be called, and
-    `user_kernels` launched.
+    """Parses one line of ops. `functions` can be called, and `user_kernels` launched.
+
+    If `known` is given, operands must be among these values.
     """
     location = Location("text", reader.line())
     result = parse_value(reader)
@@ -159,7 +163,7 @@ def _parse_attribute(reader: Reader) -> AttributeValue:
 
 
 def _parse_transfer(reader: Reader) -> Transfer:
-    """The rest of `[(1, 1) to (2, 1): 0[0] -> 2[0], 1[0] -> 2[1]]`."""
+    """Parses the rest of `[(1, 1) to (2, 1): 0[0] -> 2[0], 1[0] -> 2[1]]`."""
 
     def cuts(end: str) -> tuple[int, ...]:
         reader.expect("(")
@@ -171,7 +175,7 @@ def _parse_transfer(reader: Reader) -> Transfer:
 
 
 def _parse_ints(reader: Reader) -> tuple[int, ...]:
-    """The rest of `(0,)` or `(0, -1)`."""
+    """Parses the rest of `(0,)` or `(0, -1)`."""
     items: list[int] = []
     while not reader.accept(")"):
         items.append((-1 if reader.accept("-") else 1) * reader.integer())

@@ -1,4 +1,4 @@
-"""User kernels in CUDA C++: their arguments, their launch, and their text in both IRs.
+"""User kernels in CUDA C++: their arguments, launch, and text in both IRs.
 
     user_kernel @scale = scale(in bf16[M@x, N], 2.0, size M@x, out bf16[M@x, N]) grid(M@x) block(256) {
       "__global__ void scale(const hw::bf16* x, float factor, int64_t rows, hw::bf16* y) {"
@@ -6,7 +6,7 @@
       "}"
     }
 
-`cpu { ... }` after it holds the function for the CPU target. A kernel works on what each rank holds.
+An optional `cpu { ... }` holds the function for the CPU target. A kernel works on the local tensors of a rank.
 """
 
 import json
@@ -25,7 +25,7 @@ INDENT = "  "
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a kernel: a tensor that it reads (in) or writes (out), a size that the rank holds, or a number."""
+    """Argument of a kernel: a tensor that it reads (in) or writes (out), a local size, or a number."""
 
     role: str  # in, out, size or number
     type: TensorType | None = None
@@ -40,17 +40,17 @@ class Argument:
 
 @dataclass(frozen=True)
 class UserKernel:
-    """A kernel of the user. `grid` is the number of blocks: the product of these dims, of which each block takes `per`."""
+    """A kernel of the user. The product of the dims `grid` is divided by `per` to get the number of thread blocks."""
 
     name: str
-    function: str  # of the C++
+    function: str  # name of the C++ function
     arguments: tuple[Argument, ...]
     grid: tuple[Dim, ...]
     per: int
-    block: int  # threads
+    block: int  # threads per block
     lines: tuple[str, ...]
-    cpu: tuple[str, ...] = ()  # of the function for the CPU target, where that is another one
-    location: Location | None = field(default=None, compare=False)  # of the first line
+    cpu: tuple[str, ...] = ()  # separate function for the CPU target, if any
+    location: Location | None = field(default=None, compare=False)  # location of the first line
     cpu_location: Location | None = field(default=None, compare=False)
 
     @property
@@ -63,7 +63,7 @@ class UserKernel:
 
     @property
     def signature(self) -> str | None:
-        """`__global__ void scale(const float* x, float* y)` as its C++ has it, without comments; None where it has none."""
+        """C++ signature without comments: `__global__ void scale(const float* x, float* y)`. None if the source lacks it."""
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(self.lines), flags=re.S)
         text = re.sub(r"__launch_bounds__\s*\([^)]*\)", " ", text)
         found = re.search(rf'((?:extern\s+"C"\s+)?)__global__\s+void\s+{self.function}\s*\(([^)]*)\)', text)
@@ -74,7 +74,10 @@ _OF_MANY_THREADS = re.compile(r"\b(threadIdx|blockIdx|blockDim|gridDim|warpSize|
 
 
 def expect_one_thread(kernel: UserKernel) -> None:
-    """Raises ProgramError where the CPU target, on which one thread runs a kernel, cannot take the C++ as it is."""
+    """Checks that the CPU target, with one thread per kernel, can compile the source.
+
+    Raises ProgramError if it uses threads or other GPU features.
+    """
     if kernel.cpu:
         return
     for number, line in enumerate(kernel.lines):
@@ -88,12 +91,12 @@ def expect_one_thread(kernel: UserKernel) -> None:
 
 
 def local_size(dim: Dim, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """The local size of a dim."""
+    """Local size of a dim."""
     return TensorType(f32, (dim,)).local_shape(mesh, uneven)[0]
 
 
 def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
-    """What the blocks of a launch share."""
+    """Number of items that the thread blocks of a launch share."""
     return product(tuple(local_size(dim, mesh, uneven) for dim in kernel.grid))
 
 
@@ -101,7 +104,7 @@ def elements(kernel: UserKernel, mesh: Mesh, uneven: Sequence[str]) -> Size:
 
 
 def print_user_kernel(kernel: UserKernel) -> list[str]:
-    """The lines of a kernel, one string for each line of C++."""
+    """Lines of a kernel's text, one string per line of C++."""
     per = f" by {kernel.per}" if kernel.per != 1 else ""
     head = f"user_kernel @{kernel.name} = {kernel.function}({', '.join(map(str, kernel.arguments))})"
     lines = [f"{head} grid({', '.join(map(str, kernel.grid))}{per}) block({kernel.block}) {{", *_quoted(kernel.lines), "}"]
@@ -115,7 +118,7 @@ def _quoted(lines: Sequence[str]) -> list[str]:
 
 
 def parse_user_kernel(reader: Reader) -> UserKernel:
-    """The rest of a kernel after its first word."""
+    """Parses a kernel after its first word."""
     name = reader.global_name("a kernel")
     reader.expect("=")
     function = reader.word("the name of a C++ function")

@@ -1,4 +1,4 @@
-"""The verifier of fusions: infers every type again and compares. Runs before the first pass and after each."""
+"""Verifier of fusions: infers every type again and compares. Runs before the first pass and after each."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
-# What passes settle stays so after the later ones: "input" is a fusion as traced, each other one the pass after which more must hold.
+# Levels of checks. "input" is a traced fusion; each other level is the pass after which stricter rules hold.
 LEVELS = ("input", "insert_reshards", "decompose_reshards", "choose_overlap")
 
-# Of the attributes that an op must have.
+# Examples of required attributes, for messages.
 EXAMPLES = {tuple: "(0,)", int: "0", float: "0.5", str: "sum", MeshAxes: "(x)", Transfer: "[(1,) to (1,): 0[0] -> 1[0]]"}
 
 
@@ -31,9 +31,9 @@ class Named(Protocol):
 
 
 def verify_fusion(fusion: Fusion, after: str = "input") -> None:
-    """Raises ProgramError, with the op's place, where the fusion does not hold together as it must after that one of LEVELS.
+    """Verifies a fusion at one of LEVELS, its functions first.
 
-    Its functions come first, each as a fusion of its own.
+    Raises ProgramError with the op's location if a rule is violated.
     """
     level = LEVELS.index(after)
     for function in fusion.functions:
@@ -74,7 +74,10 @@ def _verify_function(function: Fusion, fusion: Fusion) -> None:
 
 
 def verify_ops(inputs: Sequence[Named], ops: Sequence[Op]) -> None:
-    """The ops of a kernel, on what one rank holds. Raises ProgramError."""
+    """Verifies the ops of a kernel on local tensors.
+
+    Raises ProgramError if an op is not valid.
+    """
     types: dict[str, TensorType] = {}
     for value in inputs:
         _define(value, types, None)
@@ -117,7 +120,7 @@ def _verify_op(op: Op, types: dict[str, TensorType]) -> None:
 
 
 def _verify_further_results(body: Fusion) -> None:
-    """Those of kernels and of calls beside the first."""
+    """Checks further results of kernels and calls."""
     made = {op.result.name: op.user_kernel for op in body.ops}
     calls = {op.result.name: op.callee for op in body.ops if op.kind == "call"}
     taken = [(op.tensors[0], op[INDEX]) for op in body.ops if op.kind == "output"]
@@ -129,7 +132,7 @@ def _verify_further_results(body: Fusion) -> None:
             raise ProgramError(f"output: %{op.tensors[0]} is no call of @{op.callee.name}; correct it", op.location)
         if not op.callee:
             wanted = dict(enumerate(source.outputs)).get(index) if source and index else None
-            if wanted != replace(op.result.type, mesh=None):  # a kernel runs where its operands are
+            if wanted != replace(op.result.type, mesh=None):  # a kernel runs on the mesh of its operands
                 raise ProgramError(f"output: %{op.tensors[0]} has no output {index} of {op.result.type}; correct it", op.location)
 
 
@@ -173,7 +176,7 @@ def _verify_sharding(op: Op, types: dict[str, TensorType], mesh: Mesh, level: in
 
 
 def _verify_renumber(op: Op, source: TensorType, mesh: Mesh) -> None:
-    """It goes between zigzag and the order of the ranks, of those that have the pieces."""
+    """Checks that a renumber goes between zigzag and rank order, over the ranks that hold the pieces."""
     have, want = (type.dims[op[AXIS]].axes for type in (source, op.result.type))
     order = order_of_pieces(source.mesh_in(mesh).size_of(have))
     order = order if isinstance(have, Zigzag) else inverse(order)
@@ -218,7 +221,7 @@ def _verify_donated(fusion: Fusion, here: str, types: dict[str, TensorType], lev
         if fusion.donated.count(into) > 1 and into:
             raise ProgramError(f"{here}: two results are returned in %{into}; donate an input for each")
         given, wanted = types[name], types[into] if into else types[name]
-        if level < LEVELS.index("insert_reshards"):  # shardings are not settled
+        if level < LEVELS.index("insert_reshards"):  # shardings are not final
             given, wanted = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (given, wanted))
         if not given.fills(wanted):
             raise ProgramError(f"{here}: %{name} is {given}, and is returned in %{into}, which is {wanted}; give them the same dims")

@@ -1,4 +1,4 @@
-"""Attention and its backward pass: one call where there are kernels for it, else composed."""
+"""Attention and its backward pass: one op if a kernel supports it, or else composed of several ops."""
 
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from hostweave.fusion_ir.ops.attention import (
 from hostweave.types.size import Size
 from hostweave.types.tensor import bool_, f32, i32
 
-LEAST = -1e30  # of a row's largest score that is not -inf
+LEAST = -1e30  # lower bound of a row's largest score, if that is not -inf
 
 
 @_called("attention")
@@ -48,22 +48,26 @@ def scaled_dot_product_attention(
     draw: Tensor | int = 0,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """softmax(query keyT * scale + mask) value, for query [..., H, S, E], key [..., H, T, E], value [..., H, T, F]: [..., H, S, F].
+    """Scaled dot-product attention: softmax(query keyT * scale + mask) value, with the signature of PyTorch's function.
 
-    The signature is PyTorch's (Vaswani et al., "Attention is all you need", 2017). All have one dtype; scores and softmax are f32
-    for narrower dtypes. `attn_mask` broadcasts to [..., H, S, T]: a bool (true takes part), or a float that is added; a row without
-    any column gives zeros. With `is_causal` row i attends to columns up to i. `scale` is 1 / sqrt(E) by default. With `enable_gqa`
-    key and value have fewer heads, each for a group of consecutive heads of the query (Ainslie et al., "GQA", 2023). `dropout_p` is
-    the probability with which weights are dropped as in `dropout`, by `seed` and `draw`, with the same numbers whether heads are grouped
-    or not.
-    `lengths` are of a cache that is not full, as in `attention`: i32, how many keys of each of the batch take part. With them the rows
-    are the last of the sequence: with `is_causal` row i attends to the keys up to lengths - S + i.
-    Where `attention` is one call, so is this, without dropout, and with a mask that is bool or of the dtype of the query; else the whole
-    matrix of scores is in memory.
-    Sharded heads, `H@tp`, need no communication; sharded keys, `T@cp`, stay where they are, as in `attention`. Raises ProgramError.
+    The query is [..., H, S, E], the key [..., H, T, E] and the value [..., H, T, F]. The result is [..., H, S, F]. All have one dtype.
+    Scores and softmax are in f32 for narrower dtypes (Vaswani et al., "Attention is all you need", 2017).
 
-    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`; a
-    token against a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
+    - `attn_mask` broadcasts to [..., H, S, T]. It is a bool (true takes part), or a float that is added. A row without columns gives zeros.
+    - `is_causal`: row i attends to columns up to i.
+    - `scale` is 1 / sqrt(E) by default.
+    - `enable_gqa`: key and value have fewer heads, each for a group of consecutive query heads (Ainslie et al., "GQA", 2023).
+    - `dropout_p` is the probability of dropping a weight, as in `dropout` with `seed` and `draw`. Groups of heads draw the same numbers.
+    - `lengths`, i32, is the number of valid keys per batch, for a cache that is not full, as in `attention`. The rows are then the last of
+      the sequence: with `is_causal`, row i attends to keys up to lengths - S + i.
+
+    Without dropout, this is one call wherever `attention` is. A mask must then be bool or have the dtype of the query. Otherwise the matrix
+    of scores is in memory. Sharded heads, `H@tp`, need no communication. Sharded keys, `T@cp`, stay in place, as in `attention`.
+
+    Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
+
+    Example: `hw.scaled_dot_product_attention(q, k, v, is_causal=True)` of three `bf16[B, H@tp, S, 128]` is `bf16[B, H@tp, S, 128]`. One
+    token with a cache of `bf16[B, H@tp, T, 128]` is `hw.scaled_dot_product_attention(q, k, v, lengths=n)` with `n: i32[B]`.
     """
     group = _check_attention(query, key, value, enable_gqa)
     if attn_mask is not None and is_causal:
@@ -82,7 +86,7 @@ def scaled_dot_product_attention(
     weights = _softmax_of(scores, _seen(scores, causal, None, lengths), lengths is not None or attn_mask is not None)[0]
     if dropout_p and seed is not None:
         indices = _indices(weights)
-        if group > 1:  # numbered as without groups, as in [..., heads * group, S, T]
+        if group > 1:  # the counter numbers heads as if there were no groups: [..., heads * group, S, T]
             indices[-4:] = [indices[-4] * group + indices[-3], *indices[-2:]]
         weights = _dropped(weights, dropout_p, indices, seed, draw)
     return _weighted(weights, query, value, group)
@@ -102,27 +106,33 @@ def attention(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `scaled_dot_product_attention` gives, and the log-sum-exp of each row of scores: f32 [..., H, S].
+    """Attention and its log-sum-exps: the result of `scaled_dot_product_attention`, and the log-sum-exp of each row of scores, f32 [..., H,
+    S].
 
-    `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns, as rows that
-    come after a cache of keys do); with a `window` a row attends to the last so many of its columns only. A row must have a column.
-    `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], says how many keys of each of the batch are valid, at least one: the
-    columns end there, and so does the last row's diagonal at the bottom right, so that row i has the position lengths - S + i. A row
-    that comes before all keys then gives zeros, and -inf.
-    `bias`, of the query's dtype, is added to the scaled scores: [..., H, S, T], whose dims before the last one may be 1 or missing.
-    Where it is -inf a row does not see the column; a row that sees none gives zeros, and -inf.
-    `offsets`, i32 [B, N + 1] for [B, H, S, E] and [N + 1] for [H, S, E], are of N sequences that are packed one after the other: where each
-    begins, and where the last one ends. They do not decrease, and sequences may be empty. As many keys as queries are packed alike, and a
-    row sees those of its own sequence, under the masks. What is before and behind all sequences gives zeros, and -inf.
-    One call, without the matrix of scores in memory, for f32, f16 and bf16, query [B, H, S, E] or [H, S, E], and E and F that are ints
-    of at most 256, of f16 and bf16 multiples of 8; the elements of a row lie side by side, other dims as they like. Else it is composed
-    of matmuls and a softmax, and f32 inside. Rows of the query may be sharded, `S@cp`: keys and values are gathered, or come a rank's at a
-    time, beside the attention to those that are there. With rows in zigzag, `S@zigzag(cp)`, all ranks have as much to do under a causal
-    mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2); there are as many keys as rows then, and no lengths or bias
-    beside that mask. Where rows are not sharded, keys may be, `T@cp`: each rank attends to its own, and the results are joined by their
-    log-sum-exps, in f32. Only for a window, and with lengths and a causal mask on several rows, are keys gathered then. Of packed
-    sequences a rank has all rows and keys.
-    Raises ProgramError.
+    - `causal` is None, "top_left" (row i attends to columns up to i) or "bottom_right" (the last row attends to all columns). The latter
+      suits rows that follow a cache of keys.
+    - `window`: a row attends only to the last `window` of its columns. Each row must have a column.
+    - `lengths`, i32 [B] for [B, H, S, E] and a scalar for [H, S, E], is the number of valid keys, at least one. The columns end there, and
+      so does the diagonal at the bottom right, so row i has position lengths - S + i. A row before all keys gives zeros and -inf.
+    - `bias`, of the query's dtype, [..., H, S, T], is added to the scaled scores. Dims before the last one may be 1 or missing. -inf hides
+      a column. A row without visible columns gives zeros and -inf.
+    - `offsets`, i32, give the starts of N packed sequences and the end of the last one. They are [B, N + 1] for [B, H, S, E], else [N + 1].
+      They do not decrease; sequences may be empty. Keys are packed like queries, and rows see only their own sequence. Rows outside of all
+      sequences give zeros and -inf.
+
+    It is one call, without the matrix of scores in memory, for f32, f16 and bf16. The query must be [B, H, S, E] or [H, S, E]. E and F must
+    be ints of at most 256, and for 16-bit dtypes multiples of 8. The elements of a row must be contiguous. Otherwise it is composed of
+    matmuls and a softmax, in f32 inside.
+
+    Sharded rows, `S@cp`: keys and values are gathered, or arrive one rank at a time, overlapped with attention to those that are there.
+    Rows in zigzag, `S@zigzag(cp)`, balance a causal mask (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2). They need as many
+    keys as rows, and allow no lengths or bias next to that mask.
+
+    Sharded keys, `T@cp`, with rows that are not sharded: each rank attends to its own keys, and the results are joined by their
+    log-sum-exps in f32. Keys are gathered only for a window, or for lengths with a causal mask and several rows. With packed sequences, a
+    rank has all rows and keys.
+
+    Raises ProgramError if shapes or dtypes do not fit, or if arguments exclude each other.
 
     Example: `y, lse = hw.attention(q, k, v, "bottom_right")` of `bf16[B, H@tp, 1, 64]` and two `bf16[B, H@tp, T, 64]`.
     """
@@ -157,16 +167,18 @@ def attention_backward(
     bias: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value, and of a bias where there is one, from that of the output: of their types. What else it takes
-    is as in `attention`.
+    """Gradients of `attention`: of query, key and value, and of the bias if there is one, each in the type of its operand.
 
-    `output` and `lse` are what `attention` gave for the same operands. One call, without the matrix of scores in memory, where
-    `attention` is one; else it is composed of matmuls. Keys that are not valid have zeros. With rows that are sharded, `S@cp`, the
-    gradients of key and value are partial sums. That of a bias is summed over the dims that the bias has once or not at all, and a partial
-    sum where these are sharded; what nobody uses of the four is not computed. Raises ProgramError.
+    `output` and `lse` are the results of `attention` for the same operands. The other arguments are those of `attention`. It is one call,
+    without the matrix of scores in memory, if `attention` is one, or else composed of matmuls.
 
-    Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`;
-    with `bias=b` it is `dq, dk, dv, db`.
+    Invalid keys get zeros. With sharded rows, `S@cp`, the gradients of key and value are partial sums. The gradient of the bias is summed
+    over dims that the bias lacks or has with size 1. It is a partial sum if these are sharded. Unused gradients are not computed.
+
+    Raises ProgramError if shapes or dtypes do not fit.
+
+    Example: `dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left")` after `y, lse = hw.attention(q, k, v, "top_left")`. With
+    `bias=b` it returns `dq, dk, dv, db`.
     """
     group = _check_attention(query, key, value, enable_gqa)
     _check_causal(causal, window)
@@ -189,7 +201,7 @@ def attention_backward(
         scores = _scores(query, key, group, factor, bias)
         seen = _seen(scores, causal, window, lengths, offsets)
         lse = _cast(lse, scores.dtype)
-        if bias is not None:  # which may hide all columns of a row
+        if bias is not None:  # a bias may hide all columns of a row
             lse = hw.maximum(lse, LEAST)
         sums = hw.sum(_wide(output) * _wide(output_gradient), -1, keepdims=True)
         q, given, lse, sums = (_by_heads(x, key, group) for x in (query, output_gradient, hw.expand_dims(lse, lse.ndim), sums))
@@ -207,7 +219,7 @@ def attention_backward(
 
 
 def _of_bias(of_scores: Tensor, query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    """The gradient of the scores, summed over what the bias has once or not at all."""
+    """Gradient of a bias: the gradient of the scores, summed over dims that the bias lacks or has with size 1."""
     scores, dims = (*query.type.shape[:-1], key.type.shape[-2]), bias.type.shape
     x = hw.reshape(of_scores, *map(str, scores))
     leading = len(scores) - len(dims)
@@ -227,7 +239,7 @@ def _turned(x: Tensor) -> Tensor:
 
 
 def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
-    """[..., H, S, E] as [..., G, group, S, E], where heads are in groups."""
+    """Reshapes [..., H, S, E] to [..., G, group, S, E] if heads are in groups."""
     if group == 1:
         return x
     shape = x.type.shape
@@ -235,7 +247,10 @@ def _by_heads(x: Tensor, key: Tensor, group: int) -> Tensor:
 
 
 def _check_attention(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> int:
-    """How many heads of the query are a group. Raises ProgramError for shapes that do not go together."""
+    """Number of query heads per group.
+
+    Raises ProgramError if the shapes do not fit.
+    """
     q, k, v = query.type.shape, key.type.shape, value.type.shape
     shapes = f"query {query.type}, key {key.type}, value {value.type}"
     if not len(q) == len(k) == len(v) >= 3 or q[-1] != k[-1] or k[:-1] != v[:-1] or q[:-3] != k[:-3]:
@@ -256,11 +271,11 @@ def _scale_of(query: Tensor, scale: float | None) -> float:
 
 
 def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor | None) -> Tensor:
-    """[..., H, S, T], or [..., G, group, S, T] where heads are in groups; f32 for narrower dtypes.
+    """Scores [..., H, S, T], or [..., G, group, S, T] with groups of heads; f32 for narrower dtypes.
 
-    A mask is added, or -inf where it is false.
+    Adds a float mask. A bool mask gives -inf where it is false.
     """
-    query = _by_heads(query, key, group)  # with a dim of the group's heads, along which the key is repeated
+    query = _by_heads(query, key, group)  # adds a dim of the group's heads, along which the key is repeated
     of_groups = hw.expand_dims(key, key.ndim - 2) if group > 1 else key
     scores = _wide(_worded("scores", hw.matmul(query, _turned(of_groups)))) * scale
     if mask is None:
@@ -270,7 +285,7 @@ def _scores(query: Tensor, key: Tensor, group: int, scale: float, mask: Tensor |
 
 
 def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tensor | None, offsets: Tensor | None = None) -> Tensor | None:
-    """Which columns a row attends to, to be broadcast to the scores; None where all."""
+    """Mask of the columns that a row attends to, broadcastable to the scores. None if it attends to all."""
     rows, columns = hw.iota(scores, -2)[:, None], hw.iota(scores, -1)[None, :]
     ends = None if lengths is None else hw.expand_dims(lengths, tuple(range(lengths.ndim, scores.ndim)))
     seen = None if ends is None else columns < ends
@@ -286,10 +301,10 @@ def _seen(scores: Tensor, causal: str | None, window: int | None, lengths: Tenso
 
 
 def _of_one_sequence(scores: Tensor, offsets: Tensor) -> Tensor:
-    """Whether row and column are of one of the sequences that are packed."""
+    """Mask that is true if row and column belong to the same packed sequence."""
     token, before = hw.iota(scores, -2)[:, None], hw.expand_dims(offsets, offsets.ndim - 1)
-    begun = hw.sum(hw.astype(token >= before, i32), -1)  # of each token, how many sequences
-    is_inside = (begun > 0) & (hw.iota(scores, -2) < hw.max(offsets, -1, keepdims=True))  # the last one is the largest
+    begun = hw.sum(hw.astype(token >= before, i32), -1)  # number of sequences that have begun at each token
+    is_inside = (begun > 0) & (hw.iota(scores, -2) < hw.max(offsets, -1, keepdims=True))  # the last offset is the largest
     heads = tuple(range(offsets.ndim - 1, scores.ndim - 2))
     row, column, is_inside = (
         hw.expand_dims(x, (*heads, dim)) for x, dim in ((begun, scores.ndim - 1), (begun, scores.ndim - 2), (is_inside, scores.ndim - 1))
@@ -303,7 +318,7 @@ def _last(indices: Tensor, dim: int) -> Tensor | int:
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as what is added to the scores: its last dim is that of the keys."""
+    """Bias that is equivalent to a mask. Its last dim is that of the keys."""
     bias = hw.where(mask, hw.astype(mask, query.dtype) * 0.0, float("-inf")) if mask.dtype == bool_ else mask
     columns = key.type.shape[-2]
     if bias.ndim < 2 or bias.type.shape[-1] != columns:
@@ -313,7 +328,7 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tuple[Tensor, Tensor]:
-    """The weights of the columns that a row sees, and its log-sum-exp. Where a row sees none they are zeros."""
+    """Weights of the visible columns of a row, and its log-sum-exp. A row without visible columns has zeros."""
     if seen is not None:
         scores = hw.where(seen, scores, float("-inf"))
     largest = hw.max(scores, -1, keepdims=True)
@@ -321,12 +336,12 @@ def _softmax_of(scores: Tensor, seen: Tensor | None, may_see_none: bool) -> tupl
     powers = hw.exp(scores - shift)
     sums = hw.sum(powers, -1, keepdims=True)
     if may_see_none:
-        sums = hw.maximum(sums, 1.0)  # the largest is exp(0)
+        sums = hw.maximum(sums, 1.0)  # the largest term is exp(0)
     return powers * hw.reciprocal(sums), hw.log(sums) + largest
 
 
 def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tensor:
-    """The sums of values by weights: [..., H, S, F]."""
+    """Sums of values by weights: [..., H, S, F]."""
     result = _worded("attention", hw.matmul(_cast(weights, query.dtype), hw.expand_dims(value, value.ndim - 2) if group > 1 else value))
     return hw.reshape(result, *map(str, (*query.type.shape[:-1], value.type.shape[-1]))) if group > 1 else result
 
@@ -334,7 +349,7 @@ def _weighted(weights: Tensor, query: Tensor, value: Tensor, group: int) -> Tens
 def _check_masks(
     query: Tensor, key: Tensor, lengths: Tensor | None, bias: Tensor | None = None, offsets: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The operands that mask the scores, and the attributes that say which they are."""
+    """Operands that mask the scores, and the attributes that tell which ones are given."""
     given = [mask for mask in (lengths, bias, offsets) if mask is not None]
     apart = "offsets are given with lengths or a bias; packed sequences have neither, leave them out"
     whys = (
@@ -357,7 +372,7 @@ def _check_mask(mask: Tensor, scores: tuple[Size, ...]) -> None:
 
 
 def _by_group(mask: Tensor, heads: Size, group: Size) -> Tensor:
-    """A mask that broadcasts to [..., H, S, T], reshaped to broadcast to [..., heads, group, S, T]."""
+    """Reshapes a mask that broadcasts to [..., H, S, T], so that it broadcasts to [..., heads, group, S, T]."""
     if mask.ndim < 3:
         return mask
     shape = mask.type.shape

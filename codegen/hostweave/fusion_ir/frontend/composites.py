@@ -1,4 +1,4 @@
-"""Functions that are traced into several ops. Intermediates are f32 for narrower dtypes."""
+"""Composite functions, which trace to several ops. Intermediates are f32 for narrower dtypes."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -16,11 +16,11 @@ from hostweave.types.size import Size, product
 from hostweave.types.tensor import Dim, DType, TensorType, f8e4m3, f8e5m2, f32, u32
 
 _P = ParamSpec("_P")
-MAX_RANDOM_DIMS = 4  # words of a counter
+MAX_RANDOM_DIMS = 4  # a counter has as many words
 
 
 def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]:
-    """A checked function, whose result is called so in the IRs and in generated code, where the user does not name it."""
+    """Decorates a composite function: checks its arguments, and names its result in the IRs and in generated code."""
 
     def decorated(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         function = checked(function)
@@ -36,16 +36,18 @@ def _called(word: str) -> Callable[[Callable[_P, Tensor]], Callable[_P, Tensor]]
 
 
 def _worded(word: str, x: Tensor) -> Tensor:
-    """x, which is called so and after what it is made of: `softmax_scores`."""
+    """Sets the word in a tensor's derived name, such as `softmax` in `softmax_scores`. Returns x."""
     x._word = word
     return x
 
 
 @_called("linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]: [..., N].
+    """A linear layer, as in torch.nn.functional: x [..., K] times the transpose of weight [N, K], plus bias [N]. The result is [..., N].
 
-    All have one dtype. Raises ProgramError for other shapes.
+    All have one dtype.
+
+    Raises ProgramError for other shapes.
 
     Example: `x: bf16[M, K]`, `weight: bf16[N@tp, K]` and `bias: bf16[N@tp]` give `bf16[M, N@tp]`.
     """
@@ -64,13 +66,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @_called("var")
 def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
-    """The variance, of floats: the sum of squared differences from the mean over N - `correction`, along `axis` as in `mean`.
+    """Variance of floats: the sum of squared differences from the mean, divided by N - `correction`, along `axis` as in `mean`.
 
-    N is the number of elements. A correction of 0 gives the population variance, 1 the unbiased one of a sample; the result is NaN if
-    it is N or more. It is computed in f32 for narrower dtypes. The sum of the differences is subtracted, which corrects for the
-    rounding of the mean: the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-    1983). Over sharded dims, along however many mesh axes, it takes two all-reduces. Raises ProgramError for a correction that is no
-    int if the sizes are names.
+    N is the number of elements. A correction of 0 gives the population variance, and 1 the unbiased sample variance. The result is NaN if
+    the correction is N or more. It is computed in f32 for narrower dtypes. The sum of the differences corrects for the rounding of the
+    mean. This is the corrected two-pass algorithm (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). Over
+    sharded dims it takes two all-reduces, for any number of mesh axes.
+
+    Raises ProgramError for a correction that is no int if the sizes are symbolic.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.var(x, axis=-1, correction=1)`.
     """
@@ -79,7 +82,9 @@ def var(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
 @_called("std")
 def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: float = 0, keepdims: bool = False) -> Tensor:
-    """The standard deviation, of floats: the square root of `var`, which says what `correction` does. Raises ProgramError as it does.
+    """Standard deviation of floats: the square root of `var`, with the same arguments.
+
+    Raises ProgramError as `var` does.
 
     Example: `x: f32[M, N]` gives `f32[M]` by `hw.std(x, axis=-1, correction=1)`.
     """
@@ -87,12 +92,12 @@ def std(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, correction: floa
 
 
 def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: bool, name: str) -> Tensor:
-    """The variance, in f32 for narrower dtypes."""
+    """Variance, in f32 for narrower dtypes."""
     wide, count = _wide(x), product(tuple(x.type.shape[axis] for axis in axes))
     distance = wide - hw.mean(wide, axes, keepdims=True)
     if correction and not count.is_int and int(correction) != correction:
         raise ProgramError.here(f"{name}: correction={correction!r} of {count} elements is no int; write an int, or ints for the sizes")
-    # By how much the mean was rounded, and the square, in one tensor: ranks reduce their terms of both at once.
+    # Rounding error of the mean and square in one tensor: ranks reduce both at once.
     if not correction or count.is_int:
         rest, square = hw.concat([hw.mean(term, axes, keepdims)[None] for term in (distance, distance * distance)])
         scale = 1 if not correction else int(count) / (int(count) - correction) if int(count) > correction else nan
@@ -106,7 +111,8 @@ def _variance(x: Tensor, axes: tuple[int, ...], correction: float, keepdims: boo
 
 @_called("softmax")
 def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """exp(x - max(x)) divided by its sum, over one dim; shape and dtype of x, a float. Computed in f32 for narrower dtypes.
+    """Softmax over one dim: exp(x - max(x)) divided by its sum. It has the shape and dtype of x, a float; computed in f32 for narrower
+    dtypes.
 
     A row of -inf only gives NaN, as in PyTorch. A sharded dim needs two all-reduces.
 
@@ -119,7 +125,7 @@ def softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("log_softmax")
 def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
-    """The logarithm of softmax(x) over one dim, computed as x - max(x) - log(sum(exp(x - max(x)))); shape and dtype of x, a float.
+    """Logarithm of the softmax over one dim: x - max(x) - log(sum(exp(x - max(x)))). It has the shape and dtype of x, a float.
 
     Example: `hw.log_softmax(logits, axis=-1)`.
     """
@@ -130,10 +136,12 @@ def log_softmax(x: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("layer_norm")
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, axis: Axis = -1, eps: float = 1e-5) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) over one dim, times weight, plus bias; shape and dtype of x. Computed in f32 for narrower dtypes.
+    """Layer norm over one dim: (x - mean) / sqrt(variance + eps), times weight, plus bias. It has the shape and dtype of x.
 
-    `weight` and `bias` broadcast against x from the right, [E] for x [..., E] (Ba, Kiros and Hinton, "Layer normalization", 2016).
-    Raises ProgramError for those that do not.
+    It is computed in f32 for narrower dtypes. `weight` and `bias` broadcast against x from the right, [E] for x [..., E] (Ba, Kiros and
+    Hinton, "Layer normalization", 2016).
+
+    Raises ProgramError if they do not broadcast.
 
     Example: `hw.layer_norm(x, weight, bias)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
     """
@@ -145,10 +153,12 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @_called("rms_norm")
 def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(mean(x * x) + eps) over one dim, times weight; shape and dtype of x. Computed in f32 for narrower dtypes.
+    """RMS norm over one dim: x / sqrt(mean(x * x) + eps), times weight. It has the shape and dtype of x; computed in f32 for narrower
+    dtypes.
 
     `weight` broadcasts against x from the right, [E] for x [..., E] (Zhang and Sennrich, "Root mean square layer normalization", 2019).
-    Raises ProgramError if it does not.
+
+    Raises ProgramError if it does not broadcast.
 
     Example: `hw.rms_norm(x, weight)` of `bf16[M@tp, E]` and `bf16[E]` is `bf16[M@tp, E]`, one kernel.
     """
@@ -157,7 +167,10 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, axis: Axis = -1, eps: floa
 
 
 def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: Tensor | None) -> int:
-    """The number of the dim. Raises ProgramError if weight or bias does not broadcast against x."""
+    """Number of the normalised dim.
+
+    Raises ProgramError if weight or bias does not broadcast against x.
+    """
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and not _broadcasts(other.type.shape, x.type.shape):
             raise ProgramError.here(f"{kind}: the {name} is {other.type}, and x {x.type}; it broadcasts against x, from the right")
@@ -165,7 +178,7 @@ def _normed_dim(kind: str, x: Tensor, axis: Axis, weight: Tensor | None, bias: T
 
 
 def _broadcasts(shape: tuple[Size, ...], to: tuple[Size, ...]) -> bool:
-    """Whether `shape` broadcasts to `to`, which is the shape of the result."""
+    """True if `shape` broadcasts to `to` and the result has shape `to`."""
     tail = to[len(to) - len(shape) :]
     return len(shape) <= len(to) and all(have in (want, Size()) for have, want in zip(shape, tail, strict=True))
 
@@ -189,15 +202,16 @@ def _cast(x: Tensor, dtype: DType) -> Tensor:
 # --- 8-bit floats -----------------------------------------------------------------------------------------------------
 
 LARGEST = {f8e4m3: 448.0, f8e5m2: 57344.0}
-LEAST = 1e-12  # of the largest magnitude, so that no scale is 0
+LEAST = 1e-12  # lower bound of the largest magnitude, so that no scale is 0
 GROUPS = ("row", "tensor", "block", "block2d")
 
 
 @checked
 def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [..., K] of floats as 8-bit floats of `dtype`, f8e4m3 or f8e5m2, and the f32 scales that values are multiplied by to give x again.
+    """Quantises floats x [..., K] to 8-bit floats of `dtype`, f8e4m3 or f8e5m2. Returns the values and their f32 scales.
 
-    A scale is the largest magnitude of its elements, at least 1e-12, divided by the largest number of the dtype.
+    x is about values times scales. A scale is the largest magnitude of its elements, at least 1e-12, divided by the largest number of the
+    dtype.
 
     | scaling | elements of a scale | scales |
     |---|---|---|
@@ -206,10 +220,11 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     | "block" | 128 along the last dim | [..., K/128] |
     | "block2d" | 128 x 128 of x [M, K] | [M/128, K/128] |
 
-    Maxima of sharded dims are reduced over their ranks. With `scale`, such as that of the step before, values are x divided by it, of too
-    large ones the largest number of f8e4m3 or an infinity of f8e5m2; the scales that x itself has are returned, for the next step.
-    Kernels before it take it in: a norm and its quantisation by rows are one kernel. Raises ProgramError for another scaling or dtype, a
-    scale of another shape, and dims that 128 does not divide.
+    Maxima of sharded dims are reduced over their ranks. If `scale` is given, such as that of the previous step, values are x divided by it.
+    Too large ones become the largest number of f8e4m3, or an infinity of f8e5m2. The returned scales are those of x itself, for the next
+    step. Quantisation fuses with earlier kernels: a norm and its quantisation by rows are one kernel.
+
+    Raises ProgramError for another scaling or dtype, a scale of another shape, and dims that 128 does not divide.
 
     Example: `values, scales = hw.quantize(hw.rms_norm(x, weight), "row")`, then `hw.scaled_matmul(values, w.T, scales, t.T)`.
     """
@@ -236,13 +251,13 @@ def quantize(x: Tensor, scaling: str, dtype: DType = f8e4m3, scale: Tensor | Non
     top = hw.max(hw.abs(wide), inner, keepdims=True)
     given = None if scale is None else divided(hw.reshape(scale, *map(str, scales)) if scales != merged else scale)
     if scaling == "tensor" and wide.ndim > 1:
-        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # of those of rows, which a kernel of rows gives
+        top = hw.max(top, tuple(range(wide.ndim)), keepdims=True)  # the maxima of rows, which a kernel of rows computes
     own = _worded("scale", _cast(hw.maximum(top, LEAST) / LARGEST[dtype], f32))
     return divided(own) if given is None else given, hw.reshape(own, *map(str, merged)) if scales != merged else own
 
 
 def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """The shape with a dim for the elements of a block behind each dim that has blocks."""
+    """Shape with a dim for the elements of a block behind each dim of blocks."""
     blocked = {"block": (len(shape) - 1,), "block2d": (len(shape) - 2, len(shape) - 1)}.get(scaling, ())
     for i in blocked:
         if shape[i].is_int and int(shape[i]) % BLOCK:
@@ -253,7 +268,7 @@ def _in_blocks(shape: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 
 
 def _merged(scales: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
-    """The shape of the scales, of which `scales` has a dim of 1 for each block."""
+    """Shape of the scales. `scales` has a dim of 1 for the elements of each block."""
     return {"block": scales[:-1], "block2d": scales[::2]}.get(scaling, scales)
 
 
@@ -262,10 +277,12 @@ def _merged(scales: tuple[Size, ...], scaling: str) -> tuple[Size, ...]:
 
 @_called("rotary")
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates pairs of elements of the last dim of x [..., S, E] by angles, given as `cos` and `sin`, which broadcast to [..., S, E/2].
+    """Rotates pairs of elements of the last dim of x [..., S, E] by angles. `cos` and `sin` broadcast to [..., S, E/2].
 
-    A pair is elements i and i + E/2, as in GPT-NeoX and Llama, or 2i and 2i + 1 with `interleaved` (Su et al., "RoFormer", 2021).
-    The result has the shape and dtype of x; it is computed in f32 for narrower dtypes. Raises ProgramError for an odd E, or other tables.
+    A pair is elements i and i + E/2, as in GPT-NeoX and Llama. With `interleaved` it is 2i and 2i + 1 (Su et al., "RoFormer", 2021). The
+    result has the shape and dtype of x, and is computed in f32 for narrower dtypes.
+
+    Raises ProgramError for an odd E, or other tables.
 
     Example: `hw.rotary_embedding(q, cos, sin)` of `bf16[B, H@tp, S, 128]` and tables `f32[S, 64]`.
     """
@@ -292,19 +309,21 @@ def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 @_called("uniform")
 def uniform(x: Tensor, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """Random f32 numbers, uniform in [0, 1), of the shape of x, which has up to four dims.
+    """Random f32 numbers, uniform in [0, 1), in the shape of x, which has at most four dims.
 
-    A number depends only on its index in the global tensor and on `seed` and `draw`, which are u32: it is the same on every
-    target and under every sharding. The generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3", 2011). `seed` and `draw` are ints or u32 tensors without dims. Raises ProgramError.
+    A number depends only on its index in the global tensor, `seed` and `draw`. It is the same on every target and under every sharding. The
+    generator is Philox4x32-10 with the index as its counter (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). `seed`
+    and `draw` are u32: ints, or tensors without dims.
 
-    Example: `hw.uniform(x, seed=7)`; with an input `step: hw.u32[()]`, `hw.uniform(x, 7, step)` draws anew at each step.
+    Raises ProgramError if x has more than four dims, or a seed or draw is no u32.
+
+    Example: `hw.uniform(x, seed=7)`. With an input `step: hw.u32[()]`, `hw.uniform(x, 7, step)` gives new numbers in each step.
     """
     return _drawn(x, _indices(x), seed, draw)
 
 
 def _indices(x: Tensor) -> list[Tensor]:
-    """The index of each element of x in every dim, each tensor to be broadcast."""
+    """Index of each element of x along every dim, each tensor broadcastable to x."""
     others = [tuple(j for j in range(x.ndim) if j != i) for i in range(x.ndim)]
     return [hw.expand_dims(hw.iota(x, i, u32), rest) if rest else hw.iota(x, i, u32) for i, rest in enumerate(others)]
 
@@ -316,7 +335,7 @@ def _drawn(x: Tensor, counter: Sequence[Tensor], seed: Tensor | int, draw: Tenso
     for name, value in (("seed", seed), ("draw", draw)):
         if isinstance(value, int) and not fits(value, u32):
             raise ProgramError.here(f"uniform: {name}={value} is no u32; give an int from 0 to {2**32 - 1}, or a u32 tensor without dims")
-    places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # that of what has no dims is 0
+    places = counter or [hw.iota(hw.expand_dims(x, 0), 0, u32)]  # a tensor without dims has counter 0
     numbers = record("philox", *places, *(0 for _ in range(len(places), MAX_RANDOM_DIMS)), seed, draw)
     return numbers if counter else hw.reshape(numbers)
 
@@ -327,9 +346,12 @@ def _dropped(x: Tensor, p: float, counter: Sequence[Tensor], seed: Tensor | int,
 
 @_called("dropout")
 def dropout(x: Tensor, p: float, seed: Tensor | int, draw: Tensor | int = 0) -> Tensor:
-    """x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0; shape and dtype of x. p is a probability, 0 <= p < 1.
+    """Dropout: x / (1 - p) where `uniform(x, seed, draw)` is at least p, else 0. It has the shape and dtype of x. p is at least 0 and below
+    1.
 
-    The backward pass calls it with the same seed and draw. Raises ProgramError (Srivastava et al., "Dropout", 2014).
+    The backward pass calls it with the same seed and draw (Srivastava et al., "Dropout", 2014).
+
+    Raises ProgramError if p is no such probability.
 
     Example: `hw.dropout(x, 0.1, seed=7, draw=layer)`.
     """

@@ -1,4 +1,4 @@
-"""Products that sum over any dims, as NumPy writes them, of matmuls that contract several dims at once."""
+"""Sums of products over any dims, with NumPy's notation, made of matmuls that contract several dims at once."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -12,17 +12,20 @@ from hostweave.fusion_ir.frontend.recording import Axis, dim_of, record
 from hostweave.fusion_ir.frontend.trace import Tensor
 from hostweave.types.size import product
 
-Labels = tuple[Hashable, ...]  # one for each dim; dims of one label are one index
+Labels = tuple[Hashable, ...]  # a label for each dim; dims with equal labels share an index
 
 
 @checked
 def einsum(subscripts: str, *operands: Tensor) -> Tensor:
-    """The sum of products that `subscripts` states, as in numpy.einsum: a letter for each dim of each operand, then those of the result.
+    """Sum of products that `subscripts` states, as in numpy.einsum: letters for the dims of each operand, then those of the result.
 
-    A letter that the result lacks is summed over; without `->` the result has the letters that stand once, in alphabetical order.
-    Of several operands the first two are multiplied first. A product over common letters is one matmul, of the dtypes of `hw.matmul`, over
-    all of them at once: where they are sharded, its terms are reduced once, and nothing is gathered. Raises ProgramError for an ellipsis,
-    a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
+    A letter that the result lacks is summed over. Without `->` the result has the letters that occur once, in alphabetical order. With more
+    than two operands, the first two are multiplied first.
+
+    Common letters of two operands are contracted by one matmul, of the dtypes of `hw.matmul`. If these dims are sharded, partial sums are
+    reduced once, and nothing is gathered.
+
+    Raises ProgramError for an ellipsis, a letter twice in one operand, sizes that differ, or letters that do not fit the operands.
 
     Example: `x: bf16[S, B@dp, E]` and `dy: bf16[S, B@dp, F]` give `bf16[E, F]` by `hw.einsum("sbe,sbf->ef", x, dy)`.
     """
@@ -44,10 +47,11 @@ def einsum(subscripts: str, *operands: Tensor) -> Tensor:
 
 @checked
 def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axis | Sequence[Axis]] = 2) -> Tensor:
-    """The sum of products over some dims of a and b, as in numpy.tensordot: the other dims of a, then those of b.
+    """Sum of products over some dims of a and b, as in numpy.tensordot. The result has the other dims of a, then those of b.
 
-    `axes` is how many of the last dims of a and of the first of b, or a pair: the dims of a, and those of b in the same order, by number
-    or name. One matmul contracts them all, of its dtypes: where they are sharded, its terms are reduced once.
+    `axes` is a number of the last dims of a and first dims of b, or a pair: the dims of a, and those of b in the same order, by number or
+    name. One matmul, of its dtypes, contracts all of them. If these dims are sharded, partial sums are reduced once.
+
     Raises ProgramError for dims that differ in size or number.
 
     Example: `x: f32[S, B@dp, E]` and `dy: f32[S, B@dp, F]` give `f32[E, F]` by `hw.tensordot(x, dy, ((0, 1), (0, 1)))`.
@@ -75,7 +79,10 @@ def tensordot(a: Tensor, b: Tensor, axes: int | tuple[Axis | Sequence[Axis], Axi
 
 
 def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """The letters of each operand, and of the result. Raises ProgramError."""
+    """Letters of each operand and of the result.
+
+    Raises ProgramError if the text is not valid or does not fit the operands.
+    """
 
     def fail(why: str) -> NoReturn:
         raise ProgramError.here(f"einsum: {subscripts!r}: {why}")
@@ -107,7 +114,7 @@ def _parsed(subscripts: str, operands: Sequence[Tensor]) -> tuple[list[str], str
 
 
 def _product(a: Tensor, of_a: Labels, b: Tensor, of_b: Labels, result: Labels) -> Tensor:
-    """The sum of products with these labels, over those that the result lacks."""
+    """Sum of products with these labels, over labels that the result lacks."""
     a, of_a = _summed(a, of_a, {*of_b, *result})
     b, of_b = _summed(b, of_b, {*of_a, *result})
     batch = tuple(label for label in result if label in of_a and label in of_b)
@@ -133,13 +140,13 @@ def _product(a: Tensor, of_a: Labels, b: Tensor, of_b: Labels, result: Labels) -
 
 
 def _summed(x: Tensor, labels: Labels, kept: set[Hashable]) -> tuple[Tensor, Labels]:
-    """The tensor without the dims that nothing else has."""
+    """Sums over dims whose labels are not kept."""
     axes = tuple(i for i, label in enumerate(labels) if label not in kept)
     return (hw.sum(x, axis=axes) if axes else x), tuple(label for label in labels if label in kept)
 
 
 def _arranged(x: Tensor, labels: Labels, result: Labels) -> Tensor:
-    """The tensor with its dims in the order of the result's labels, summed over the others."""
+    """Orders the dims by the result's labels, and sums over all others."""
     x, labels = _summed(x, labels, set(result))
     order = tuple(labels.index(label) for label in result)
     return x if order == tuple(range(x.ndim)) else hw.permute_dims(x, order)

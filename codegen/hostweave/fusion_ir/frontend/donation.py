@@ -1,4 +1,4 @@
-"""Which result takes the memory of an input that is donated."""
+"""Donation: which result takes the memory of each donated input."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -9,14 +9,16 @@ from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.trace import Tensor, _Trace
 from hostweave.types.tensor import Dim
 
-Donated = Sequence[str] | Mapping[str, int]  # the names of inputs, and maybe the number of the result of each
+Donated = Sequence[str] | Mapping[str, int]  # names of inputs, or names with the number of the result
 
 
 def donations(here: str, trace: _Trace, outputs: list[Tensor], donate: Donated, location: Location) -> tuple[str, ...]:
-    """Of each output the input whose memory it takes, "" of others; none where nothing is donated. Outputs get the inputs' shardings.
+    """For each output, the donated input whose memory it takes, or "". Empty if nothing is donated. Outputs get the inputs' shardings.
 
-    It is the one of the input's dtype and shape that is computed from it, where no other input takes that; if none has that shape, one that
-    has the same dims in another order. Raises ProgramError.
+    The output has the input's dtype and shape, is computed from it, and is not taken by another input. If none has that shape, an output
+    with the same dims in another order is taken.
+
+    Raises ProgramError if no output qualifies, or several do.
     """
     inputs = {str(tensor._name): tensor for tensor in trace.tensors.values() if tensor._op is None}
     if not isinstance(donate, Iterable) or not all(isinstance(name, str) for name in donate):
@@ -59,13 +61,13 @@ def _candidates(
 
 
 def _takes(output: Tensor, given: Tensor) -> bool:
-    """True if they have the same dims, in any order, and no other sharding of the output is stated."""
+    """True if the output has the same dims in any order, and no different stated sharding."""
     a, b = (replace(type, dims=tuple(map(Dim, type.shape))) for type in (output.type, given.type))
     return a.fills(b) and (not output._value.pinned or output.type.fills(given.type))
 
 
 def _leads_to(trace: _Trace, output: Tensor) -> set[str]:
-    """Every value that an output is computed from."""
+    """All values from which an output is computed."""
     found, left = set[str](), [output._value.name]
     while left:
         op = trace.tensors[left.pop()]._op
@@ -85,7 +87,7 @@ def _refuse(here: str, given: Tensor, name: str, numbers: list[int], location: L
 
 
 def _placed(output: Tensor, given: Tensor, trace: _Trace) -> Tensor:
-    """The output as the input is sharded, under its name."""
+    """Reshards an output to the input's sharding, and keeps its name."""
     target = given.type
     if output.type.shape != target.shape:  # in another order
         left = list(target.dims)

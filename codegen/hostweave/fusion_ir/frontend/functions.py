@@ -1,6 +1,6 @@
-"""The functions that a fusion is written with: those of the Python array API standard, and of torch.nn.functional for the rest.
+"""Functions for writing fusions: those of the Python array API standard, and the rest from torch.nn.functional.
 
-Of what one element of each operand makes, and of reductions, the entries of the op table make them; those here say more.
+Simple pointwise ops and reductions are generated from the op table. This module has the functions that need more.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,13 @@ SizeLike = int | str | Size
 
 @checked
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]; the leading dims broadcast.
+    """Matrix product, also `a @ b`: [..., M, K] x [..., K, N] -> [..., M, N]. Leading dims broadcast.
 
-    Both operands have one dtype, f16, bf16, f32, f64 or that of ints, which is the result's; 16-bit floats are summed in f32. Sums of
-    ints wrap around, modulo 2 to the number of bits. cuBLASLt has no such product of ints: a generated kernel computes it, which is
-    much slower than one of floats. A dim K that is sharded gives a partial sum, which is all-reduced, or reduce-scattered to a sharding
-    that `reshard` states.
+    Both operands and the result have one dtype: f16, bf16, f32, f64 or an integer dtype. 16-bit floats are summed in f32. Sums of ints wrap
+    around. cuBLASLt has no such matmul of ints, so a generated kernel computes it, much slower than one of floats.
+
+    A sharded dim K gives a partial sum. It is all-reduced, or reduce-scattered to a sharding that `reshard` states.
+
     Raises ProgramError for other dtypes, or inner dims that differ.
 
     Example: `x: bf16[M@dp, K]` and `w: bf16[K, N@tp]` give `bf16[M@dp, N@tp]`, without communication.
@@ -41,10 +42,10 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 @checked
 def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: DType = bf16) -> Tensor:
-    """The product of 8-bit floats with scales, as torch._scaled_mm: [M, K] x [K, N] -> [M, N] of `out_dtype`, bf16, f16 or f32.
+    """Matrix product of 8-bit floats with scales, as torch._scaled_mm: [M, K] x [K, N] -> [M, N] of `out_dtype`, bf16, f16 or f32.
 
-    `a` and `b` are f8e4m3 or f8e5m2. Each f32 of a scale multiplies a block of its operand; products are summed in f32 and rounded once.
-    The shapes of the scales say what the blocks are:
+    `a` and `b` are f8e4m3 or f8e5m2. Each f32 scale multiplies a block of its operand. Products are summed in f32 and rounded once. The
+    shapes of the scales determine the blocks:
 
     | scales of | scale_a | scale_b |
     |---|---|---|
@@ -52,9 +53,10 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
     | rows and columns | [M, 1] | [1, N] |
     | blocks | [M, K/128] or [M/128, K/128] | [K/128, N] or [K/128, N/128] |
 
-    Shardings are those of `matmul`, and a scale is sharded as what it scales. A bias that is added, and `relu` or `gelu_tanh`, become
-    part of the product. Operands are fastest if the elements along K lie side by side, as in `scaled_matmul(a, w.T, ...)` with
-    `w: [N, K]`; others are copied first. Without cuBLASLt's scales the product is composed of other ops: `Program.explain` says so.
+    Shardings are those of `matmul`; a scale is sharded like its operand. A bias, `relu` or `gelu_tanh` after it becomes its epilogue.
+    Operands are fastest if the elements along K are contiguous, as in `scaled_matmul(a, w.T, ...)` with `w: [N, K]`. Others are copied
+    first. If cuBLASLt lacks the scales, the matmul is composed of other ops, and `Program.explain` reports that.
+
     Raises ProgramError for other dtypes and shapes.
 
     Example: `a, s = hw.quantize(x, "row")`, then `hw.scaled_matmul(a, w.T, s, t.T)` with `w: f8e4m3[N, K]` and `t: f32[N, 1]`.
@@ -71,9 +73,9 @@ def scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dt
 
 @checked
 def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """a to the power of b, also `a ** b`, of floats. Dims broadcast.
+    """Power of floats: a to the power of b, also `a ** b`. Dims broadcast.
 
-    A Python int 2, 3 or 4 as exponent is computed by multiplication, of ints as well.
+    An exponent that is a Python int 2, 3 or 4 is computed by multiplication, for ints as well.
 
     Example: `hw.pow(x, 2)`, `x ** 0.5`.
     """
@@ -82,10 +84,12 @@ def pow(a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 @checked
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x * Phi(x), with the distribution function Phi of the standard normal distribution; shape and dtype of x, a float.
+    """GELU: x * Phi(x), with the distribution function Phi of the standard normal distribution. It has the shape and dtype of x, a float.
 
-    `approximate` is "none" (by the error function) or "tanh" (0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))), as in
-    torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016). Raises ProgramError for another value.
+    `approximate` is "none" (by the error function) or "tanh", which is 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). Both are those of
+    torch.nn.functional (Hendrycks and Gimpel, "Gaussian error linear units", 2016).
+
+    Raises ProgramError for another value.
 
     Example: `hw.gelu(x, approximate="tanh")`.
     """
@@ -96,7 +100,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @checked
 def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | None = None) -> Tensor:
-    """x limited to `min` and `max`, numbers or tensors that broadcast against x; NaN stays NaN. Either may be left out.
+    """Limits x to `min` and `max`, numbers or tensors that broadcast against x. NaN stays NaN. Either may be omitted.
 
     Raises ProgramError if both are.
 
@@ -110,7 +114,7 @@ def clip(x: Tensor, min: Tensor | Scalar | None = None, max: Tensor | Scalar | N
 
 @checked
 def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
-    """Elements of `a` where `condition`, a bool, is true, else of `b`. Dims broadcast; a and b have one dtype.
+    """Selects elements of `a` where the bool `condition` is true, else of `b`. Dims broadcast; a and b have one dtype.
 
     Example: `hw.where(x > 0, x, 0.01 * x)`.
     """
@@ -119,12 +123,14 @@ def where(condition: Tensor, a: Tensor | Scalar, b: Tensor | Scalar) -> Tensor:
 
 @checked
 def astype(x: Tensor, dtype: DType) -> Tensor:
-    """x cast to another dtype, with PyTorch's rounding: to nearest, ties to even; floats to ints towards zero.
+    """Casts x to another dtype, with PyTorch's rounding: to nearest, ties to even. Floats become ints by rounding towards zero.
 
-    Ints wrap around: an int dtype takes the low bits of another int, and of a float the low bits of its i64, on all targets, so that -1.0
-    is 4294967295 in u32. Floats that neither i64 nor u64 has, and NaN, become -2^63 in i64, 2^63 in u64, and 0 in smaller dtypes.
+    Ints wrap around: an int dtype takes the low bits of another int, or of a float's i64. So -1.0 is 4294967295 in u32 on all targets. NaN
+    and floats outside of i64 and u64 become -2^63 in i64, 2^63 in u64, and 0 in smaller dtypes.
 
-    Values too large for f16, bf16 and f8e5m2 become infinite, in f8e4m3 448. Raises ProgramError for what is not a hostweave dtype.
+    Values too large for f16, bf16 and f8e5m2 become infinite. In f8e4m3 they become 448.
+
+    Raises ProgramError if `dtype` is not a hostweave dtype.
 
     Example: `hw.astype(x, hw.f32)`.
     """
@@ -135,12 +141,7 @@ def astype(x: Tensor, dtype: DType) -> Tensor:
 
 @checked
 def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
-    """The vector 0, 1, 2, ... with as many elements as x has along `axis`, of `dtype`, an integer dtype.
-
-    Raises ProgramError for another dtype.
-
-    Example: `hw.iota(x, "M")[:, None] >= hw.iota(x, "N")[None, :]` is a causal mask for `x: [M, N]`.
-    """
+    """Vector 0, 1, 2, ... of an integer `dtype`, with as many elements as x has along `axis`."""
     size = x.type.shape[dim_of(x, axis, "iota")]
     return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
 
@@ -150,7 +151,7 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
 
 @checked
 def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tensor:
-    """The index (i64) of the first largest element along one dim, or in the flattened tensor; a NaN counts as the largest.
+    """Index (i64) of the first largest element along one dim, or in the flattened tensor. A NaN counts as the largest.
 
     A sharded dim is gathered first. With `keepdims` the dim stays, with one element.
 
@@ -167,7 +168,9 @@ def argmax(x: Tensor, axis: Axis | None = None, keepdims: bool = False) -> Tenso
 
 @checked
 def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
-    """x with new dims of one element at the positions `axis` of the result. Raises ProgramError for a position out of range.
+    """Inserts dims of one element at the positions `axis` of the result.
+
+    Raises ProgramError for a position out of range.
 
     Example: `x: f32[M, N]` becomes `f32[M, 1, N]` by `hw.expand_dims(x, 1)`, also written `x[:, None]`.
     """
@@ -181,11 +184,14 @@ def expand_dims(x: Tensor, axis: int | Sequence[int]) -> Tensor:
 
 @checked
 def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
-    """The same elements in row-major order with other dims: ints, names, or sizes such as `M/8`, or a tuple of these;
-    one may be -1 and is inferred.
+    """Reshapes x: the same elements in row-major order with other dims.
 
-    A view where the memory layout allows it. A sharded dim keeps its sharding where it stays, or is the outermost of the dims that are
-    merged or split; else it is gathered. Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
+    Dims are ints, names, or sizes such as `M/8`, or a tuple of these. One may be -1 and is inferred.
+
+    It is a view if the memory layout allows it. A sharded dim keeps its sharding if it stays, or if it is the outermost of the dims that
+    are merged or split. Otherwise it is gathered.
+
+    Raises ProgramError if the numbers of elements differ, or -1 cannot be inferred.
 
     Example: `x: bf16[M, 1024]` becomes `bf16[M, 8, 128]` by `hw.reshape(x, "M", 8, 128)`.
     """
@@ -200,9 +206,11 @@ def reshape(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
-    """x with its dims in another order: dim i of the result is dim `axes[i]` of x. Without `axes` all dims are reversed.
+    """Permutes the dims: dim i of the result is dim `axes[i]` of x. Without `axes` all dims are reversed.
 
-    A view; also `x.T` for matrices. Raises ProgramError if axes is not a permutation of the dims.
+    A view. Also `x.T` for matrices.
+
+    Raises ProgramError if axes is not a permutation of the dims.
 
     Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.permute_dims(x, (1, 0, 2))`.
     """
@@ -211,7 +219,9 @@ def permute_dims(x: Tensor, axes: tuple[Axis, ...] | None = None) -> Tensor:
 
 @checked
 def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
-    """x with two dims swapped, as in torch. A view. Raises ProgramError if x has no such dim.
+    """Swaps two dims, as in torch. A view.
+
+    Raises ProgramError if x has no such dim.
 
     Example: `x: f32[S, B, E]` becomes `f32[B, S, E]` by `hw.transpose(x, 0, 1)`.
     """
@@ -222,7 +232,7 @@ def transpose(x: Tensor, dim0: Axis, dim1: Axis) -> Tensor:
 
 @checked
 def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
-    """x repeated to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
+    """Repeats x to the given dims, aligned from the right: dims of one element and missing dims repeat. A view.
 
     Raises ProgramError for dims that do not broadcast.
 
@@ -234,9 +244,10 @@ def broadcast_to(x: Tensor, *dims: SizeLike | Sequence[SizeLike]) -> Tensor:
 
 @checked
 def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
-    """The tensors joined along `axis`; the other dims and the dtypes are equal. With `axis=None` they are flattened first.
+    """Joins tensors along `axis`. The other dims and the dtypes must be equal. With `axis=None` the tensors are flattened first.
 
-    A sharded dim is gathered before it is joined. Operands are computed directly into the result where possible.
+    A sharded dim is gathered before it is joined. Operands are computed directly into the result if possible.
+
     Raises ProgramError for an empty list, or tensors that do not fit.
 
     Example: `hw.concat([a, b], axis=0)` of `f32[M, K]` and `f32[N, K]` is `f32[(M + N), K]`.
@@ -250,10 +261,12 @@ def concat(tensors: Sequence[Tensor], axis: Axis | None = 0) -> Tensor:
 
 @checked
 def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> Tensor:
-    """x with the blocks of a dim reordered: block i of the result is block `sources[i]` of x, or zeros where that is None.
+    """Reorders the blocks of a dim: block i of the result is block `sources[i]` of x, or zeros if that is None.
 
-    The dim has as many equal blocks as there are sources. Where it is sharded over as many ranks, one block each, this is a collective
-    permute: each rank sends its block to at most one other rank. Raises ProgramError.
+    The dim has as many equal blocks as there are sources. If it is sharded over as many ranks, one block each, this is a collective
+    permute: each rank sends its block to at most one other rank.
+
+    Raises ProgramError if a block is named twice, or the blocks do not divide the dim.
 
     Example: on 4 ranks `hw.collective_permute(x, "M", [3, 0, 1, 2])` passes each shard to the next rank of a ring.
     """
@@ -263,10 +276,12 @@ def collective_permute(x: Tensor, axis: Axis, sources: Sequence[int | None]) -> 
 
 @checked
 def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0) -> Tensor:
-    """x with elements of `value` before and after each dim.
+    """Adds elements of `value` before and after each dim.
 
-    As in torch.nn.functional, `pad` is (before, after), in elements, of the last dim, then of the dim before it, and so on.
-    A sharded dim is gathered before it is padded. `mode` is "constant". Raises ProgramError.
+    As in torch.nn.functional, `pad` is (before, after), in elements, of the last dim, then of the dim before it, and so on. A sharded dim
+    is gathered before it is padded. `mode` is "constant".
+
+    Raises ProgramError for another mode, widths that do not fit, or a value that the dtype lacks.
 
     Example: `hw.pad(x, (1, 2))` of `f32[M, N]` is `f32[M, (N + 3)]`.
     """
@@ -283,7 +298,7 @@ def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: Scalar = 0
 
 
 def _listed(dims: tuple[SizeLike | Sequence[SizeLike], ...]) -> tuple[Any, ...]:
-    """Dims that are given one by one, or as one tuple or list."""
+    """Dims given one by one, or as one tuple or list."""
     return tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
 
 
@@ -301,9 +316,17 @@ def _size_of(dim: SizeLike, kind: str) -> Size:
 def reshard(x: Tensor, *dims: SizeLike | Sequence[SizeLike], mesh: Mesh | None = None) -> Tensor:
     """States the sharding of a tensor: the same dims, each with the mesh axes that split it. The compiler inserts the communication.
 
-    Sharded to replicated is an all-gather, from one dim to another an all-to-all, partial to replicated an all-reduce, partial to
-    sharded a reduce-scatter, replicated to sharded a local slice. `mesh` moves the tensor to another mesh, whose axes the dims then
-    name. Raises ProgramError for dims other than those of x, or axes that the mesh does not have.
+    | from | to | communication |
+    |---|---|---|
+    | sharded | replicated | all-gather |
+    | sharded | another dim sharded | all-to-all |
+    | partial | replicated | all-reduce |
+    | partial | sharded | reduce-scatter |
+    | replicated | sharded | none, a local slice |
+
+    `mesh` moves the tensor to another mesh. The dims then name axes of that mesh.
+
+    Raises ProgramError for dims other than those of x, or axes that the mesh does not have.
 
     Example: `hw.reshard(x, "M@x", "K")`; `hw.reshard(h, "M@dp", "N", mesh=mesh.ranks([4, 5, 6, 7], dp=4))`.
     """

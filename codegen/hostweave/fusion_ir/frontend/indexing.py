@@ -1,4 +1,4 @@
-"""`x[2:5, ..., None, -1]`: Python's basic slices as ops."""
+"""Indexing such as `x[2:5, ..., None, -1]`: lowers Python's basic slices to ops."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType | None
 
-LARGE = 720720 << 20  # stands for a size that is not known yet
+LARGE = 720720 << 20  # stands for an unknown size
 
 
 def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
-    """The part of x that the keys take: slices with positive steps, ints, which drop their dim, `None` for a new one, and `...`.
+    """Part of x that the keys select: slices with positive steps, ints, which drop their dim, `None` for a new dim, and `...`.
 
-    A slice stays inside its dim: where the size is known only at a call, the program checks it then. Raises ProgramError.
+    A slice must stay inside its dim. If the size is symbolic, the program checks that in each call.
+
+    Raises ProgramError for other keys, and for slices outside of a dim.
     """
     keys = _spread(x.type, key if isinstance(key, tuple) else (key,))
     cuts = [k for k in keys if k is not None]
@@ -35,7 +37,7 @@ def indexed(x: Tensor, key: Index | tuple[Index, ...]) -> Tensor:
 
 
 def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]:
-    """One key a dim, besides those that make new ones."""
+    """Expands `...` and missing keys: one key per dim, and None for each new dim."""
     for key in keys:
         if isinstance(key, bool) or not (key is None or isinstance(key, int | slice | EllipsisType)):
             raise ProgramError.here(f"indexing: {key!r} is neither an int, a slice, None nor '...'; {_instead_of(key)}")
@@ -51,7 +53,7 @@ def _spread(type: TensorType, keys: tuple[Any, ...]) -> list[slice | int | None]
 
 
 def _instead_of(key: Any) -> str:
-    """What to write for a key that is an array."""
+    """Remedy for a key that is an array."""
     kind = getattr(getattr(key, "dtype", None), "kind", "")
     if kind == "bool":
         return "choose by values with hw.where(condition, x, 0)"
@@ -99,7 +101,7 @@ def _sliced(x: Tensor, axis: int, key: slice) -> Tensor:
 
 
 def _if_large(size: Size) -> Fraction:
-    """The value of a size if each unknown one in it is large. It may be no int: a call checks what divides."""
+    """Value of a size if all its symbols are large. May be no int, since divisibility is checked in each call."""
 
     def of(factor: Factor) -> Fraction:
         if isinstance(factor, Sum):
@@ -110,7 +112,7 @@ def _if_large(size: Size) -> Fraction:
 
 
 def _steps(start: Size, stop: Size, whole: Size, step: int) -> Size:
-    """How many indices from start to stop a step takes; what is not known must divide."""
+    """Number of indices from start to stop. Symbolic lengths must be divisible by the step."""
     length = stop - start
     if length.is_int:
         return Size(-(-int(length) // step))

@@ -1,4 +1,4 @@
-"""Functions of indices: elements at indices, and the other way round, orders and sums along a dim; and of shapes, what is made of views."""
+"""Indexing functions (gather, scatter, sort, cumulative sums), functions made of views, and losses."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -15,16 +15,16 @@ from hostweave.fusion_ir.ops.definition import INTS
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, DType, TensorType, i64, u8
 
-_each, _some = all, any  # Python's own, which have the names of functions here
+_each, _some = all, any  # Python's own functions, whose names are redefined here
 
 
 def _numbers(x: Tensor, axis: int) -> Tensor:
-    """The numbers of the indices of a dim."""
+    """Indices of a dim: 0, 1, 2, ..."""
     return hw.iota(x, axis, i64)
 
 
 def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
-    """Indices whose dims stand from `axis` on among `rank` dims."""
+    """Aligns indices so that their dims start at dim `axis` of `rank` dims."""
     others = tuple(i for i in range(rank) if not axis <= i < axis + ids.ndim)
     return hw.expand_dims(ids, others) if others else ids
 
@@ -34,11 +34,13 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
 
 @_called("taken")
 def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
-    """The elements of x at `indices` along a dim, in whose place the result has the dims of `indices`, any number of them.
+    """Elements of x at `indices` along a dim. In the result, the dims of `indices` replace that dim.
 
-    `indices` are ints, from 0 to below the size of the dim; `axis` may be left out where x is a vector. On the CPU target an index
-    that is out of range, also a negative one, is an ExecutionError; on GPUs the nearest one is taken. Where the dim is sharded each
-    rank takes what it holds, and zeros elsewhere: a partial sum. Raises ProgramError for other dtypes, or no axis.
+    `indices` are ints from 0 to below the size of the dim, with any number of dims. `axis` may be omitted if x is a vector. On the CPU
+    target an index out of range, also a negative one, is an ExecutionError. GPUs take the nearest valid index. If the dim is sharded, each
+    rank takes its own elements and zeros elsewhere, which is a partial sum.
+
+    Raises ProgramError for other dtypes, or a missing axis.
 
     Example: `x: f32[M, N]` and `ids: i32[K]` give `f32[M, K]` by `hw.take(x, ids, axis=1)`.
     """
@@ -56,10 +58,11 @@ def take(x: Tensor, indices: Tensor, axis: Axis | None = None) -> Tensor:
 
 @_called("gathered")
 def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
-    """The elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
+    """Elements of x at `indices` along a dim, one for each element of `indices`: `y[i][j][k] = x[i][indices[i][j][k]][k]`.
 
-    `indices` are ints, with as many dims as x; those besides `axis` broadcast. For indices out of range, and dims that are sharded,
-    see `take`. Raises ProgramError for other shapes.
+    `indices` are ints, with as many dims as x. Dims other than `axis` broadcast. See `take` for indices out of range and sharded dims.
+
+    Raises ProgramError for other shapes.
 
     Example: `x: f32[M, N]` and `indices: i64[M, K]` give `f32[M, K]` by `hw.take_along_axis(x, indices, axis=1)`.
     """
@@ -70,9 +73,11 @@ def take_along_axis(x: Tensor, indices: Tensor, axis: Axis = -1) -> Tensor:
 
 @_called("gathered")
 def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
-    """`take_along_axis`, as torch has it: dims of x besides `axis` may be longer than those of `indices`, and what is past these is left.
+    """Like `take_along_axis`, with torch's rule for shapes: other dims of x may be longer than those of `indices`; the rest is not read.
 
-    Where sizes are known by name alone they are equal. Raises ProgramError for other shapes.
+    Symbolic sizes must be equal.
+
+    Raises ProgramError for other shapes.
 
     Example: `x: f32[8, N]` and `indices: i64[4, K]` give `f32[4, K]` by `hw.gather(x, 1, indices)`.
     """
@@ -81,7 +86,7 @@ def gather(x: Tensor, axis: Axis, indices: Tensor) -> Tensor:
 
 
 def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
-    """As much of each dim besides `axis` as there are indices."""
+    """Cuts the dims of x other than `axis` to the sizes of `indices`."""
     if x.ndim != indices.ndim:
         raise ProgramError.here(f"{word}: {x.type} and {indices.type} differ in their number of dims; use hw.expand_dims")
     pairs = enumerate(zip(x.type.shape, indices.type.shape, strict=True))
@@ -91,10 +96,12 @@ def _cut_to(x: Tensor, indices: Tensor, axis: int, word: str) -> Tensor:
 
 @_called("embedded")
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    """The rows of a table [V, E] that `indices`, ints of any shape, number: [..., E], as in torch.nn.functional.
+    """Rows of a table [V, E] at `indices`, ints of any shape: [..., E], as in torch.nn.functional.
 
-    Where the vocabulary is sharded, `V@tp`, each rank looks up its own rows, which gives a partial sum, and nothing is gathered. For
-    indices out of range see `take`. Raises ProgramError for a weight that is no table.
+    If the vocabulary is sharded, `V@tp`, each rank looks up its own rows, which gives a partial sum, and nothing is gathered. See `take`
+    for indices out of range.
+
+    Raises ProgramError for a weight that is no table.
 
     Example: `hw.embedding(ids, table)` of `ids: i64[B@dp, S]` and `table: bf16[V@tp, E]` is `bf16[B@dp, S, E]`.
     """
@@ -105,9 +112,11 @@ def embedding(indices: Tensor, weight: Tensor) -> Tensor:
 
 @_called("one_hot")
 def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tensor:
-    """A last dim of `num_classes` elements, of which that is 1 whose number is the index, and the others are 0.
+    """One-hot encoding: a new last dim of `num_classes` elements, which is 1 at the index and 0 elsewhere.
 
-    `indices` are ints. For those out of range see `take`. Raises ProgramError for a size that is none.
+    `indices` are ints. See `take` for those out of range.
+
+    Raises ProgramError if `num_classes` is no size.
 
     Example: `ids: i64[M]` gives `f32[M, 10]` by `hw.one_hot(ids, 10, hw.f32)`.
     """
@@ -122,10 +131,13 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
 
 @_called("scattered")
 def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """x, with the elements of `source` at `indices` along a dim: `y[i][indices[i][j][k]][k] = source[i][j][k]`, of several the last one.
+    """Writes elements of `source` to a copy of x at `indices` along a dim: `y[i][indices[i][j][k]][k] = source[i][j][k]`. The last one
+    wins.
 
-    As in torch, but dims besides `axis` are equal in all three, or 1 in the indices, which then hold for all. `indices` are ints; for
-    those out of range see `take`. The dim may be sharded, and that of the indices is gathered. Raises ProgramError for other shapes.
+    As in torch, but dims other than `axis` are equal in all three, or 1 in the indices, which then broadcast. `indices` are ints; see
+    `take` for those out of range. The dim may be sharded; that of the indices is gathered.
+
+    Raises ProgramError for other shapes.
 
     Example: `x: f32[M, N]`, `indices: i64[M, K]` and `source: f32[M, K]` give `f32[M, N]` by `hw.scatter(x, 1, indices, source)`.
     """
@@ -136,13 +148,15 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 
 @_called("added")
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
-    """x, to which the elements of `source` are added at `indices` along a dim, each as often as it is there; shapes as in `scatter`.
+    """Adds elements of `source` to a copy of x at `indices` along a dim. Repeated indices add up. Shapes are those of `scatter`.
 
-    Sums are made in the order of the source, on GPUs too, in the dtype of x, and do not change from run to run. A dim of x may be
-    sharded; where that of the indices is, ranks add up what they have: a partial sum. Raises ProgramError for other shapes.
+    Terms are added in the order of the source, on GPUs too, in the dtype of x, so results do not change from run to run. The dim of x may
+    be sharded. If that of the indices is, ranks add up their own elements, which is a partial sum.
 
-    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]`, `dy: f32[T@dp, E]`
-    and `zeros = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
+    Raises ProgramError for other shapes.
+
+    Example: the gradient of `embedding` is `hw.scatter_add(zeros, 0, ids[:, None], dy)`, of `ids: i64[T@dp]`, `dy: f32[T@dp, E]` and `zeros
+    = hw.broadcast_to(hw.astype(hw.iota(table, -1, hw.i32) * 0, hw.f32), table.shape)`.
     """
     number = dim_of(x, axis, "scatter_add")
     rows = _numbers(x, number)
@@ -156,11 +170,12 @@ Starts = Sequence[Tensor | int]  # one for each dim
 
 @_called("sliced")
 def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tensor:
-    """As many elements of each dim as `sizes` say, from where `starts` say on: one for each dim, ints or tensors of one int.
+    """Slice of x with `sizes` elements, beginning at `starts`: an int or a tensor of one int for each dim.
 
-    As in jax.lax, a start is moved so that the slice fits: one below 0 is 0, and one that is too large the last that fits. A dim of
-    which all is taken has no start. Where a dim that is cut is sharded each rank takes what it holds, and zeros elsewhere: a partial
-    sum. Raises ProgramError for starts or sizes that do not fit.
+    As in jax.lax, starts are clamped so that the slice fits. A start is ignored if the whole dim is taken. If a dim that is cut is sharded,
+    each rank takes its own elements and zeros elsewhere, which is a partial sum.
+
+    Raises ProgramError for starts or sizes that do not fit.
 
     Example: `hw.dynamic_slice(cache, (position, 0), (1, "D"))` of `cache: f32[S, D]` and `position: i32[]` is `f32[1, D]`.
     """
@@ -173,15 +188,17 @@ def dynamic_slice(x: Tensor, starts: Starts, sizes: Sequence[int | str]) -> Tens
 
 @_called("updated")
 def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
-    """x, with the elements of `update` from where `starts` say on: one for each dim, ints or tensors of one int.
+    """Writes `update` to a copy of x, beginning at `starts`: an int or a tensor of one int for each dim.
 
-    A start may differ along the dims before the first that is cut: with one of [B] each of a batch has a place of its own. It is moved
-    so that the update fits, as in `dynamic_slice`. Of an x that is donated, or needed no more, only the elements of the update are
-    written, in place. A dim that is cut may be sharded: each rank writes those that are its own, and has all of the update along it.
+    A start may vary along the dims before the first one that is cut: with starts of [B], each batch has its own. Starts are clamped as in
+    `dynamic_slice`. If x is donated or dead afterwards, only the elements of the update are written, in place. A dim that is cut may be
+    sharded: each rank writes its own elements, and needs the whole update along that dim.
+
     Raises ProgramError for an update or starts that do not fit.
 
-    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`; and
-    `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions: i32[B]`.
+    Example: `hw.dynamic_update_slice(cache, row, (position, 0))` of `cache: f32[S, D]`, `row: f32[1, D]` and `position: i32[]`. With a
+    batch, `hw.dynamic_update_slice(caches, rows, (0, positions, 0))` of `caches: f32[B, S, D]`, `rows: f32[B, 1, D]` and `positions:
+    i32[B]`.
     """
     if not isinstance(update, Tensor) or update.dtype != x.dtype:
         what = update.type if isinstance(update, Tensor) else repr(update)
@@ -192,7 +209,7 @@ def dynamic_update_slice(x: Tensor, update: Tensor, starts: Starts) -> Tensor:
 
 
 def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> list[tuple[int, Tensor]]:
-    """The dims of which a part is taken or written, each with where that begins."""
+    """Dims of which only a part is read or written, each with its start."""
     if isinstance(starts, Tensor) or len(starts) != x.ndim or len(lengths) != x.ndim or not x.ndim:
         many = 1 if isinstance(starts, Tensor) else len(starts)
         why = f"{many} starts and {len(lengths)} sizes for the {x.ndim} dims of {x.type}"
@@ -205,7 +222,7 @@ def _cut_dims(x: Tensor, starts: Starts, lengths: Sequence[Size], word: str) -> 
 def _start(
     x: Tensor, axis: int, length: Size, start: Tensor | int, word: str = "dynamic_update_slice", before: tuple[Size, ...] = ()
 ) -> Tensor:
-    """Where a slice of so many elements of a dim begins, an i64 of no dims, or of the first of those that are `before` it."""
+    """Start of a slice with `length` elements: an i64 without dims, or with the first of the dims `before` it."""
     size = x.type.shape[axis]
     if size.is_int and length.is_int and int(length) > int(size):
         raise ProgramError.here(f"{word}: {length} elements are more than dim {axis} of {x.type} has; take at most {size}")
@@ -227,9 +244,11 @@ def _start(
 
 @checked
 def cumsum(x: Tensor, axis: Axis) -> Tensor:
-    """The sums of the elements up to each one along a dim, in the shape and dtype of x, ints or floats, which are added up in f32 at least.
+    """Cumulative sums along a dim, in the shape and dtype of x. Ints or floats, summed in f32 at least.
 
-    A sharded dim is gathered first. Raises ProgramError for bools.
+    A sharded dim is gathered first.
+
+    Raises ProgramError for bools.
 
     Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.cumsum(x, axis=1)`.
     """
@@ -238,9 +257,9 @@ def cumsum(x: Tensor, axis: Axis) -> Tensor:
 
 @checked
 def argsort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
-    """The indices (i64) of the elements along a dim in their order; equal ones stay in theirs. A NaN counts as the largest, as in NumPy.
+    """Indices (i64) that sort the elements along a dim. The sort is stable. A NaN counts as the largest element, as in NumPy.
 
-    A sharded dim is gathered first. On a GPU a thread block orders a row by itself.
+    A sharded dim is gathered first. On a GPU a thread block sorts a row.
 
     Example: `x: f32[M, N]` gives `i64[M, N]` by `hw.argsort(x)`.
     """
@@ -253,7 +272,7 @@ def _order(x: Tensor, axis: int, descending: bool, first: int | None = None) -> 
 
 @_called("sorted")
 def sort(x: Tensor, axis: Axis = -1, descending: bool = False) -> Tensor:
-    """The elements along a dim in their order, which `argsort` gives.
+    """Sorted elements along a dim, in the order of `argsort`.
 
     Example: `x: f32[M, N]` gives `f32[M, N]` by `hw.sort(x, descending=True)`.
     """
@@ -265,14 +284,16 @@ def _ordered(x: Tensor, order: Tensor, axis: int) -> Tensor:
     return record("take", x, order, _numbers(x, axis), axis=axis)
 
 
-_MOST_CHOSEN = 2048  # elements that a GPU orders without the others: kSorted of sort.h
+_MOST_CHOSEN = 2048  # elements that a GPU selects without sorting the rest: kSorted of sort.h
 
 
 @checked
 def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest elements along a dim, or the smallest, and their indices (i64), the first one first; of equal ones those before.
+    """The k largest or smallest elements along a dim, and their indices (i64), the most extreme one first. The order is stable.
 
-    A NaN counts as the largest. A sharded dim is gathered first. Raises ProgramError for a k that the dim does not have.
+    A NaN counts as the largest element. A sharded dim is gathered first.
+
+    Raises ProgramError for a k that the dim does not have.
 
     Example: `x: f32[M, N]` gives `f32[M, 8]` and `i64[M, 8]` by `hw.top_k(x, 8)`.
     """
@@ -291,7 +312,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
 
 @_called("any")
 def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """Whether any element is true, of bools, or is not 0, over `axis` as in `max`; a NaN is not 0.
+    """True if any element is true, or not 0, over `axis` as in `max`. A NaN is not 0.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.any(x, axis=-1)`.
     """
@@ -300,7 +321,7 @@ def any(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool =
 
 @_called("all")
 def all(x: Tensor, axis: Axis | tuple[Axis, ...] | None = None, keepdims: bool = False) -> Tensor:
-    """Whether all elements are true, of bools, or are not 0, over `axis` as in `max`; a NaN is not 0.
+    """True if all elements are true, or not 0, over `axis` as in `max`. A NaN is not 0.
 
     Example: `x: f32[M, N]` gives `bool[M]` by `hw.all(x, axis=-1)`.
     """
@@ -316,7 +337,7 @@ def _truth(x: Tensor) -> Tensor:
 
 @_called("stacked")
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """The tensors, which are of one type, joined along a new dim at position `axis` of the result.
+    """Joins tensors of one type along a new dim at position `axis` of the result.
 
     Raises ProgramError for an empty list, or tensors that do not fit.
 
@@ -332,9 +353,11 @@ def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 @checked
 def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Tensor, ...]:
-    """x in parts along a dim, as torch splits it: of `sections` elements each, the last one maybe less, or of the lengths of a list.
+    """Splits x along a dim, as in torch: into parts of `sections` elements, the last one maybe shorter, or of the lengths in a list.
 
-    Parts are views. Raises ProgramError for a dim of a size that is known by name alone, or lengths that are not all of it.
+    Parts are views.
+
+    Raises ProgramError for a dim of symbolic size, or lengths that do not add up to it.
 
     Example: `x: f32[M, 10]` gives `f32[M, 4]`, `f32[M, 4]` and `f32[M, 2]` by `hw.split(x, 4, axis=1)`.
     """
@@ -359,7 +382,9 @@ def split(x: Tensor, sections: int | Sequence[int], axis: Axis = 0) -> tuple[Ten
 
 @checked
 def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
-    """x without the dims `axis`, which have one element. A view. Raises ProgramError for others.
+    """Removes the dims `axis`, which have one element. A view.
+
+    Raises ProgramError for other dims.
 
     Example: `x: f32[M, 1]` becomes `f32[M]` by `hw.squeeze(x, 1)`.
     """
@@ -376,11 +401,15 @@ def squeeze(x: Tensor, axis: Axis | tuple[Axis, ...]) -> Tensor:
 
 @_called("cross_entropy")
 def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """-log(softmax(logits)) at the target, as in torch.nn.functional: logits [..., V], of floats, and a target [...] of ints: f32, or f64.
+    """Cross entropy, as in torch.nn.functional: -log(softmax(logits)) at the target, in f32, or f64 for f64 logits.
 
-    `reduction` is "mean", over those targets that are not `ignore_index`, "sum", or "none", which has the shape of the target, with
-    zeros where it is ignored. Where V is sharded, ranks all-reduce the largest logit of each row, then the sum and the target's logit
-    together, and no logits are gathered. For targets out of range see `take`. Raises ProgramError for other shapes, or another reduction.
+    The logits are floats [..., V] and the target ints [...]. `reduction` is "mean", over targets other than `ignore_index`, "sum", or
+    "none". The last one has the shape of the target, with zeros at ignored targets.
+
+    If V is sharded, ranks all-reduce the largest logit of each row, then the sum and the target's logit together. No logits are gathered.
+    See `take` for targets out of range.
+
+    Raises ProgramError for other shapes, or another reduction.
 
     Example: `hw.cross_entropy(logits, target)` of `bf16[T, V@tp]` and `i64[T]` is `f32[]`.
     """
@@ -394,7 +423,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int = -100, redu
     is_counted = target != ignore_index if fits(ignore_index, target.dtype) else None
     known = target if is_counted is None else hw.where(is_counted, target, 0)
     at_target = squeeze(take_along_axis(shifted, hw.expand_dims(known, -1), -1), -1)
-    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # partial sums of ranks, which one all_reduce adds up
+    both = stack([hw.sum(hw.exp(shifted), -1), at_target])  # partial sums that one all_reduce reduces together
     losses = hw.log(both[0]) - both[1]
     losses = losses if is_counted is None else hw.where(is_counted, losses, 0.0)
     if reduction == "none":

@@ -1,4 +1,4 @@
-"""What the functions of ops call: an op is written down in the trace of its tensors."""
+"""Recording of ops in the trace of their tensors, for the functions of ops."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ def record(
     user_kernel: UserKernel | None = None,
     **values: AttributeValue,
 ) -> Tensor:
-    """Writes down one op and gives its result. `target` is what the user states of the result's type.
+    """Records one op and returns its result. `target` is the part of the result's type that the user states.
 
-    `beside` is a tensor of the same function, for an op that takes none; `callee` the function of a call, `user_kernel` the C++ of a
-    kernel. Raises ProgramError.
+    `beside` is a tensor of the same function, for an op without operands. `callee` is the function of a call, and `user_kernel` the C++ of
+    a kernel.
+
+    Raises ProgramError if an operand is no tensor of this fusion, or operands do not fit.
     """
     location = Location.of_caller()
     for operand in operands:
@@ -60,7 +62,7 @@ def record(
 
 
 def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
-    """What `make` makes of what the user states. Raises ProgramError where it raises ValueError."""
+    """Calls `make`, and turns its ValueError into a ProgramError at the user's line."""
     try:
         return make(given)
     except ValueError as error:
@@ -68,12 +70,15 @@ def stated(make: Callable[[Given], Made], given: Given, kind: str) -> Made:
 
 
 def dim_of(tensor: Tensor, axis: Axis, kind: str) -> int:
-    """The number of the dim that `axis` names. Raises ProgramError."""
+    """Number of the dim that `axis` names.
+
+    Raises ProgramError if there is no such dim.
+    """
     return stated(tensor.type.dim, axis, kind)
 
 
 def dims_of(x: Tensor, axis: Axis | tuple[Axis, ...] | None, kind: str) -> tuple[int, ...]:
-    """The dims that a reduction is over, by number, in order: all of them by default."""
+    """Sorted numbers of the dims that a reduction is over, by default all."""
     if not hasattr(x, "_trace"):
         raise ProgramError.here(f"{kind}: {x!r} is no tensor of this fusion; make it an input")
     given = range(x.ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)

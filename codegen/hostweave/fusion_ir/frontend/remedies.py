@@ -1,4 +1,4 @@
-"""What to write instead of functions of other libraries that a fusion does not have."""
+"""Remedies for functions of other libraries that a fusion does not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hostweave.base.errors import ProgramError, nearest
 from hostweave.types.size import Size, product
 
 _ZEROS = "hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"
-# What other libraries call what hostweave has.
+# Names in other libraries, with the equivalent here.
 _OTHER_WORDS = {
     "view": "hw.reshape(x, ...)",
     "flatten": "hw.reshape(x, -1)",
@@ -47,12 +47,12 @@ _OTHER_WORDS = {
 
 
 def word_for(name: str) -> str | None:
-    """Replacement for a word of another library."""
+    """Remedy for a name of another library, or None."""
     return f"use {_OTHER_WORDS[name]}" if name in _OTHER_WORDS else None
 
 
 def instead_of(name: str) -> str:
-    """What to write for a function or method of another library."""
+    """Remedy for a missing function or method."""
     import hostweave
 
     if known := word_for(name):
@@ -65,12 +65,12 @@ def instead_of(name: str) -> str:
 
 
 def _refused(sign: str, reverse: bool = False) -> Callable[[SizeName, Any], NoReturn]:
-    """The method of an operator."""
+    """Operator method that raises an error."""
     return lambda size, other: size._refuse(sign, other, reverse)
 
 
 class SizeName(str):
-    """The text of a size that is known only at a call. It is written, not computed with."""
+    """Text of a symbolic size. Arithmetic on it raises an error with the size as text."""
 
     _extent: Size
 
@@ -85,7 +85,7 @@ class SizeName(str):
         raise ProgramError.here(f"{why}; {self._written(sign, other, reverse)}")
 
     def _written(self, sign: str, other: Any, reverse: bool) -> str:
-        """The size that was meant, as text."""
+        """Remedy: the size that was meant, as text."""
         operand = other._extent if isinstance(other, SizeName) else Size(other) if type(other) is int else None
         if operand is not None and sign in _SIZES and not (reverse and sign == "//"):
             left, right = (operand, self._extent) if reverse else (self._extent, operand)

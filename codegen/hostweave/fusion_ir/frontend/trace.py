@@ -1,4 +1,4 @@
-"""Symbolic tensors: the values of a function that is being traced, which record every op."""
+"""Symbolic tensors: values of a traced function, which record every op."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import DType, TensorType, f64
 
-_KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}  # `a + b` -> add
+# text in the op table -> op, as `a + b` -> add
+_KINDS = {(op.written, kind.startswith("bitwise")): kind for kind, op in OPS.items() if op.written}
 
 
 def _kind(written: str, dtype: DType) -> str:
-    """The op that an operator is for tensors of this dtype: `&` is of bits, or of truths."""
+    """Op of an operator for tensors of this dtype. `&` is bitwise for ints and logical for bools."""
     is_of_bits = dtype.kind in INTS
     return _KINDS.get((written, is_of_bits)) or _KINDS[written, not is_of_bits]
 
 
 def _sign(written: str) -> Callable[[Tensor], Tensor]:
-    """The method of an operator of one tensor, as the op table writes it."""
+    """Method of a unary operator, given its text in the op table."""
     return lambda x: record(_kind(written, x.dtype), x)
 
 
 def _operator(written: str) -> tuple[Callable[[Tensor, Tensor | Scalar], Tensor], Callable[[Tensor, Scalar], Tensor]]:
-    """The methods of an operator of two, for a tensor on its left and for one on its right alone."""
+    """Methods of a binary operator, for a tensor on its left and for one only on its right."""
     return lambda a, b: record(_kind(written, a.dtype), a, b), lambda b, a: record(_kind(written, b.dtype), a, b)
 
 
@@ -54,8 +55,8 @@ def _no_number(what: str) -> Callable[[Tensor], NoReturn]:
 class Tensor:
     """A symbolic tensor: a value of the program that is being traced. It has a type and no data.
 
-    It has Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below; everything else is a
-    function of `hw`.
+    It supports Python's operators (`+ - * / // % ** @ & | ^ ~ << >>`, comparisons), basic slices, and the methods below. Everything else is
+    a function of `hw`.
     """
 
     __hash__ = object.__hash__
@@ -63,35 +64,35 @@ class Tensor:
     def __init__(self, trace: _Trace, op: Op | None, value: Value):
         self._trace, self._op, self._value = trace, op, value
         self._name: str | None = None
-        self._variable: str | None = None  # of the user, to which it was bound
-        self._word: str | None = None  # the composite function that produced it
+        self._variable: str | None = None  # the user's variable to which it was bound
+        self._word: str | None = None  # word of the composite function that produced it
 
     def __repr__(self) -> str:
         return f"Tensor({self.type})"
 
     @property
     def type(self) -> TensorType:
-        """The type: dtype, global dims, and the sharding if it is stated."""
+        """Type: dtype, global dims, and the sharding if it is stated."""
         return self._value.type
 
     @property
     def dtype(self) -> DType:
-        """The dtype of the elements."""
+        """Dtype of the elements."""
         return self.type.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """Number of dims."""
         return len(self.type.dims)
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """The global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
+        """Global sizes: ints, and text such as `M` and `8*M/4` for symbolic ones."""
         return tuple(int(size) if size.is_int else SizeName(size) for size in self.type.shape)
 
     @checked
     def named(self, name: str) -> Tensor:
-        """Names the value, in both IRs and in generated code, and returns it.
+        """Names the value in both IRs and in generated code. Returns the tensor.
 
         Raises ProgramError for an input, or if another value has the name.
 
@@ -108,15 +109,18 @@ class Tensor:
 
     @checked
     def stream(self, dim: int | str, chunks: int | None = None, algorithm: str | None = None, chunking: str | None = None) -> Tensor:
-        """Computes this value in a loop of the host program over `dim`, on several CUDA streams, and returns it.
+        """Computes this value in a loop of the host program over `dim`, on several CUDA streams. Returns the tensor.
 
-        `chunks` is the number of iterations; without it each index is one. `chunking` is `by_shard` (a chunk is one rank's shard) or
-        `across_shards` (a slice of every shard); `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or
-        all_gather. The compiler chooses what is left out. By shard the schedules are those of ring collectives (Patarasuk and Yuan,
-        2009). The last chunk of each shard is smaller if the chunks do not divide its rows. Raises ProgramError for an input, or a dim
-        that the op needs completely.
+        - `chunks` is the number of iterations. Without it, each index is an iteration.
+        - `chunking` is `by_shard` (a chunk is one rank's shard) or `across_shards` (a slice of every shard).
+        - `algorithm` is the communication of the loop, such as p2p, ring, put, broadcast, reduce or all_gather.
 
-        Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, beside the products.
+        The compiler chooses what is omitted. Schedules by shard are those of ring collectives (Patarasuk and Yuan, 2009). If the chunks do
+        not divide the rows of a shard, the last chunk is smaller.
+
+        Raises ProgramError for an input, or a dim that the op needs completely.
+
+        Example: `hw.matmul(x, w).stream("M", chunks=8)` gathers `x: [M@x, K]` of 8 ranks shard by shard, overlapped with the matmuls.
         """
         if self._op is None:
             raise ProgramError.here(f"stream: %{self._name} is an input; stream what is computed from it, or hw.copy({self._name})")
@@ -142,7 +146,10 @@ class Tensor:
 
     @property
     def T(self) -> Tensor:
-        """The transpose of a matrix, a view: [M, N] becomes [N, M]. Raises ProgramError for another number of dims."""
+        """Transpose of a matrix, a view: [M, N] becomes [N, M].
+
+        Raises ProgramError for another number of dims.
+        """
         if self.ndim != 2:
             raise ProgramError.here(f"T: {self.type} has {self.ndim} dims, not 2; use hw.permute_dims(x, axes)")
         return record("permute_dims", self, axes=(1, 0))
@@ -151,11 +158,17 @@ class Tensor:
         return indexed(self, key)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Iterates over the first dim. Raises ProgramError if its size is not an int."""
+        """Iterates over the first dim.
+
+        Raises ProgramError if its size is not an int.
+        """
         return map(self.__getitem__, range(self._first_extent("a loop", "use functions of whole tensors, such as hw.sum")))
 
     def __len__(self) -> int:
-        """The first size. Raises ProgramError if it is not an int."""
+        """Size of the first dim.
+
+        Raises ProgramError if it is not an int.
+        """
         return self._first_extent("len", "its name is in x.shape")
 
     def _first_extent(self, what: str, remedy: str) -> int:
@@ -168,16 +181,16 @@ class Tensor:
 
     __delitem__ = __setitem__
 
-    if not TYPE_CHECKING:  # or any name would be an attribute to a type checker
+    if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # asked for by libraries, which take it that it may be missing
+            if name.startswith("_"):  # libraries probe for such names and expect AttributeError
                 raise AttributeError(name)
             raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Functions of torch compute with tensors of a fusion, too. Called by torch, which nothing here imports."""
+        """Lets torch functions accept tensors of a fusion. Torch calls this; the core does not import torch."""
         return import_module("hostweave.torch.functions").call(function, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
@@ -211,7 +224,7 @@ class Tensor:
         return record("matmul", self, other)
 
     def __pow__(self, other: Tensor | Scalar) -> Tensor:
-        if isinstance(other, int) and other in (1, 2, 3, 4):  # a product is some tens of times less work
+        if isinstance(other, int) and other in (1, 2, 3, 4):  # multiplication is tens of times cheaper
             if other == 1:
                 return self
             square = self * self
@@ -240,9 +253,9 @@ class Tensor:
 
 
 class _Trace:
-    """The values of one function so far, by number: an op's operands are numbers until all names are known.
+    """Values of one function so far, by number. Operands of ops are numbers until names are final.
 
-    `functions` are those of the fusion by what they were made of, None while one is being traced; `sources` its kernels by name.
+    `functions` are the fusion's functions by their source, None while one is being traced. `sources` are its user kernels by name.
     """
 
     def __init__(self, mesh: Mesh, functions: dict[object, Fusion | None] | None = None, sources: dict[str, UserKernel] | None = None):
@@ -250,8 +263,8 @@ class _Trace:
         self.sources = {} if sources is None else sources
         self.functions = {} if functions is None else functions
         self.tensors: dict[str, Tensor] = {}
-        self.named: dict[str, Tensor] = {}  # what the user named
-        self.frames: dict[FrameType, int] = {}  # of the user's functions -> how many tensors there were before it
+        self.named: dict[str, Tensor] = {}  # tensors that the user named
+        self.frames: dict[FrameType, int] = {}  # frames of the user's functions -> number of tensors when the frame was first seen
         self.types: dict[str, TensorType] = {}
         self.is_traced = False
 
@@ -264,7 +277,10 @@ class _Trace:
         return tensor
 
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor:
-        """Adds an op of these operands; `known` are the tensors among and beside them. Raises ProgramError."""
+        """Adds an op of these operands. `known` are the tensors among them and beside them.
+
+        Raises ProgramError if the tensors belong to other fusions, or do not fit.
+        """
         kind, location = op.kind, op.location
         assert location is not None
         if any(tensor._trace is not self for tensor in known):
@@ -285,15 +301,15 @@ class _Trace:
         return self.add(op, target, pinned=kind == "reshard")
 
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Tensor]) -> Any:
-        """What a function of the user returns, whose variables give their names to tensors."""
-        linecache.checkcache()  # a file may have changed since a trace read its lines
+        """Calls the user's function, and names tensors after its variables."""
+        linecache.checkcache()  # a file may have changed since an earlier trace read its lines
         returned = function(**arguments)
         self.take_variables()
-        self.frames.clear()  # they keep all variables
+        self.frames.clear()  # frames keep all variables alive
         return returned
 
     def look_at_variables(self) -> None:
-        """Notes which variables of the user are bound to which tensors, in all functions that run."""
+        """Names tensors after the user's variables in all functions that are running."""
         frames, frame = list[FrameType](), sys._getframe(1)
         while frame.f_back is not None and frame.f_code is not self.call.__code__:
             frames += [] if is_of_package(frame) else [frame]
@@ -303,9 +319,9 @@ class _Trace:
         self.take_variables(frames)
 
     def take_variables(self, frames: Iterable[FrameType] | None = None) -> None:
-        """Tensors get the names of variables in functions that made them or had them made: what was there before is an argument.
+        """Names tensors after variables in the functions that made them. Tensors that existed before are arguments and keep their names.
 
-        A frame that is referred to keeps its variables when its function has returned: then the outermost come first.
+        A frame that is referenced keeps its variables after its function returned. Then outer frames come first.
         """
         for frame in self.frames if frames is None else frames:
             for name, value in frame.f_locals.items():
@@ -315,7 +331,7 @@ class _Trace:
                     value._variable = word
 
     def source(self, source: UserKernel) -> UserKernel:
-        """The source under a name that no other one has."""
+        """The kernel under a unique name."""
         names = (source.name if number == 1 else f"{source.name}_{number}" for number in count(1))
         named = (replace(source, name=name) for name in names)
         return next(one for one in named if self.sources.setdefault(one.name, one) == one)
@@ -328,7 +344,7 @@ class _Trace:
 
 
 def _weak(number: Scalar, is_float: bool) -> Scalar:
-    """A number as the tensors beside it take it."""
+    """A Python number as the tensors next to it take it."""
     if isinstance(number, bool):
         return number
     if isinstance(number, float):
@@ -337,7 +353,10 @@ def _weak(number: Scalar, is_float: bool) -> Scalar:
 
 
 def placed_on(type: TensorType, program: Mesh, location: Location) -> TensorType:
-    """The type as it stands in a program on that mesh, which is not named again. Raises ProgramError where it cannot."""
+    """A type in a program on mesh `program`, whose own mesh is omitted.
+
+    Raises ProgramError if the type's mesh is no part of the program's.
+    """
     mesh = type.mesh
     if mesh is not None and mesh.members is None and mesh != program:
         if mesh.size != program.size:

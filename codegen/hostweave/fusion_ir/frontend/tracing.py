@@ -1,4 +1,4 @@
-"""From a function to a fusion, or to a function of one: it is called once with symbolic tensors, and what leads to its results is kept."""
+"""Tracing: calls a function once with symbolic tensors, and keeps the ops that lead to its results."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from hostweave.types.tensor import DTYPES, TensorType
 def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Fusion]:
     """Traces the decorated function into a Fusion, which `hw.compile` compiles.
 
-    `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A function with `**weights`
-    receives there the inputs that it does not name. `mesh` has the ranks; without it there is one device. The function is
-    traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
+    - `inputs` gives the type of each parameter by name: a dtype and dims, `hw.bf16["M@x", "K"]`. A parameter `**weights` receives the
+      inputs that the function does not name.
+    - `mesh` has the ranks. Without it there is one device.
+    - `donate` names inputs whose memory a result takes. After a call, the caller's array holds that result. The result must have the
+      input's dtype and shape, must be computed from it, and gets its sharding. If no result has that shape, one with the dims in another
+      order is taken. It is an error if several results match; use `donate={"m": 1}` to pick result 1.
 
-    `donate` names inputs whose memory a result takes: after a call the caller's array holds that result. It is the one result of the
-    input's dtype and shape that is computed from it, and gets its sharding; if none is, one with the dims in another order. If several
-    are, `donate={"m": 1}` gives its number.
+    The function is traced once with symbolic tensors, so Python loops are unrolled. It returns a tensor or a tuple of tensors.
 
-    Raises ProgramError, with the location in the function, for operands that do not fit, and for what cannot be donated.
+    Raises ProgramError, with the location in the function, for operands that do not fit and for inputs that cannot be donated.
 
     Example:
+
         ```python
         @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N"])
         def ag_matmul(x, w):
@@ -60,7 +62,10 @@ def fusion(*, mesh: Mesh | None = None, donate: Donated = (), **inputs: TensorTy
 def traced(
     function: Callable[..., Any], trace: _Trace, inputs: dict[str, TensorType], word: str, location: Location, donate: Donated = ()
 ) -> Fusion:
-    """What a function computes; `word` says what it is, a fusion or a function. Raises ProgramError."""
+    """Traces a function. `word` names its kind in errors: fusion or function.
+
+    Raises ProgramError if its parameters, results or donated inputs do not fit.
+    """
     name = name_of(function) or "program"
     arguments = {}
     for parameter in parameters(function, inputs, word, location):
@@ -73,7 +78,7 @@ def traced(
     outputs = _distinct_results(results)
     donated = donations(f"{word} @{name}", trace, outputs, donate, location)
     shared = Counter(result._variable for result in outputs)
-    for result, into in zip(outputs, donated or repeat(""), strict=False):  # the names of variables are theirs first
+    for result, into in zip(outputs, donated or repeat(""), strict=False):  # names of variables take precedence
         if result._name is None and into and shared[result._variable] > 1:
             trace.name(result, unique_name(f"{into}_updated", trace.named))
         elif result._name is None and result._variable and result._variable not in trace.named:
@@ -87,15 +92,15 @@ def traced(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A name for generated code: that of the function, also of one that is called by a partial. Lambdas and objects have none."""
+    """Name of the function in generated code, also through partial. "" for lambdas and objects."""
     name = str(getattr(getattr(function, "func", function), "__name__", ""))
     return name if name.isidentifier() and name.isascii() else ""
 
 
 def parameters(function: Callable[..., Any], inputs: dict[str, TensorType], word: str, location: Location) -> list[str]:
-    """The names of the inputs in order: the parameters of the function, and those that its `**weights` takes, as they are given.
+    """Names of the inputs in order: the function's parameters, then those that its `**weights` takes, as given.
 
-    A parameter that has a default and no type is no input: the function takes the default.
+    A parameter with a default and no type is no input; the function uses the default.
     """
     here = f"{word} @{name_of(function) or 'program'}"
     try:
@@ -128,7 +133,7 @@ def _check_given(here: str, word: str, name: str, inputs: Mapping[str, object], 
 
 
 def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Every result made by an op of its own: an input that is returned, or one tensor returned twice, is copied."""
+    """Gives every result an op of its own: returned inputs and repeated results are copied."""
     distinct: dict[str, Tensor] = {}
     for result in results:
         own = result if result._op and result._value.name not in distinct else record("copy", result)
@@ -137,7 +142,7 @@ def _distinct_results(results: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
-    """The ops that lead to the outputs, under their final names."""
+    """Ops that lead to the outputs, under their final names."""
     needed = {tensor._value.name for tensor in outputs}
     for number, tensor in reversed(trace.tensors.items()):
         if number in needed and tensor._op:
@@ -159,13 +164,16 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
 
 @checked
 def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[..., Any]], Function]:
-    """Makes the decorated function one that is traced and compiled once, and called any number of times, such as a layer of a model.
+    """Decorates a function that is traced and compiled once and called any number of times, such as a layer of a model.
 
-    `inputs` gives the type of each parameter by name, as for `hw.fusion`; mesh and sizes are those of the fusion that calls it.
-    An argument of another sharding is resharded at the call. `donate` names parameters that the function updates in place, as for
-    `hw.fusion`; an argument that is used after the call is copied first. Raises ProgramError.
+    `inputs` gives the type of each parameter by name, as for `hw.fusion`. The mesh and sizes are those of the calling fusion. An argument
+    of another sharding is resharded at the call. `donate` names parameters that the function updates in place, as for `hw.fusion`. An
+    argument that is used after the call is copied first.
+
+    Raises ProgramError if the function has no name or parameters, or types are missing.
 
     Example:
+
         ```python
         @hw.block(x=hw.bf16["M@tp", "E"], w=hw.bf16["E", "E"])
         def layer(x, w):
@@ -177,7 +185,7 @@ def block(*, donate: Donated = (), **inputs: TensorType) -> Callable[[Callable[.
 
 
 class Function:
-    """A function of tensors that a fusion, or another such function, calls any number of times. Made by `hw.block`.
+    """A function of tensors that fusions and other functions can call. Made by `hw.block`.
 
     It is traced once for each fusion that calls it, and becomes one function of the generated program.
     """
@@ -198,9 +206,11 @@ class Function:
         return f"<hostweave function {self.name}>"
 
     def __call__(self, *arguments: Tensor, **named: Tensor) -> Any:
-        """The results for these tensors: a tensor, or a tuple of tensors.
+        """Calls the function. Returns a tensor, or a tuple of tensors.
 
-        Sizes and dtypes are as declared; an argument of another sharding is resharded. Raises ProgramError.
+        An argument of another sharding is resharded.
+
+        Raises ProgramError if sizes or dtypes differ from the declared ones.
         """
         tensors = self._bound(arguments, named)
         made = self._traced(tensors[0]._trace)
@@ -209,7 +219,7 @@ class Function:
         return (result, *rest) if len(made.outputs) > 1 else result
 
     def _bound(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Tensor]:
-        """The arguments in the order of the parameters."""
+        """Arguments in the order of the parameters."""
         if len(arguments) > len(self._parameters):
             self._refuse(f"{len(arguments)} are given")
         given = dict(zip(self._parameters, arguments, strict=False))
@@ -237,7 +247,7 @@ class Function:
             try:
                 trace.functions[self] = traced(self._function, inner, self._inputs, "function", self._location, self._donate)
             finally:
-                if trace.functions[self] is None:  # it raised, and may be called again
+                if trace.functions[self] is None:  # tracing raised an error; the function may be called again
                     del trace.functions[self]
         found = trace.functions[self]
         if found is None:
@@ -249,7 +259,7 @@ class Function:
 
 
 def names_of(tensors: Mapping[str, Tensor], needed: set[str]) -> dict[str, str]:
-    """The name of each value: the user's, that of a variable, or of its op and its operand; with a number from the second on."""
+    """Name of each value: the user's, a variable's, or one derived from its op and operand. Repeated names get a number."""
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
     for number, tensor in made.items():
@@ -262,17 +272,17 @@ def names_of(tensors: Mapping[str, Tensor], needed: set[str]) -> dict[str, str]:
 
 
 class _Names:
-    """Names of values by their numbers, those that the user gave first."""
+    """Names of values by their numbers. The user's names come first."""
 
     def __init__(self, given: dict[str, str]):
         self.of, self.taken = given, set(given.values())
         self.counts: dict[str, int] = {}
-        self.given = set(given)  # values that are inputs, or inputs whose elements were moved: as weights are
-        self.subjects: dict[str, str] = {}  # by value without a name of the user: the name that he gave to what it was made of
-        self.sources: dict[str, str] = {}  # by value whose elements were moved: the name of what they were moved from
+        self.given = set(given)  # inputs, such as weights, and inputs whose elements were moved
+        self.subjects: dict[str, str] = {}  # by derived value: the user's name of the value that it was made of
+        self.sources: dict[str, str] = {}  # by moved value: the name of the value that its elements come from
 
     def claim(self, number: str, wanted: str) -> None:
-        """Gives a value the name, with a number where another one has it; nothing if it has a name."""
+        """Names a value, with a number if the name is taken. Does nothing if it has a name."""
         while number not in self.of:
             self.counts[wanted] = self.counts.get(wanted, 0) + 1
             name = wanted if self.counts[wanted] == 1 else f"{wanted}_{self.counts[wanted]}"
@@ -281,13 +291,13 @@ class _Names:
                 self.taken.add(name)
 
     def derive(self, number: str, op: Op, word: str | None) -> None:
-        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`; `word` is the function that is made of ops."""
+        """Names a value after its op and operand: `matmul_wq`, `matmul_wq_transposed`. `word` is the composite function, if any."""
         moved = _movement(op)
         if moved and op.tensors[0] in self.given:
             self.given.add(number)
         if number in self.of:
             return
-        # The operand that tells the op from others of its kind comes first: the weight of a matmul.
+        # The most distinctive operand comes first: the weight of a matmul.
         weights = [operand for operand in op.tensors[1::-1] if operand in self.given and OPS[op.kind].is_product]
         names = (self.subjects.get(operand, self.of[operand]) for operand in (*weights, *op.tensors))
         self.subjects[number] = next(filter(None, names), "")
@@ -301,7 +311,7 @@ class _Names:
 
 
 def _movement(op: Op) -> str:
-    """What an op does that leaves the elements as they are, in a word; "" for one that computes."""
+    """Word for an op that only moves elements. "" for an op that computes."""
     if op.kind == "output":
         return op.callee.outputs[op[INDEX]] if op.callee else str(op[INDEX])
     if op.kind == "select":

@@ -1,4 +1,4 @@
-"""`hw.kernel`: CUDA C++ of the user as an op of a fusion."""
+"""User kernels: CUDA C++ as an op of a fusion, `hw.kernel`."""
 
 import math
 import re
@@ -17,9 +17,9 @@ from hostweave.fusion_ir.user_kernel import Argument, UserKernel
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import Dim, TensorType
 
-MAX_BLOCK = 1024  # threads
+MAX_BLOCK = 1024  # largest number of threads in a block
 
-# What a pointer to the elements of a dtype may be called.
+# C++ element types that pointers to a dtype may have.
 POINTERS = {
     "f64": ("double",),
     "f32": ("float",),
@@ -50,18 +50,27 @@ def kernel(
     per: int = 1,
     cpu: str | Path | None = None,
 ) -> Any:
-    """Launches `name`, a `__global__ void` function of the CUDA C++ in `source` (text, or the path of a file), and returns its outputs.
+    """Launches `name`, a `__global__ void` function in the CUDA C++ `source` (text, or the path of a file), and returns its outputs.
 
-    `args` are the arguments of the function, in order. A tensor becomes a pointer to the rank's block of it; a spec such as
-    `hw.bf16["M@x", "N"]` a pointer to an output of that type; a dim such as "M@x" or "N" an int64_t, its local size; a Python
-    number itself. A tensor keeps the sharding that a spec or `reshard` states; any other is gathered first. `grid` is the number
-    of thread blocks: a dim, or several whose product is taken; each thread block handles `per` of them with `block` threads.
+    `args` are the arguments of the function, in order:
 
-    On the CPU target one thread runs a kernel: `cpu` is the text or path of a function of the same name and parameters for it.
-    Without it, `source` is compiled for both; it may use hostweave/kernel.h, such as hw::over_grid, but not threadIdx and the
-    like. Returns a tensor, or a tuple for several outputs. Raises ProgramError.
+    - a tensor becomes a pointer to the rank's block of it;
+    - a spec such as `hw.bf16["M@x", "N"]` becomes a pointer to an output of that type;
+    - a dim such as "M@x" or "N" becomes its local size, an int64_t;
+    - a Python number is passed as it is.
+
+    A tensor keeps the sharding that a spec or `reshard` states. Any other tensor is gathered first. `grid` is the number of thread blocks:
+    a dim, or several whose product is taken. Each thread block has `block` threads and handles `per` of them.
+
+    On the CPU target one thread runs a kernel. `cpu` is the text or path of a function of the same name and parameters for it. Without
+    `cpu`, `source` is compiled for both targets. It may then use hostweave/kernel.h, such as hw::over_grid, but not threadIdx and the like.
+
+    Returns a tensor, or a tuple for several outputs.
+
+    Raises ProgramError if the source has no such function, or its parameters do not fit the arguments.
 
     Example:
+
         ```python
         y = hw.kernel(source="scale.cu", name="scale", grid="M@x", args=[x, 2.0, "M@x", "N", hw.f32["M@x", "N"]])
         ```
@@ -100,7 +109,7 @@ def _dim(dim: int | str) -> Dim:
 
 
 def _text(source: str | Path) -> tuple[tuple[str, ...], Location]:
-    """The lines of a source and where the first one stands: in its file, or in the user's where the text is there as it is."""
+    """Lines of a source, and the location of the first one: in its file, or in the user's file if the text occurs there literally."""
     if isinstance(source, Path) or re.fullmatch(r"[^\n;{}]+\.(cu|cuh|cpp|cc|h|hpp)", source):
         path = Path(source)
         try:

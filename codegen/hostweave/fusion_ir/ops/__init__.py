@@ -1,4 +1,4 @@
-"""The table of ops of the fusion IR, one entry each, by what the modules of this package define; and what is asked of it."""
+"""Table of ops of the fusion IR, collected from the modules of this package, and queries on it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +29,10 @@ TO_OTHER_MESHES = tuple(kind for kind, op in OPS.items() if op.to_other_mesh)
 
 
 def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, ...]:
-    """The types of all operands; a number has no dims and the dtype of the last tensor beside it. Raises ProgramError."""
+    """Types of all operands. A number has no dims and the dtype of the last tensor.
+
+    Raises ProgramError if there is no tensor, or a number does not fit the dtype.
+    """
     tensors = [types[name] for name in op.tensors]
     if not op.operands and OPS[op.kind].arity == 0:
         return ()
@@ -45,17 +48,20 @@ def operand_types(op: Op, types: Mapping[str, TensorType]) -> tuple[TensorType, 
 
 
 def fits(number: Scalar, dtype: DType) -> bool:
-    """Whether a Python number takes this dtype: a float needs a float tensor, an int any number in range."""
+    """True if a Python number can have this dtype. A float needs a float dtype; an int must be in range."""
     if isinstance(number, bool) or dtype.kind == "bool":
         return isinstance(number, bool) and dtype.kind == "bool"
     if dtype.kind == "float":
-        return isinstance(number, float) or abs(number) < 1 << 1023  # which is a float
+        return isinstance(number, float) or abs(number) < 1 << 1023  # representable as a float
     bits = 8 * dtype.itemsize - (dtype.kind == "int")
     return isinstance(number, int) and (-(1 << bits) if dtype.kind == "int" else 0) <= number < 1 << bits
 
 
 def infer_type(op: Op, operands: Types) -> TensorType:
-    """The unsharded type of the result, on the mesh of the operands. Raises ProgramError with the op's place."""
+    """Unsharded type of the result, on the mesh of the operands.
+
+    Raises ProgramError at the op's location if operands do not fit.
+    """
     try:
         return replace(OPS[op.kind].infer(operands, op), mesh=_common_mesh(op, operands))
     except Mismatch as mismatch:
@@ -63,7 +69,7 @@ def infer_type(op: Op, operands: Types) -> TensorType:
 
 
 def _common_mesh(op: Op, operands: Types) -> Mesh | None:
-    """The mesh of an op: a reshard to another one says it, so does a function, all others have that of their operands."""
+    """Mesh of an op's result. Reshards to another mesh and functions state it; other ops take that of their operands."""
     if op.callee and op.kind == "output":
         return op.callee.output_types[op[INDEX]].mesh
     if op.callee:
@@ -85,19 +91,19 @@ def _common_mesh(op: Op, operands: Types) -> Mesh | None:
 
 
 def communicates(op: Op) -> bool:
-    """Whether an op moves data between ranks, or calls a function that does."""
+    """True if an op moves data between ranks, or calls a function that does."""
     if op.callee:
         return any(map(communicates, op.callee.all_ops))
     return op.kind in RESHARD_STEPS and not OPS[op.kind].is_view
 
 
 def index_map(op: Op, operands: Types) -> IndexMap:
-    """Which iteration index each dim of the operands and of the result walks."""
+    """Iteration index of each dim of the operands and of the result."""
     return OPS[op.kind].map(operands, op)
 
 
 def needs_whole(op: Op, operands: Types, dim: int) -> str:
-    """What an op does to a dim of its result that no loop can walk therefore; "" where one can."""
+    """Reason why no loop can iterate over a dim of the result, as a verb such as "reduced". "" if one can."""
     indices = index_map(op, operands)
     is_walked = indices.result[dim] is not None and indices.result[dim] not in indices.outer and not indices.unwalked
     return "" if is_walked else OPS[op.kind].whole

@@ -1,12 +1,15 @@
-"""Scaled dot-product attention: its result, and the logarithm of the sums that divide its rows.
+"""Scaled dot-product attention: its result, and its log-sum-exps.
 
-Two ops of the same queries, keys and attributes are one instruction. Whole rows of scores are never in memory.
+Two ops of the same queries, keys and attributes become one instruction. The matrix of scores is never in memory. Optional operands follow
+the required ones:
 
-Behind the operands that all have come the lengths, where keys are not all valid, then the bias of the scores with `bias`, or with `packed`
-the offsets at which the sequences begin that are packed into one, the last one where they end: a row sees the keys of its own alone.
+- lengths, if not all keys are valid;
+- with `bias`, the bias of the scores;
+- with `packed`, the offsets of packed sequences: the start of each, and the end of the last. A row sees only keys of its own sequence.
 
-With `blocks` the keys are cut into so many, the last of which may be short or empty, and there is a result for each: its dim is the first
-one, which is sharded as the keys are. Lengths are those of the blocks then. A row that sees none of a block has zeros there, and -inf.
+With `blocks` the keys are cut into that many blocks, the last of which may be short or empty. Each block has a result; the blocks are the
+first dim, which is sharded like the keys. Lengths are then those of the blocks. A row that sees nothing of a block has zeros and -inf
+there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +27,15 @@ from hostweave.types.zigzag import order_of_pieces
 OPS: dict[str, OpDef] = {}
 T = TypeVar("T")
 
-TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corners of the scores at which the diagonal of a causal mask begins, or ends
+TOP_LEFT, BOTTOM_RIGHT = "top_left", "bottom_right"  # corner of the scores at which the diagonal of a causal mask begins, or ends
 DTYPES = ("f16", "bf16", "f32")
 GRADIENTS = ("attention_query_gradient", "attention_key_gradient", "attention_value_gradient", "attention_bias_gradient")
 BIAS_GRADIENT = GRADIENTS[3]
-COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # of operands that each has
+COUNTS = {"attention": 3, "attention_lse": 2, **dict.fromkeys(GRADIENTS, 6)}  # number of required operands of each kind
 
 
 def masks_of(op: Op, operands: Sequence[T]) -> dict[str, T]:
-    """Of its operands, or of something else of each, what masks the scores: `lengths`, `bias` or `offsets`."""
+    """Entries of `operands` for `lengths`, `bias` and `offsets`. `operands` has one entry per operand of the op, of any type."""
     rest, named = operands[COUNTS[op.kind] :], ["bias"] * op[HAS_BIAS] + ["offsets"] * op[IS_PACKED]
     return dict(zip(["lengths"] * (len(rest) > len(named)) + named, rest, strict=False))
 
@@ -43,7 +46,7 @@ def _attention(types: Types, op: Op) -> TensorType:
 
 
 def _rows(types: Types, op: Op) -> TensorType:
-    """A value for each row of the queries."""
+    """Type with one element for each row of the queries."""
     count, masks = COUNTS[op.kind], masks_of(op, types)
     if len(types) != count + len(masks) or len(masks) < op[HAS_BIAS] + op[IS_PACKED]:
         more = f"{', a bias' * op[HAS_BIAS]}{', offsets' * op[IS_PACKED]}"
@@ -85,7 +88,7 @@ def _check_masks(op: Op, q: TensorType, k: TensorType, masks: Mapping[str, Tenso
 
 
 def _blocks(op: Op) -> tuple[Size, ...]:
-    """The dim of the blocks, where there are any."""
+    """The dim of the blocks, or nothing."""
     count = op[KEY_BLOCKS] if KEY_BLOCKS in OPS[op.kind].attributes else 0
     if count < 0:
         raise Mismatch(f"blocks={count} is not how many the keys are cut into; leave it out, or write 1 or more")
@@ -93,14 +96,14 @@ def _blocks(op: Op) -> tuple[Size, ...]:
 
 
 def why_no_lengths(query: TensorType, lengths: TensorType, blocks: tuple[Size, ...] = ()) -> str:
-    """Why these do not say how many keys each of a batch has, or ""."""
+    """Reason why a tensor cannot be the number of keys of each batch, or ""."""
     wanted = TensorType(i32, tuple(Dim(size) for size in (*blocks, *query.shape[:-3])))
     is_so = (lengths.dtype, lengths.shape) == (i32, wanted.shape)
     return "" if is_so else f"lengths of {lengths} are not {wanted}, the number of valid keys of each of the batch; cast or reshape them"
 
 
 def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
-    """Why these are not added to the scores, or ""."""
+    """Reason why a tensor cannot be added to the scores, or ""."""
     scores = (*query.shape[:-1], key.shape[-2])
     dims = bias.shape if len(bias.shape) > 1 else ()
     fits = dims and all(size in (ONE, wanted) for size, wanted in zip(dims[-2::-1], scores[-2::-1], strict=False))
@@ -111,7 +114,7 @@ def why_no_bias(query: TensorType, key: TensorType, bias: TensorType) -> str:
 
 
 def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> str:
-    """Why these are not where packed sequences begin, or ""."""
+    """Reason why a tensor cannot be the offsets of packed sequences, or ""."""
     if query.shape[-2] != key.shape[-2]:
         return f"packed sequences have as many queries as keys, and {query} and {key} have not; pad them"
     if offsets.dtype == i32 and len(offsets.dims) == len(query.dims) - 2 and offsets.shape[:-1] == query.shape[:-3]:
@@ -121,10 +124,10 @@ def why_no_offsets(query: TensorType, key: TensorType, offsets: TensorType) -> s
 
 
 def _map(types: Types, op: Op) -> IndexMap:
-    """Batch, heads and rows of the queries are free, and the last dim of the values; a rank has all keys, or one of the blocks of them.
+    """Batch, heads, rows of the queries, and the last dim of the values are free. A rank has all keys, or one block of them.
 
-    A head of the keys is that of several heads of the queries. Loops walk blocks alone: rows have the place of a mask, and heads groups.
-    Of packed sequences a rank has all rows.
+    A head of the keys serves several heads of the queries. Only blocks can be loop dims: rows have positions in a mask, and heads have
+    groups. With packed sequences, a rank has all rows.
     """
     block: Labels = ("t",) if _blocks(op) else ()
     of_keys = block[0] if block else None
@@ -149,10 +152,10 @@ def _labels_of_masks(op: Op, types: Types, rows: Labels, of_keys: str | None, bl
 
 @dataclass(frozen=True)
 class Masks:
-    """What a row sees: columns up to i + diagonal, of a window the last ones, up to their length, of its own sequence; and what is added.
+    """Masks of the scores: a row sees columns up to i + diagonal, within its window, length and sequence. The bias is added.
 
-    `from_end` the diagonal counts from the length, or from the last column. Where rows are `reversed` the i are of the last of so many
-    blocks first.
+    With `from_end`, the diagonal counts from the length or from the last column. With `reversed`, rows are that many blocks in reverse
+    order.
     """
 
     diagonal: int | None = None
@@ -165,13 +168,13 @@ class Masks:
 
 
 def attended(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, Any]:
-    """The result and the log-sum-exps, by the matrix of scores. A row that sees no column has zeros."""
+    """NumPy reference of attention: the result and the log-sum-exps. A row that sees no column has zeros."""
     q, k, v = operands
     k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if x.shape[-3] else x for x in (k, v))
     scores = _masked(np, np.matmul(q, np.swapaxes(k, -1, -2)) * q.dtype.type(scale), masks)
     largest = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
     powers = np.exp(scores - np.where(np.isneginf(largest), 0, largest))
-    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # the largest is exp(0)
+    sums = np.maximum(np.sum(powers, axis=-1, keepdims=True), 1)  # the largest term is exp(0)
     return np.matmul(powers / sums, v), (np.log(sums) + largest)[..., 0]
 
 
@@ -186,7 +189,7 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
         distance = rows + masks.diagonal + (ends if masks.from_end else 0) - columns
         hidden = hidden | (distance < 0) | ((distance >= masks.window) if masks.window else False)
     if masks.offsets is not None:
-        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # of a token, how many sequences
+        begun = np.sum(columns[:, None] >= masks.offsets[..., None, :], axis=-1)  # number of sequences that have begun at each token
         in_one = (begun > 0) & (begun < masks.offsets.shape[-1])
         apart = (begun[..., :, None] != begun[..., None, :]) | ~in_one[..., None, :]
         hidden = hidden | apart[..., None, :, :]
@@ -194,15 +197,15 @@ def _masked(np: Any, scores: Any, masks: Masks) -> Any:
 
 
 def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Callable[..., Any]:
-    """One of the results that a function of operands and masks gives."""
+    """NumPy function for an op: adapts `compute`, a function of operands and masks, and selects one of its results."""
 
     def numpy(np: Any, *operands: Any, scale: float, **how: Any) -> Any:
         count, causal, blocks, pieces = COUNTS[kind], how.get("causal"), how.get("blocks"), how.get("pieces")
         (q, k, *others), rest = operands[:count], list(operands[count:])
-        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # one of them at most
+        bias, offsets = (rest.pop() if how.get(word) else None for word in ("bias", "packed"))  # at most one of them is given
         lengths = rest.pop() if rest else None
         if kind == "attention_lse":
-            others = [k]  # of values nothing is asked
+            others = [k]  # the values are not used
         diagonal = None if not causal else 0 if causal == TOP_LEFT else -q.shape[-2]
         masks = Masks(diagonal, how.get("window", 0), causal == BOTTOM_RIGHT, lengths, bias, offsets, how.get("reversed", 0))
         if pieces:
@@ -229,7 +232,7 @@ def _numpy(compute: Callable[..., tuple[Any, ...]], kind: str, index: int) -> Ca
 
 
 def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Masks) -> tuple[Any, ...]:
-    """The gradients of queries, keys, values, and of a bias, from that of the result, by the matrix of scores."""
+    """NumPy reference of the backward pass: gradients of queries, keys, values, and of a bias."""
     q, k, v, output, given, lse = operands
     group = q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
     keys, values = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
@@ -248,7 +251,7 @@ def differentiated(np: Any, operands: tuple[Any, ...], scale: float, masks: Mask
 
 
 def _summed_like(np: Any, x: Any, shape: tuple[int, ...]) -> Any:
-    """What was broadcast from a shape, summed over the dims that this has once or not at all."""
+    """Sums a broadcast array to a shape."""
     x = np.sum(x, axis=tuple(range(x.ndim - len(shape))))
     return np.sum(x, axis=tuple(dim for dim, size in enumerate(shape) if size == 1), keepdims=True)
 
@@ -266,8 +269,11 @@ def _of_gradients(types: Types, op: Op) -> TensorType:
 
 
 def _map_of_gradients(types: Types, op: Op) -> IndexMap:
-    """As of attention; keys and values get sums over rows, and over the heads of a group, which a rank has all, a bias over what it has
-    once."""
+    """Like the map of attention. Gradients of keys and values are sums over rows and over the heads of a group, which a rank has
+    completely.
+
+    The gradient of a bias is a sum over dims that the bias lacks or has with size 1.
+    """
     batch = numbered(types[0].shape[:-3], "b")
     rows: Labels = (*batch, "h", None if op[IS_PACKED] else "s")
     columns: Labels = (*batch, "h", None, None)
@@ -278,18 +284,18 @@ def _map_of_gradients(types: Types, op: Op) -> IndexMap:
     return IndexMap(operands, result, frozenset(filter(None, rows)))
 
 
-KERNEL_HEADS = (64, 128, 256)  # elements of a head, at most, that kernels of this package are compiled for
+KERNEL_HEADS = (64, 128, 256)  # head sizes for which kernels of this package are compiled, each for all smaller ones
 MAX_HEAD = KERNEL_HEADS[-1]
 
 
 def why_composed(query: TensorType, value: TensorType) -> str:
-    """Why attention on these is of several ops, with the scores in memory: what there is no kernel for. Nothing where it is one."""
+    """Reason why attention is composed of several ops, with the scores in memory. "" if it is one op."""
     if query.dtype.name not in DTYPES:
         return f"there is no kernel for {query.dtype}, only for {', '.join(DTYPES)}"
     if not 3 <= len(query.dims) <= 4:
         return "it has more leading dims than one"
     heads = query.shape[-1], value.shape[-1]
-    step = 1 if query.dtype == f32 else 8  # cuDNN has f16 and bf16, and reads 16 bytes at once
+    step = 1 if query.dtype == f32 else 8  # cuDNN supports f16 and bf16, and reads 16 bytes at once
     if not all(size.is_int and int(size) % step == 0 and int(size) <= MAX_HEAD for size in heads):
         multiples = f" that are multiples of {step}" if step > 1 else ""
         return f"heads of {' and '.join(map(str, dict.fromkeys(heads)))} elements are no ints{multiples}, up to {MAX_HEAD}"
@@ -297,7 +303,7 @@ def why_composed(query: TensorType, value: TensorType) -> str:
 
 
 def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType) -> bool:
-    """Whether it may be by kernels of this package on CUDA: what cuDNN has not, which it has for some sizes of a dim that is not known."""
+    """True if CUDA may need kernels of this package, for cases that cuDNN lacks. Symbolic sizes may turn out to be such a case."""
     has_lengths, rows = "lengths" in masks_of(op, op.tensors), query.dims[-2]
     sees_all = not op[CAUSAL] or (op[CAUSAL] == BOTTOM_RIGHT and rows.size == ONE)
     at_top_left = not {*rows.axes, *key.dims[-2].axes} and (op[CAUSAL] == TOP_LEFT or (rows.size == key.shape[-2] and not has_lengths))
@@ -305,18 +311,19 @@ def is_by_kernels(op: Op, query: TensorType, key: TensorType, value: TensorType)
     in_the_middle = has_lengths and not sees_all and bool(rows.axes)
     ends_before = (op[WINDOW] > 0 or op.kind in GRADIENTS) and op[CAUSAL] == TOP_LEFT and bool(rows.axes) and rows.size != key.shape[-2]
     packs = query.shape[-1] == value.shape[-1] and _is_packed_head(int(query.shape[-1]))
-    packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))  # of others it hangs on how they lie
+    # for other head counts it depends on the layout
+    packs = packs and (op.kind not in GRADIENTS or key.shape[-3] in (ONE, query.shape[-3]))
     is_in_bounds = not (beside_bias or in_the_middle or ends_before) and (packs or not op[IS_PACKED])
     return query.dtype == f32 or op.kind == BIAS_GRADIENT or not is_in_bounds
 
 
 def _is_packed_head(size: int) -> bool:
-    """Whether cuDNN has packed sequences of such heads."""
+    """True if cuDNN supports packed sequences with heads of this size."""
     return size % 16 == 0 and size >= 32
 
 
 def kernels_for(dtype: DType, head: int) -> str:
-    """The library that has these kernels, for heads of up to so many elements."""
+    """Name of the kernel library for heads of up to `head` elements."""
     return f"{dtype}_{next(most for most in KERNEL_HEADS if head <= most)}"
 
 
@@ -327,7 +334,7 @@ _IN_BLOCKS = (*_ATTRIBUTES, PIECES, KEY_BLOCKS)
 _SCORES = ((0, -1),)
 for _index, (_kind, _typed) in enumerate((("attention", _attention), ("attention_lse", _rows))):
     OPS[_kind] = OpDef(None, _typed, _map, _numpy(attended, _kind, _index), _IN_BLOCKS, scores_add_up=_SCORES, whole=_WHOLE)
-_ROWS, _HEAD = (0, -2), (2, -1)  # an element of the result by its gradient, and these over rows
+_ROWS, _HEAD = (0, -2), (2, -1)  # dims that gradients sum over: the values' last dim, and the rows
 for _index, _adds_up in enumerate(((_HEAD,), (_HEAD, _ROWS), (_ROWS,), (_HEAD,))):
     OPS[GRADIENTS[_index]] = OpDef(
         None,

@@ -1,4 +1,4 @@
-"""Calls of functions, and C++ of the user."""
+"""Calls of functions, and user kernels."""
 
 from typing import Any
 

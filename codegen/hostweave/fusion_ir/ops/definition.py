@@ -1,4 +1,4 @@
-"""What an entry of the op table says, and what entries have in common."""
+"""Definition of an entry of the op table, and helpers that entries share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ FLOATS, SIGNED, NUMBERS, BOOLS, INTS = ("float",), ("float", "int"), ("float", "
 
 
 class Mismatch(Exception):
-    """Operands that do not go together; the caller adds the op and its place."""
+    """Operands that do not fit. The caller adds the op and its location."""
 
 
 @dataclass(frozen=True)
 class Combine:
-    """How a reduction makes one of two values in C++: a functor, or the sign that does the same.
+    """The combining function of a reduction in C++: a functor, or the equivalent operator `sign`.
 
-    `total` names what it has so far, which begins at `starts` for floats, ints and uints. Without an `identity` it gives an element, or
-    the place of one, so that there has to be one.
+    `total` names the accumulator, and `starts` gives its initial values for floats, ints and uints. Without an `identity` the result is an
+    element, or its position, so there must be at least one element.
     """
 
     total: str
@@ -34,17 +34,17 @@ class Combine:
     starts: tuple[str, str, str]
     sign: str = ""
     identity: bool = False
-    is_mean: bool = False  # the total is divided by how many they are, or by the attribute `count`
+    is_mean: bool = False  # the total is divided by the number of elements, or by the attribute `count`
 
 
 @dataclass(frozen=True)
 class OpDef:
-    """One kind of op.
+    """Definition of one kind of op.
 
-    `infer(operand types, op)` gives the result's dtype and global shape, or raises Mismatch. `map(operand types, op)` gives the
-    indices that operands and result share. `numpy(np, *arrays, **attributes)` computes it on arrays; where the result's shape or
-    dtype is part of what the user states (`target`) it also gets `shape` or `dtype`, or both where that is `type`; a call gets `run`,
-    which computes its function.
+    - `infer(operand types, op)` returns the result's dtype and global shape, or raises Mismatch.
+    - `map(operand types, op)` returns the indices that operands and result share.
+    - `numpy(np, *arrays, **attributes)` computes it on arrays. If the user states a part of the result's type (`target`), it also gets
+      `shape` or `dtype`, and both for `type`. A call gets `run`, which computes its function.
     """
 
     arity: int | None  # None: one or more
@@ -52,56 +52,56 @@ class OpDef:
     map: Indices
     numpy: Callable[..., Any]
     attributes: tuple[Attribute[Any], ...] = ()
-    target: str = ""  # shape, dtype, type (both) or sharding: what of the result's type the user states
+    target: str = ""  # part of the result's type that the user states: shape, dtype, type (both) or sharding
 
-    # C++ of one element over operands {0}, {1}, ... of the compute type T: float or double, or the integer itself.
+    # C++ of one element, of operands {0}, {1}, ... of the compute type T: float or double, or the integer type itself.
     cpp: str = ""
-    fast: tuple[str, str] | None = None  # a function in it, and one that takes its place where elements have 16 bits or less
-    cpp_of_ints: str = ""  # where theirs is another
-    lane: str = ""  # a function that takes all along one dim, of one kernel alone
-    parts_lanes: bool = False  # threads that share a lane need not meet: each has elements of the result of its own
-    in_clusters: bool = False  # several blocks may have a lane of elements side by side together
-    updates: bool = False  # its first operand, in place: of the result it writes some elements alone
-    cost: int = 1  # of an element, in additions
-    combine: Combine | None = None  # of a reduction
-    locates: bool = False  # a reduction that gives where an element is: of one element not the element
+    fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
+    cpp_of_ints: str = ""  # C++ for ints, if different
+    lane: str = ""  # function that processes a whole lane along one dim; such an op is a kernel of its own
+    parts_lanes: bool = False  # threads of a lane need no synchronisation, since each computes its own elements
+    in_clusters: bool = False  # several blocks may process adjacent lanes together
+    updates: bool = False  # it updates its first operand in place, and writes only some elements
+    cost: int = 1  # cost per element, in additions
+    combine: Combine | None = None  # combining function of a reduction
+    locates: bool = False  # a reduction that returns a position, even of a single element
 
-    # Shardings follow from the indices: those that the result keeps, those that it reduces, and what else is said here.
-    partial: str = ""  # the reduction that makes one of the ranks' results, where what is reduced is sharded; none takes whole dims
-    linear: str = ""  # in its first operand alone (first), in each one (factors), or in all together (terms)
-    is_exact: bool = False  # of these results one at most is not zero, or they are added up in the result's dtype anyway
-    last_is_first: bool = False  # of the operands' shardings the last one's goes before the others'
-    stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # what it gives and takes, where it is stated
+    # Shardings follow from the indices that the result keeps or reduces, and from the following fields.
+    partial: str = ""  # reduction that combines the ranks' results if a reduced dim is sharded; "" if the op needs the whole dim
+    linear: str = ""  # linear in its first operand only (first), in each operand (factors), or in all together (terms)
+    is_exact: bool = False  # partial sums are exact: at most one term is not zero, or the op adds in the result's dtype anyway
+    last_is_first: bool = False  # the sharding of the last operand takes precedence
+    stated: Callable[[Types, Op], tuple[TensorType, Types]] | None = None  # types of result and operands, if they are stated
     carried: Callable[[TensorType, Op, Mesh], tuple[tuple[str, ...], ...] | None] | None = (
-        None  # the axes of each dim, where no index says it
+        None  # axes of each result dim, if labels do not express them
     )
-    adds_up: tuple[tuple[int, int], ...] = ()  # operands and their dims that its elements are sums over, where no index says it
-    scores_add_up: tuple[tuple[int, int], ...] = ()  # likewise of the scores, times the scale, of a softmax inside
-    whole: str = ""  # what it does to a dim of which it needs all, however a loop walks it
+    adds_up: tuple[tuple[int, int], ...] = ()  # operands and dims over which its elements are sums, if labels do not express them
+    scores_add_up: tuple[tuple[int, int], ...] = ()  # the same for the scores of a softmax inside, times the scale
+    whole: str = ""  # verb for what it does to a dim that it needs completely
 
-    is_view: bool = False  # pointer arithmetic on what a rank holds, no call
-    is_reshard_step: bool = False  # one communication or one local slice: its attributes are all that it does to a layout
-    to_other_mesh: bool = False  # a step whose result is on another mesh
+    is_view: bool = False  # pointer arithmetic on local data, without a call
+    is_reshard_step: bool = False  # one communication or local slice, fully described by its attributes
+    to_other_mesh: bool = False  # a reshard step whose result is on another mesh
 
     is_product: bool = False  # a matrix product of its first two operands, [..., m, k] and [..., k, n]
-    makes: str = ""  # of its operand, where it only moves elements: "transposed", as in `x_transposed`
-    written: str = ""  # as Python's operators write it: `a + b`
-    is_public: bool = False  # its function is made from this entry
+    makes: str = ""  # word for a result whose elements are only moved: "transposed", as in `x_transposed`
+    written: str = ""  # Python operator: `a + b`
+    is_public: bool = False  # its public function is generated from this entry
 
     def cpp_for(self, dtype: DType, is_fast: bool) -> str:
-        """The C++ for operands of this dtype; `is_fast` in kernels whose elements have 16 bits or less."""
+        """C++ for operands of this dtype. `is_fast` is True in kernels whose elements have at most 16 bits."""
         if dtype.kind != "float":
             return self.cpp_of_ints or self.cpp
         return self.cpp.replace(*self.fast) if self.fast and is_fast and dtype.itemsize <= 4 else self.cpp
 
     def stated_type(self, shape: Callable[[], tuple[int, ...]], dtype: object) -> dict[str, Any]:
-        """What `numpy` gets of the result's type."""
+        """Parts of the result's type that `numpy` gets."""
         result: dict[str, Any] = {"shape": shape()} if self.target in ("shape", "type") else {}
         return result | ({"dtype": dtype} if self.target in ("dtype", "type") else {})
 
 
 def bound_attributes(op: Op, sizes: Sizes) -> dict[str, Any]:
-    """The attributes of an op as `numpy` takes them, sizes as numbers."""
+    """Attributes of an op for `numpy`, with sizes as numbers."""
     return {name: value.bind(sizes) if isinstance(value, Size) else value for name, value in op.attributes}
 
 
@@ -132,7 +132,7 @@ def broadcast(types: Types) -> tuple[Dim, ...]:
 
 
 def _aligned(types: Types) -> str:
-    """How operands that do not broadcast might: turned, or with a dim of 1 at the end."""
+    """Remedy for operands that do not broadcast: a transpose, or a dim of 1 at the end."""
     a, b = (type.shape for type in sorted(types[-2:], key=lambda type: -len(type.dims)))
     if len(a) == len(b) == 2 and a == b[::-1]:
         return "transpose one of them, as in x + y.T"
@@ -142,7 +142,7 @@ def _aligned(types: Types) -> str:
 
 
 def unsharded(type: TensorType | BufferType) -> TensorType:
-    """A tensor of this dtype and shape."""
+    """Tensor type of this dtype and shape, without sharding."""
     return TensorType(type.dtype, tuple(Dim(size) for size in type.shape))
 
 
@@ -170,5 +170,5 @@ def elementwise(types: Types, op: Op) -> IndexMap:
 
 
 def opaque(types: Types, op: Op) -> IndexMap:
-    """Nothing is known of how operands become results: no dim is walked in step with another."""
+    """Index map of an op whose operands and result share no index."""
     return IndexMap(tuple((None,) * len(type.dims) for type in types), (None,) * len(op.result.type.dims))

@@ -1,7 +1,7 @@
-"""Ops that read or write where the elements of a tensor say, and those that take whole rows: sums so far, and orders.
+"""Ops that read or write at indices given by data, and ops on whole rows: cumulative sums and sorting.
 
-Of a dim that is indexed an op has `rows`, the numbers of the indices that the rank holds: of these it reads, or writes, the ones that
-are its own. So the dim may be sharded: what other ranks hold counts as zeros in a `take`, and is left out by a `scatter`.
+For an indexed dim, an op takes `rows`: the indices of the dim that the rank holds. It reads or writes only these, so the dim may be
+sharded. Elements of other ranks count as zeros in a `take`, and are skipped by a `scatter`.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from hostweave.types.tensor import Dim, TensorType, i64
 
 OPS: dict[str, OpDef] = {}
 
-INDEXED, OTHER = "v", "w"  # the labels of the dim that is indexed, and of its like in what has other indices
+INDEXED, OTHER = "v", "w"  # labels of the indexed dim, and of the matching dim with other indices
 
 
 def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
@@ -34,7 +34,7 @@ def _replaced(type: TensorType, axis: int, size: Size) -> TensorType:
 
 
 def _rows(rows: TensorType, size: Size | None = None) -> Size:
-    """How many indices there are; as many as the dim has."""
+    """Size of an indexed dim. Checks that `rows` numbers its indices."""
     if rows.dtype != i64 or len(rows.dims) != 1 or size not in (None, rows.shape[0]):
         raise Mismatch(f"{rows} does not number the {'indices of a dim' if size is None else size} as i64; use iota")
     return rows.shape[0]
@@ -63,7 +63,7 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 OPS["index"] = OpDef(2, _index, _indices, _checked, cpp="hw::index({0}, {1})", cost=2, whole="looked up")
 
-# Of so many places where a slice can begin the nearest one.
+# Clamps the start of a slice to the valid range.
 OPS["start"] = OpDef(
     2,
     _index,
@@ -95,7 +95,7 @@ def _take(types: Types, op: Op) -> TensorType:
 
 
 def _held(np: Any, index: Any, rows: Any) -> tuple[Any, Any]:
-    """The place of each index among those that are here, and whether it is one of them."""
+    """Local position of each index, and whether this rank holds it."""
     place = index - (rows[0] if len(rows) else 0)
     held = (place >= 0) & (place < len(rows))
     return np.where(held, place, 0), held
@@ -122,7 +122,7 @@ def _looked_up(types: Types, op: Op) -> IndexMap:
 
 
 def _but(shape: tuple[Size, ...], axis: int, result: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The shape with the result's size in the dim that is indexed."""
+    """Shape with the result's size in the indexed dim."""
     return tuple(result[i] if i == axis else size for i, size in enumerate(shape))
 
 
@@ -142,7 +142,7 @@ def _reverse_second(types: Types, op: Op) -> TensorType:
 
 
 def _reversed_alone(types: Types, op: Op) -> IndexMap:
-    """Of the halves a rank needs both."""
+    """A rank needs both halves."""
     labels = numbered(types[0].shape)
     source = tuple(INDEXED if i == op[AXIS] else label for i, label in enumerate(labels))
     return IndexMap((source,), labels, blocks=((labels[op[HALVES]], 1),), unwalked=frozenset((INDEXED,)))
@@ -197,7 +197,7 @@ def _scattered(np: Any, *arrays: Any, axis: int) -> Any:
 
 
 def _sent(types: Types, op: Op) -> IndexMap:
-    """What is set lies where it lay; sums of what ranks have of the source are terms."""
+    """Set elements stay in place. Sums over the source are partial, since each rank adds its own part of it."""
     *into, index, source, _ = types
     result = op.result.type.shape
     labels = numbered(result)
@@ -231,7 +231,7 @@ def _update(types: Types, op: Op) -> TensorType:
 
 
 def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) -> Any:
-    """Of what is at the place those elements go there that are here; at one of its own for each index of the dims that starts have."""
+    """NumPy reference of dynamic_update_slice on local rows. With starts that have dims, each batch has its own position."""
     if any(np.ndim(start) for start in places[::2]):
 
         def of(index: int) -> list[Any]:
@@ -249,7 +249,7 @@ def _updated(np: Any, x: Any, update: Any, *places: Any, axes: tuple[int, ...]) 
 
 
 def _written(types: Types, op: Op) -> IndexMap:
-    """A dim that is cut may be sharded: each rank writes what is its own. Of the update it needs all of such a dim."""
+    """A dim that is cut may be sharded: each rank writes its own elements, and needs the whole update along that dim."""
     labels = numbered(types[0].shape)
     kept, own = (tuple(f"{word}{i}" if i in op[ORDER] else label for i, label in enumerate(labels)) for word in (INDEXED, OTHER))
     unwalked = frozenset(f"{word}{i}" for i in op[ORDER] for word in (INDEXED, OTHER))
@@ -286,7 +286,7 @@ def _order(types: Types, op: Op) -> TensorType:
 def _argsort(np: Any, x: Any, axis: int, descending: bool = False, first: int = 0) -> Any:
     order = np.argsort(np.flip(x, axis) if descending else x, axis=axis, stable=True)
     if descending:
-        order = x.shape[axis] - 1 - np.flip(order, axis)  # equal ones in their order
+        order = x.shape[axis] - 1 - np.flip(order, axis)  # keeps the order of equal elements
     return np.take(order, np.arange(first or x.shape[axis]), axis)
 
 

@@ -1,4 +1,4 @@
-"""Ops of one element of each operand. An entry of `_unary` or `_binary` is all that such an op takes: its function is made here, too."""
+"""Pointwise ops. A new op is one entry of `_unary` or `_binary`, which also generates its function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
 
 def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
-    """Operands of one dtype, any where there are no `kinds`; the result has it, too, or is bool."""
+    """Type rule of operands with one dtype of these `kinds`, or any. The result has that dtype, or is bool."""
 
     def infer(types: Types, op: Op) -> TensorType:
         dtype = same_dtype(types)
@@ -57,7 +57,7 @@ def _arithmetic(kinds: tuple[str, ...], is_comparison: bool = False) -> Infer:
 def _unary(
     kind: str, doc: str, cpp: str, numpy: Callable[..., Any] | None = None, *, kinds: tuple[str, ...] = FLOATS, **facts: Any
 ) -> Unary:
-    """`numpy` may be left out where NumPy calls it the same."""
+    """Defines a unary op and its function. `numpy` may be omitted if NumPy has the same name."""
     computed = numpy or (lambda np, x: getattr(np, kind)(x))
     OPS[kind] = OpDef(1, _arithmetic(kinds), elementwise, computed, cpp=cpp, is_public=True, **facts)
 
@@ -73,7 +73,7 @@ def _unary(
 
 
 def _rounding(kind: str, doc: str, function: str) -> Unary:
-    """`function` is that of C; ints stay what they are."""
+    """Defines a rounding op. `function` is the C function; ints stay as they are."""
 
     def rounded(np: Any, x: Any) -> Any:
         return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
@@ -84,11 +84,11 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
 def _binary(
     kind: str, doc: str, cpp: str, kinds: tuple[str, ...] = NUMBERS, is_comparison: bool = False, numpy: str = "", **facts: Any
 ) -> Binary:
-    """`numpy` is what NumPy calls it, where that is another name."""
+    """Defines a binary op and its function. `numpy` is NumPy's name, if different."""
     infer = _arithmetic(kinds, is_comparison)
 
     def computed(np: Any, a: Any, b: Any) -> Any:
-        with np.errstate(divide="ignore"):  # of ints: it gives 0
+        with np.errstate(divide="ignore"):  # integer division by 0 gives 0
             return getattr(np, numpy or kind)(a, b)
 
     OPS[kind] = OpDef(2, infer, elementwise, computed, cpp=cpp, is_public=True, **facts)
@@ -123,7 +123,7 @@ def _lgamma(np: Any, x: Any) -> Any:
 
 
 def _inverse(word: str) -> Callable[..., Any]:
-    """NumPy's function, which has another name before NumPy 2."""
+    """NumPy's inverse function. Before NumPy 2 it has only this name."""
     return lambda np, x: getattr(np, f"arc{word}")(x)
 
 
@@ -175,7 +175,7 @@ OPS["pow"] = OpDef(
 # --- of one number ----------------------------------------------------------------------------------------------------
 
 negative = _unary("negative", "The negative.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
-# Of -0.0 it is 0.0.
+# abs(-0.0) is 0.0
 abs = _unary(
     "abs",
     "The absolute value.",
@@ -223,7 +223,7 @@ round = _rounding("round", "The nearest integer, the even one where two are as n
 sign = _unary(
     "sign",
     "-1, 0 or 1, as x is negative, zero or positive; NaN of NaN.",
-    "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # of -0.0 it is 0.0
+    "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # sign(-0.0) is 0.0
     kinds=NUMBERS,
     cpp_of_ints="({0} > 0) - ({0} < 0)",
     cost=3,
@@ -301,9 +301,9 @@ def _philox(types: Types, op: Op) -> TensorType:
 
 
 def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any:
-    """Uniform numbers in [0, 1), multiples of 2^-24: the first word of the counter (i, j, k, m) under the key (seed, draw).
+    """Uniform numbers in [0, 1), multiples of 2^-24: the first word of Philox for counter (i, j, k, m) and key (seed, draw).
 
-    Philox 4x32-10 (Salmon et al., 2011), a counter-based generator: a number depends only on its global index and the key.
+    Philox 4x32-10 is a counter-based generator (Salmon et al., 2011). A number depends only on its global index and the key.
     """
     c0, c1, c2, c3, k0, k1 = np.broadcast_arrays(*(np.asarray(word, np.uint64) for word in (i, j, k, m, seed, draw)))
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Ops that make one element of all along some dims: reductions, and the matrix product."""
+"""Reductions, and the matrix product."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _reduction(
     *attributes: Attribute[Any],
     kinds: tuple[str, ...] = NUMBERS,
 ) -> Reduction:
-    """`partial` makes one of the ranks' results."""
+    """Defines a reduction and its function. `partial` combines the ranks' results."""
     _define(
         kind, _infer(kinds), combine, numpy, *attributes, partial=partial, linear="first" if combine.sign == "+" else "", is_public=True
     )
@@ -108,7 +108,7 @@ def _of_bits(word: str, doc: str, combine: Combine) -> Reduction:
 
 
 def _bound(np: Any, x: Any, sign: int) -> Any:
-    """What a max (-1) or min (1) of no elements is: a rank may hold none."""
+    """Result of max (-1) or min (1) over no elements, since a rank may hold none."""
     if x.dtype.kind == "b":
         return sign > 0
     if x.dtype.kind in "iu":
@@ -121,14 +121,14 @@ def _mean(np: Any, x: Any, axis: tuple[int, ...], keepdims: bool = False, count:
 
 
 def as_term(op: Op, x: TensorType) -> Op:
-    """A reduction of what a rank has of x as its term of that of all: a mean is the sum of these elements over how many all are."""
+    """Rewrites a reduction so that local results are terms: a mean becomes a sum over the global number of elements."""
     if op.kind not in OPS or COUNT not in OPS[op.kind].attributes or op[COUNT] != Size(0):
         return op
     return replace(op, attributes=(*op.attributes, (COUNT.name, product(tuple(x.shape[axis] for axis in op[AXES])))))
 
 
 def is_one_element(op: Op, x: Sequence[Size]) -> bool:
-    """Whether a reduction of an operand of this shape gives its elements as they are."""
+    """True if a reduction of an operand of this shape returns its elements unchanged."""
     combine = OPS[op.kind].combine
     is_scaled = combine is not None and combine.is_mean and op[COUNT] != Size(0)
     return combine is not None and not OPS[op.kind].locates and not is_scaled and all(x[axis] == Size() for axis in op[AXES])
@@ -173,7 +173,7 @@ def _matmul(types: Types, op: Op) -> TensorType:
 
 
 def _transposed(a: TensorType, b: TensorType) -> str:
-    """Which operand of a matmul to turn so that the inner dims are the same."""
+    """Remedy for a matmul whose inner dims differ: the operand to transpose."""
     if a.shape[-1] == b.shape[-1]:
         return "transpose the second one: " + ("hw.matmul(a, b.T)" if len(b.dims) == 2 else "hw.permute_dims(b, axes)")
     if a.shape[-2] == b.shape[-2]:
@@ -182,19 +182,19 @@ def _transposed(a: TensorType, b: TensorType) -> str:
 
 
 def why_no_product(dtype: DType) -> str:
-    """Why no matmul is of this dtype; nothing where one is."""
+    """Reason why there is no matmul of this dtype, or ""."""
     if dtype.kind in ("int", "uint") or (dtype.kind == "float" and dtype.itemsize > 1):
         return ""
     return f"there is no product of {dtype} by {dtype} that gives {dtype}, only of f16, bf16, f32, f64 and ints"
 
 
 def widens(operands: DType, result: DType) -> bool:
-    """Whether a matmul may give its sums unrounded: it adds products of 16-bit floats up in f32."""
+    """True if a matmul can return its f32 sums of 16-bit products unrounded."""
     return result == f32 and operands.name in ("f16", "bf16")
 
 
 def _contracted(types: Types, op: Op) -> IndexMap:
-    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n); k is as many dims as are contracted."""
+    """Batch dims aligned from the right, then (m, k), (k, n) -> (m, n). k stands for all contracted dims."""
     batch, count = op.result.type.shape[:-2], op[CONTRACTED]
     labels, inner = numbered(batch, "b"), numbered(types[0].shape[-count:], "k")
     a, b = (aligned(type.shape[: -1 - count], batch, labels) for type in types)

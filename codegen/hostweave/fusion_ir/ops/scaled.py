@@ -1,4 +1,4 @@
-"""The product of 8-bit floats with scales, as torch._scaled_mm defines it."""
+"""Scaled matmul: the product of 8-bit floats with scales, as torch._scaled_mm defines it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.size import Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, bf16, f16, f32
 
-BLOCK = 128  # elements of a block, along each of its dims
+BLOCK = 128  # elements of a block along each of its dims
 TENSOR, ROW, BLOCKS = "tensor", "row", "block"
 SCALINGS = (TENSOR, ROW, BLOCKS)
 RESULTS = (bf16, f16, f32)
-# Why cuBLASLt does not compute one: the machine has no such scales, both operands are f8e5m2, or K or N does not divide by STEP.
+# Reasons why cuBLASLt does not compute one: unsupported scales, both operands f8e5m2, or K or N not a multiple of STEP.
 MACHINE, DTYPES, SIZES = LACKING = ("machine", "dtypes", "sizes")
 STEP = 16  # cuBLASLt multiplies 8-bit floats if K and N are multiples of this
 
@@ -23,7 +23,7 @@ Shape = tuple[Size, ...]
 
 
 def scaling(a: Shape, b: Shape, scale_a: Shape, scale_b: Shape) -> str:
-    """Returns the one of SCALINGS that the scales [rows, inner] of a [M, K] and [inner, columns] of b [K, N] are, or ""."""
+    """Kind of scaling, one of SCALINGS or "". The scales are [rows, inner] for a [M, K], and [inner, columns] for b [K, N]."""
     (m, k), (_, n) = a, b
     if scale_a == (m, ONE) and scale_b == (ONE, n):
         return ROW
@@ -34,12 +34,12 @@ def scaling(a: Shape, b: Shape, scale_a: Shape, scale_b: Shape) -> str:
 
 
 def is_composed(op: Op) -> bool:
-    """True if the op is a scaled matmul that cuBLASLt does not compute: it is made of casts, a matmul and multiplications."""
+    """True if the op is a scaled matmul that is composed of casts, a matmul and multiplications, because cuBLASLt lacks it."""
     return op.kind == "scaled_matmul" and bool(op[COMPOSED])
 
 
 def why_no_scaled_product(a: TensorType | BufferType, b: TensorType | BufferType, *scales: TensorType | BufferType) -> str:
-    """Why no scaled product has these operands; "" if one has."""
+    """Reason why there is no scaled matmul of these operands, or ""."""
     for operand in (a, b):
         if operand.dtype.kind != "float" or operand.dtype.itemsize != 1:
             return f"{operand} is no tensor of 8-bit floats; use hw.quantize on it, or hw.astype to hw.f8e4m3"
@@ -64,7 +64,7 @@ def _scaled_matmul(types: Types, op: Op) -> TensorType:
 
 
 def _indices(types: Types, op: Op) -> IndexMap:
-    """(m, k), (k, n), and a scale has the label of the dim that it scales; blocks join the outermost parts alone."""
+    """Index map (m, k), (k, n) -> (m, n). A scale has the labels of its operand's dims; blocks join only the outermost parts."""
     m, n = types[0].shape[0], types[1].shape[1]
     labels = ("m", "k"), ("k", "n")
     scales = [
@@ -79,14 +79,14 @@ def _indices(types: Types, op: Op) -> IndexMap:
 
 
 def scaled(x: Any, scale: Any) -> Any:
-    """x [R, C] times scale [r, c], of which each element scales a block of R/r x C/c elements."""
+    """Product of x [R, C] and scale [r, c]. Each element of the scale multiplies a block of R/r x C/c elements."""
     (rows, columns), (r, c) = x.shape, scale.shape
     blocks = x.reshape(r, rows // max(r, 1), c, columns // max(c, 1)) * scale.reshape(r, 1, c, 1)
     return blocks.reshape(rows, columns)
 
 
 def multiplied(np: Any, a: Any, b: Any, scale_a: Any, scale_b: Any) -> Any:
-    """The product in NumPy, of 8-bit floats that were widened."""
+    """NumPy reference, for 8-bit floats that were widened."""
     return np.matmul(scaled(a, scale_a), scaled(b, scale_b))
 
 

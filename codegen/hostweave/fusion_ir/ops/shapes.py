@@ -1,4 +1,4 @@
-"""Ops that give the elements of their operands another shape or place."""
+"""Ops that change the shape or the order of elements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def _slice(types: Types, op: Op) -> TensorType:
 
 
 def _end(start: int, taken: int, step: int) -> int:
-    """The index behind the last one of a slice; that of its first one where it has no elements, such as x[1:] of one element."""
+    """End index of a slice, exclusive. Equal to its start if it has no elements, such as x[1:] of one element."""
     return start + (taken - 1) * step + 1 if taken else start
 
 
@@ -98,7 +98,7 @@ def _pad(types: Types, op: Op) -> TensorType:
 
 
 def padded_dims(op: Op) -> tuple[int, ...]:
-    """The dims that a pad makes longer."""
+    """Dims that a pad makes longer."""
     low, high = op[LOW], op[HIGH]
     return tuple(i for i, widths in enumerate(zip(low, high, strict=True)) if any(widths))
 
@@ -115,7 +115,7 @@ def _inserted(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped(types: Types, op: Op) -> IndexMap:
-    """A dim that stays keeps its label; of dims that are split or merged the outermost keep it, in `outer`."""
+    """A dim that stays keeps its label. Of dims that are split or merged, the outermost ones share a label in `outer`."""
     have: list[str | None] = [None] * len(types[0].dims)
     want: list[str | None] = [None] * len(op.result.type.dims)
     outer = set()
@@ -128,9 +128,9 @@ def _regrouped(types: Types, op: Op) -> IndexMap:
 
 
 def _regrouped_axes(x: TensorType, op: Op, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of each dim of a reshape by which a rank's elements stay its own, as of [8@y,x] to [2@y, 4@x]; None where there are none.
+    """Axes of a reshape's dims for which each rank keeps its elements, as from [8@y,x] to [2@y, 4@x]. None if there are none.
 
-    Before the last dim that is split each rank has one index of a dim, and the last one is shared evenly, in both shapes.
+    In both shapes each rank has one index of every dim before the last sharded one, and the last sharded dim is shared evenly.
     """
     shape = op.result.type.shape
     result: list[tuple[str, ...]] = [()] * len(shape)
@@ -171,7 +171,7 @@ def _cut(types: Types, op: Op) -> IndexMap:
 
 
 def _joined(types: Types, op: Op) -> IndexMap:
-    """Operands lie in the result, one after the other or inside it."""
+    """Operands are parts of the result, one after another or inside it."""
     axes = padded_dims(op) if op.kind == "pad" else (op[AXIS],)
     labels: Labels = tuple(None if i in axes else label for i, label in enumerate(numbered(types[0].shape)))
     return IndexMap((labels,) * len(types), labels)
