@@ -185,12 +185,11 @@ class Program:
         Example: `hw.compile(mlp).predict({"M": 8192}, ranks=16).predicted.micros`.
         """
         from hostweave.timeline.predict import predicted
-        from hostweave.timeline.report import Report
 
         figures = machine or self.figures
         made = self._compiled if ranks is None else self._compiled.on_ranks(ranks, figures)
         made, known = made.for_call("predict", sizes or {})
-        return Report(predicted(made.host, known, figures))
+        return made.report(predicted(made.host, known, figures))
 
     def build(self) -> None:
         """Compiles and loads the module, or takes it from the cache.
@@ -359,7 +358,6 @@ class Program:
         """
         from hostweave.timeline.measure import measured
         from hostweave.timeline.predict import predicted
-        from hostweave.timeline.report import Report
 
         compiled, times = self._running.timeline(self._bound, (arrays, named), warmups, repetitions)
         sizes = self._running.sizes_of(self._bound, arrays, named)
@@ -368,7 +366,7 @@ class Program:
         marks = [time.marks_ms for time in calls[len(calls) // 2]]
         figures = machine or compiled.options.figures
         basis = f"measured on {self.target.device_name()}, the median of {repetitions} calls"
-        return Report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
+        return compiled.report(predicted(compiled.host, known, figures), measured(compiled.host, known, figures, basis, marks))
 
     def as_jax_ffi(self) -> Callable[..., Any]:
         """Returns the program as a JAX function for use inside jax.jit: a custom call of XLA on this process's one device.

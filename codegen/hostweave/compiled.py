@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.forks import importing
@@ -27,6 +27,10 @@ from hostweave.pipeline import lower, stages
 from hostweave.targets.target import Target, find_target
 from hostweave.types.machine import Machine
 from hostweave.types.mesh import Sizes
+
+if TYPE_CHECKING:  # see Compiled.report
+    from hostweave.timeline.events import Timeline
+    from hostweave.timeline.report import Report
 
 NOTHING_CHECKED = "everything: the program was compiled without a check"
 NO_FUSION = "the results: the program was compiled from host IR, which has no fusion to compare with"
@@ -96,6 +100,17 @@ class Compiled:
             figures = figures.without_peers("the ranks are on several hosts")
         options = replace(self.options, check=False, ways={}, windows=(), machine=figures)
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
+
+    def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
+        """The timelines with the fusion as a graph, and what each pass has changed."""
+        from hostweave.timeline.graph import changes_of, graph_of
+        from hostweave.timeline.report import Report
+
+        seen: list[tuple[str, Fusion | HostProgram]] = []
+        lower(self.given, self.options, lambda name, stage: seen.append((name, stage)))
+        fusions = [stage for _, stage in seen if isinstance(stage, Fusion)]
+        changes = changes_of([(name, str(stage)) for name, stage in seen])
+        return Report(predicted, measured, graph_of(fusions[-1]) if fusions else None, changes)
 
     def for_call(self, what: str, sizes: Mapping[str, int]) -> tuple[Compiled, dict[str, int]]:
         """Program that runs a call at these sizes, and all sizes; missing ones are typical."""

@@ -15,6 +15,7 @@ import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.cli.programs import load_program
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.host_ir.ir import HostProgram
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, Timeline, length, union, without
 from hostweave.types.machine import H200, Machine, Network
 
@@ -140,6 +141,28 @@ def test_names_are_the_users() -> None:
     assert all(event.source.startswith("test_predict.py:") for event in found.events)
 
 
+def test_memory_is_held_from_allocate_to_deallocate() -> None:
+    """x and y are 4 MB each; a is 4 MB, in memory of its own, until b is there."""
+    host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
+  %a = allocate f32[M, M]
+  copy %x -> %a
+  %b = allocate f32[M, M]
+  copy %a -> %b
+  deallocate %a
+  copy %b -> %y
+  deallocate %b
+}
+"""
+    found = hw.compile(HostProgram.parse(host), options=hw.Options(machine=H200)).predict({"M": 1024}).predicted
+    copies = [event.start for event in found.events]
+    mb = 4 * 1024 * 1024
+    assert found.memory[0] == (0.0, 2 * mb)
+    assert [held // mb for _, held in found.memory] == [2, 3, 4, 3, 2]
+    assert [at for at, _ in found.memory[1:]] == [*copies, found.micros]
+    assert found.peak_bytes == 4 * mb
+    assert f"memory of rank 0: {4 * mb:,} bytes at most" in str(found)
+
+
 def test_spans() -> None:
     assert without([(0, 10), (20, 30)], [(2, 3), (8, 22), (29, 40)]) == [(0, 2), (3, 8), (22, 29)]
     assert length([(0, 2), (3, 8)]) == 7
@@ -257,7 +280,7 @@ def test_1024_ranks_take_less_than_30_seconds() -> None:
     begin = perf_counter()
     report = made.predict({"B": 1024, "S": 2048, "E": 8192, "F": 28672}, ranks={"dp": 128, "tp": 8}, machine=HOSTS)
     assert len(report.html()) > 10_000
-    assert len(str(report).splitlines()) == 19
+    assert len(str(report).splitlines()) == 20
     assert perf_counter() - begin < 30
     assert len(report.predicted.ranks) == 1024
     assert len({total.busy for total in report.predicted.totals}) == 1  # all do the same

@@ -14,7 +14,8 @@ import pytest
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError
-from hostweave.timeline.picture import ticks
+from hostweave.timeline.graph import changes_of, graph_of
+from hostweave.timeline.picture import in_units, ticks
 from hostweave.timeline.report import Report
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -105,6 +106,61 @@ def test_perfetto_gets_a_process_a_rank_and_a_thread_a_stream(report: Report) ->
     starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
     assert starts.keys() == ends.keys() != set()
     assert all(starts[id]["ts"] <= ends[id]["ts"] + 1e-6 or "wait" in id for id in starts)
+
+
+def test_memory_is_a_bar_between_two_changes(report: Report) -> None:
+    root = ElementTree.fromstring(report.svg())
+    bars = [bar for bar in root.iter(f"{SVG}rect") if bar.get("class") == "bytes"]
+    assert bars[-1][0].text == f"{report.predicted.memory[-1][1]:,} bytes"
+    heights = [float(bar.get("height", 0)) for bar in bars]
+    assert max(heights) == 48
+    assert min(heights) > 0
+    assert [in_units(size) for size in (0, 999, 67_108_864, 5 * 10**12)] == ["0 bytes", "999 bytes", "67.1 MB", "5 TB"]
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def test_the_graph_has_a_row_for_each_value(report: Report) -> None:
+    graph = report.graph
+    assert graph
+    assert graph.axes == ("x",)
+    head, x, w, product, result = graph.rows
+    assert (head.text, x.text, x.dtype, x.dims) == ("fusion @down_proj", "%x", "bf16", (("M", ()), ("K", ("x",))))
+    assert (product.text, product.operands, product.kind) == ("%y_2 = matmul(%x, %w)", (1, 2), "compute")
+    assert "partial(sum, x)" in product.note
+    assert (result.operands, result.kind, result.dims) == ((3,), "communication", (("M", ("x",)), ("N", ())))
+    assert result.text.startswith("%y = reduce_scatter(%y_2, ")
+    assert result.source.startswith("test_report.py:")
+    assert [(operand, user) for operand, user, _ in graph.arcs] == [(1, 3), (2, 3), (3, 4)]
+    assert w.source == ""
+
+
+def test_functions_are_rows_of_their_own() -> None:
+    @hw.block(x=hw.f32["M", "E"], w=hw.f32["E", "E"])
+    def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
+        return hw.relu(hw.matmul(x, w))
+
+    fusion = hw.fusion(mesh=hw.Mesh(), x=hw.f32["M", "E"], w=hw.f32["E", "E"])(lambda x, w: layer(layer(x, w), w))
+    rows = graph_of(fusion).rows
+    heads = [row.text.split()[0] for row in rows if row.kind == "head"]
+    assert heads == ["function", "fusion"]
+    assert all(operand > 5 for row in rows[7:] for operand in row.operands)  # each body has its own values
+
+
+def test_what_a_pass_changed() -> None:
+    stages = [("input", "a\nb\n"), ("first", "a\nb\n"), ("second", "a\nc\nd\n")]
+    (change,) = changes_of(stages)
+    assert (change.name, change.added, change.removed) == ("second", 2, 1)
+    assert change.lines[-3:] == ("-b", "+c", "+d")
+
+
+def test_the_page_shows_the_program_and_its_passes(report: Report) -> None:
+    page = Page(report.html()).text
+    assert [change.name for change in report.changes][-1] in page
+    assert any(change.name == "lower_to_host" for change in report.changes)
+    assert "+  %y_2: bf16[M, N] partial(sum, x) = matmul(%x, %w)" in page
+    assert "%y = reduce_scatter(%y_2, dim=0, axes=(x), reduction=sum)" in page
 
 
 def test_files(report: Report, tmp_path: Path) -> None:

@@ -63,13 +63,19 @@ class Timeline:
     sizes: Mapping[str, int]
     basis: str  # "predicted by the figures of NVIDIA H200", "measured on ..."
     events: tuple[Event, ...]
-    ranks: tuple[int, ...]  # those that are shown
+    ranks: tuple[int, ...]
     streams: tuple[str, ...]
+    memory: tuple[tuple[float, int], ...] = ()  # of the first rank: from when on it holds how many bytes; nothing if measured
 
     @cached_property
     def micros(self) -> float:
         """Time of the call on the slowest rank, in microseconds."""
         return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the first rank holds at once: inputs, outputs and temporaries."""
+        return max((held for _, held in self.memory), default=0)
 
     @property
     def totals(self) -> tuple[Totals, ...]:
@@ -106,7 +112,8 @@ class Timeline:
             return ()
         path = [max(range(len(self.events)), key=lambda number: self.events[number].end)]
         while needed := self._needed(path[-1], set(path)):
-            path.append(max(needed, key=lambda number: self.events[number].end))
+            rank = self.events[path[-1]].rank  # of several that end at the same time its own
+            path.append(max(needed, key=lambda number: (self.events[number].end, self.events[number].rank == rank)))
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
@@ -125,8 +132,9 @@ class Timeline:
         ]
         lines += [f"  and {len(self.ranks) - MOST_LINES} more ranks"] if len(self.ranks) > MOST_LINES else []
         path = [self.events[number] for number in self.critical_path]
+        memory = [f"  memory of rank {self.ranks[0]}: {self.peak_bytes:,} bytes at most"] if self.memory else []
         on = ", ".join(f"{event.name} {event.micros:.1f} us" for event in path if event.kind != WAITING)
-        return "\n".join([head, *lines, f"  critical path: {on or 'nothing'}"])
+        return "\n".join([head, *lines, *memory, f"  critical path: {on or 'nothing'}"])
 
 
 # --- spans of time ----------------------------------------------------------------------------------------------------

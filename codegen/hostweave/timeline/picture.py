@@ -11,8 +11,10 @@ from hostweave.timeline.events import WAITING, Event, Timeline
 
 WIDTH, LEFT, TOP = 1200, 190, 28  # pixels: of the whole, of the names of lanes, of the axis
 LANE, GAP = 18, 10
+MEMORY = 48  # pixels of the most bytes that are held
 LETTER = 6.2  # pixels of one
 MOST_RANKS = 16  # that a picture shows
+UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 APART = 4.0  # times as long as another one a timeline gets a scale of its own
 
 
@@ -85,7 +87,28 @@ class Picture:
 
     @property
     def height(self) -> int:
+        return self.memory_top + (MEMORY + GAP if self.memory else 0)
+
+    @property
+    def memory_top(self) -> int:
         return (self.lanes[-1].y if self.lanes else TOP) + LANE + GAP
+
+    @cached_property
+    def memory(self) -> list[Box]:
+        """What the first rank holds, as predicted: a bar between two changes, as high as it is much."""
+        steps = self.timelines[0].memory
+        ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
+        return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
+
+    def _bar(self, start: float, end: float, held: int) -> Box:
+        height = round(MEMORY * held / (self.timelines[0].peak_bytes or 1))
+        x = self.x(0, start)
+        y, width = self.memory_top + MEMORY - height, round(self.x(0, end) - x, 2)
+        return Box(0, -1, round(start, 3), round(end, 3), x, y, width, height, "bytes", title=f"{held:,} bytes")
+
+    @property
+    def memory_text(self) -> str:
+        return f"rank {self.ranks[0]}: at most {in_units(self.timelines[0].peak_bytes)}"
 
     def x(self, number: int, micros: float) -> float:
         return round(LEFT + (WIDTH - LEFT - 10) * micros / (self.spans[number] or 1.0), 2)
@@ -132,6 +155,12 @@ class Picture:
         """Of the axis of the first timeline: where each is, and its text."""
         at = [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
         return [(x, text if x + LETTER * len(text) < WIDTH else "") for x, text in at]
+
+
+def in_units(size: int) -> str:
+    """Bytes as a short text: "67.1 MB"."""
+    unit = next((unit for unit, name in UNITS if size >= unit), 1)
+    return f"{size / unit:.3g} {dict(UNITS)[unit]}"
 
 
 def ticks(span: float) -> Iterator[float]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
 from hostweave.base.errors import ProgramError
 from hostweave.check.match_collectives import meetings
-from hostweave.check.operations import Operation, instruction_text
+from hostweave.check.operations import Operation, Root, instruction_text
 from hostweave.check.simulate import instantiate
 from hostweave.host_ir import ir, tree
 from hostweave.timeline.events import CALLER, Event, Timeline
@@ -26,7 +29,23 @@ def predicted(program: ir.HostProgram, sizes: Sizes, machine: Machine) -> Timeli
     ranks = tasks_of(instances, meetings(instances), machine)
     play(ranks)
     network = f" and {machine.network.bandwidth / 1e9:g} GB/s between hosts ({machine.network.source})" if machine.network else ""
-    return timeline_of(program, sizes, f"predicted by the figures of {machine.name}{network}", ranks)
+    found = timeline_of(program, sizes, f"predicted by the figures of {machine.name}{network}", ranks)
+    return replace(found, memory=tuple(_memory(ranks[0], instances.roots[0])))
+
+
+def _memory(tasks: list[Task], roots: Mapping[str, Root]) -> Iterator[tuple[float, int]]:
+    """From when on a rank holds how many bytes: inputs and outputs all the time, temporaries from allocate to deallocate."""
+    held = sum(root.size for root in roots.values() if root.role != "allocation")
+    live: set[str] = set()
+    yield 0.0, held
+    for task in sorted(tasks, key=lambda task: task.start):
+        i = task.operation.instruction
+        for access in task.operation.accesses if tree.names(i, "allocate", "free") else ():
+            name, begins = access.region.root, bool(tree.names(i, "allocate"))
+            if begins != (name in live):
+                held += roots[name].size if begins else -roots[name].size
+                live ^= {name}
+                yield 1e6 * task.start, held
 
 
 def timeline_of(program: ir.HostProgram, sizes: Sizes, basis: str, ranks: list[list[Task]]) -> Timeline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hostweave.base.errors import ArgumentError
 from hostweave.base.paths import TEMPLATES
 from hostweave.base.signatures import checked
 from hostweave.timeline.events import WAITING, Event, Timeline
+from hostweave.timeline.graph import Change, Graph
 from hostweave.timeline.picture import MOST_RANKS, Picture
 
 
@@ -46,6 +47,8 @@ class Report:
 
     predicted: Timeline
     measured: Timeline | None = None
+    graph: Graph | None = field(default=None, repr=False)  # of the fusion, before it becomes a host program
+    changes: tuple[Change, ...] = field(default=(), repr=False)  # of each pass
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
