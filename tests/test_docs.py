@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import textwrap
@@ -62,7 +63,7 @@ def test_the_tutorial_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "overlapped" / "CMakeLists.txt").is_file()
 
 
-@pytest.mark.parametrize("name", ["shardings", "check"])
+@pytest.mark.parametrize("name", ["shardings", "check", "recipes"])
 def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_page(name, tmp_path, monkeypatch)
 
@@ -100,6 +101,32 @@ def test_pages_have_the_op_table_as_it_is() -> None:
     assert dict(rows)["sum"] == "1 | axis, keepdims |  | sum | first | `hw::Add()(total, a)` | "
     assert all(f"| {OPS[kind].cost}" in row for kind, row in rows if OPS[kind].cpp)
     assert all(f"::: hostweave.{kind}\n" in pages["functions.md"] for kind, op in OPS.items() if op.is_public)
+
+
+def test_the_pictures_are_those_that_the_code_makes() -> None:
+    """`python docs/pictures.py` writes them anew."""
+    made = runpy.run_path(str(ROOT / "docs" / "pictures.py"))["PICTURES"]
+    images = ROOT / "docs" / "images"
+    assert {path.name for path in images.iterdir()} == {f"{picture.__name__}.svg" for picture in made}
+    for picture in made:
+        assert (images / f"{picture.__name__}.svg").read_text() == picture()
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert not [path.name for path in images.iterdir() if f"images/{path.name})" not in pages]
+
+
+def test_pages_show_the_figures_that_pictures_have() -> None:
+    page, figures = (ROOT / "docs" / "figures.md").read_text(), json.loads((ROOT / "docs" / "figures.json").read_text())
+    for row in figures["rows"]:
+        assert f"| {row['ms']} ms | {row['ratio']:.2f} x | `{row['command']}` |" in page
+
+
+@pytest.mark.extra("torch")
+def test_the_readme_trains_a_module() -> None:
+    pytest.importorskip("torch", reason="what the block is about: pip install torch")
+    (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    seen: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), seen)
+    assert seen["module"][0].weight.grad.abs().sum() > 0
 
 
 def test_the_readme_shows_the_loop_that_is_generated() -> None:

@@ -1,0 +1,239 @@
+"""The pictures of the documentation: `python docs/pictures.py` writes docs/images/*.svg.
+
+speed.svg has the figures of figures.json, layer.svg the timelines that the compiler predicts; the others show terms.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+import hostweave as hw
+from hostweave.cli.memory_plan import memory_plan
+from hostweave.cli.programs import load_file, load_program
+from hostweave.fusion_ir.ir import Fusion
+from hostweave.pipeline import lower
+from hostweave.timeline.events import COMPUTE, WAITING, Timeline
+from hostweave.types.machine import H200
+
+HERE = Path(__file__).parent
+IMAGES, ROOT = HERE / "images", HERE.parent
+WIDTH = 900
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #24292f; } .small { font-size: 11px; fill: #57606a; } .title { font-weight: 600; }
+.a { fill: #3b6fb6; } .b { fill: #e8871e; } .c { fill: #2e9e73; } .d { fill: #9467bd; } .none { fill: #c9ced6; }
+.line { stroke: #57606a; stroke-width: 1.3; fill: none; } .box { fill: #f6f8fa; stroke: #8c959f; } .on { fill: #fff; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; } .small { fill: #9da7b3; } .none { fill: #4b535d; } .line { stroke: #9da7b3; }
+.box { fill: #22272e; stroke: #6e7681; }
+}
+"""
+RANKS = "abcd"  # colours
+
+
+def svg(title: str, height: float, parts: Iterable[str]) -> str:
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title, quote=True)}">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n{body}\n</svg>\n"
+    )
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str, hint: str = "") -> str:
+    inner = f"<title>{escape(hint)}</title></rect>" if hint else "</rect>"
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}" rx="2" class="{kind}">{inner}'
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    head = (
+        f"M {x2 - 7:g} {y2 - 4:g} L {x2:g} {y2:g} L {x2 - 7:g} {y2 + 4:g}"
+        if x2 != x1
+        else f"M {x2 - 4:g} {y2 - 7:g} L {x2:g} {y2:g} L {x2 + 4:g} {y2 - 7:g}"
+    )
+    return f'<path class="line" d="M {x1:g} {y1:g} L {x2:g} {y2:g} {head}"/>'
+
+
+# --- measured and predicted -------------------------------------------------------------------------------------------
+
+
+def speed() -> str:
+    """How many times as fast as the best of PyTorch each row of figures.json is."""
+    figures = json.loads((HERE / "figures.json").read_text())
+    rows, left, scale = figures["rows"], 400, 340
+    parts = [text(10, 22, "times as fast as the best of PyTorch in the same run", "title")]
+    for number, row in enumerate(rows):
+        y = 40 + 30 * number
+        parts += [text(10, y + 15, row["what"]), rect(left, y, scale, 20, "none"), rect(left, y, scale * row["ratio"], 20, "a")]
+        parts.append(text(left + scale * row["ratio"] + 8, y + 15, f"{row['ratio']:.2f} x"))
+        parts.append(f'<text x="{left + 8}" y="{y + 15}" class="on" style="fill:#fff">{row["ms"]:g} ms</text>')
+    end = 40 + 30 * len(rows)
+    parts += [f'<path class="line" d="M {left + scale} 32 V {end}"/>', text(left + scale, end + 14, "PyTorch", "small", "middle")]
+    parts.append(text(10, end + 32, figures["machine"], "small"))
+    return svg("Speed over the best of PyTorch", end + 42, parts)
+
+
+def layer() -> str:
+    """A layer in sequence, and as the compiler overlaps it: rank 0 of 2, each stream a line."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))  # for what the benchmark imports
+    benchmark = load_file(ROOT / "benchmarks" / "sequence_parallel.py")
+    made = []
+    for overlap in ("off", "auto"):
+        options = hw.Options(sizes=benchmark.sizes_of(8192), overlap=overlap, machine=H200, check=False)
+        made.append(hw.compile(benchmark.fusion_of(2), options=options).predict().predicted)
+    end = max(timeline.micros for timeline in made)
+    parts, y = list[str](), 10.0
+    for timeline, title in zip(made, ("in sequence", "as compiled: chunks of communication beside the matmuls"), strict=True):
+        parts.append(text(10, y + 14, f"{title}: {timeline.micros / 1e3:.2f} ms", "title"))
+        lines, height = _lanes(timeline, y + 24, end)
+        parts += lines
+        y += height + 40
+    legend = ((10, "a", "computes"), (110, "b", "communicates"), (240, "none", "waits"))
+    for x, kind, words in legend:
+        parts += [rect(x, y, 12, 12, kind), text(x + 18, y + 11, words, "small")]
+    parts.append(text(WIDTH - 10, y + 11, f"layer of Llama 3 70B at TP 8 shapes, 8192 tokens; {made[0].basis}", "small", "end"))
+    return svg("Timeline of one layer: in sequence above, overlapped below", y + 24, parts)
+
+
+def _lanes(timeline: Timeline, y: float, end: float) -> tuple[list[str], float]:
+    own = timeline.of_rank(0)
+    streams = [stream for stream in timeline.streams if any(event.stream == stream for event in own)]
+    left, scale, parts = 90, (WIDTH - 100) / end, list[str]()
+    for event in own:
+        kind = "none" if event.kind == WAITING else "a" if event.kind == COMPUTE else "b"
+        at = y + 20 * streams.index(event.stream)
+        if event.micros > 0.2:
+            parts.append(rect(left + event.start * scale, at, event.micros * scale, 16, kind, f"{event.name}: {event.micros:.0f} us"))
+    parts += [text(10, y + 20 * number + 12, stream, "small") for number, stream in enumerate(streams)]
+    return parts, 20.0 * len(streams)
+
+
+def memory() -> str:
+    """Where the temporaries of an MLP lie, from their first use to their last."""
+    program = load_program("transformer:swiglu_tp", {"dtype": hw.bf16})
+    assert isinstance(program, Fusion)
+    sizes = dict.fromkeys({name for value in program.inputs for dim in value.type.shape for name in dim.symbols}, 4096) | {"B": 2}
+    plan = memory_plan(lower(program, hw.Options()), sizes)
+    first, last = min(row.lines[0] for row in plan.rows), max(row.lines[1] for row in plan.rows)
+    left, across, down = 70, (WIDTH - 90) / (last - first + 1), 220 / plan.peak
+    parts = [text(10, 20, "memory of temporaries over the instructions of the program", "title"), text(10, 44, "offset", "small")]
+    for number, row in enumerate(plan.rows):
+        begin, end = row.lines
+        for offset in row.offsets:
+            x, y = left + (begin - first) * across, 34 + offset * down
+            width, height = (end - begin + 1) * across, row.bytes * down
+            parts.append(rect(x, y, width - 1, height - 1, RANKS[number % 4], f"{row.name}: {row.bytes / 1e6:.0f} MB"))
+            if height > 14 and width > 8 * len(row.name):
+                parts.append(f'<text x="{x + 6:.1f}" y="{y + 15:.1f}" style="fill:#fff">{escape(row.name)}</text>')
+    parts.append(
+        text(
+            WIDTH - 10, 274, f"instructions; peak {plan.peak / 1e6:.0f} MB, in use at one moment {plan.bound / 1e6:.0f} MB", "small", "end"
+        )
+    )
+    return svg("Memory over time", 286, parts)
+
+
+# --- terms ------------------------------------------------------------------------------------------------------------
+
+
+def shardings() -> str:
+    """A matrix on the four ranks of a mesh: by rows, by columns, by both, replicated, and as partial sums."""
+    parts = list[str]()
+    kinds: Sequence[tuple[str, str, Callable[[int], tuple[float, float, float, float]]]] = (
+        ('["M@x", "K"]', "mesh(x=4): rows", lambda r: (0, r / 4, 1, 1 / 4)),
+        ('["M", "K@x"]', "mesh(x=4): columns", lambda r: (r / 4, 0, 1 / 4, 1)),
+        ('["M@dp", "K@tp"]', "mesh(dp=2, tp=2)", lambda r: (r % 2 / 2, r // 2 / 2, 1 / 2, 1 / 2)),
+        ('["M", "K"]', "replicated", lambda r: (0, 0, 1, 1)),
+    )
+    size, step = 110, 215
+    for number, (type, title, block) in enumerate(kinds):
+        x = 20 + step * number
+        parts += [text(x, 20, type, "title"), text(x, 36, title, "small")]
+        for r in range(4):
+            ax, ay = x + (r % 2) * (size / 2 + 34), 50 + (r // 2) * (size / 2 + 26)
+            bx, by, bw, bh = block(r)
+            side = size / 2
+            parts.append(rect(ax, ay, side, side, "box"))
+            parts.append(rect(ax + bx * side, ay + by * side, bw * side, bh * side, RANKS[r]))
+            parts.append(text(ax, ay + side + 13, f"rank {r}", "small"))
+    return svg("Shardings of a matrix on four ranks", 222, parts)
+
+
+def partial() -> str:
+    """A contraction over a sharded dim: each rank has a term, and a reduction adds them."""
+    parts = [text(20, 22, "x: [M, K@x]   w: [K@x, N]   x @ w: a partial sum on each rank", "title")]
+    for r in range(4):
+        y = 40 + 44 * r
+        parts += [text(20, y + 20, f"rank {r}", "small"), rect(70, y, 80, 32, "box"), rect(70 + 20 * r, y, 20, 32, RANKS[r])]
+        parts += [text(166, y + 20, "@"), rect(190, y, 60, 32, "box"), rect(190, y + 8 * r, 60, 8, RANKS[r]), text(266, y + 20, "=")]
+        parts += [rect(290, y, 60, 32, RANKS[r]), arrow(356, y + 16, 440, 112)]
+    parts += [
+        rect(446, 80, 130, 64, "box"),
+        text(511, 108, "reduce_scatter", "", "middle"),
+        text(511, 126, "or all_reduce", "small", "middle"),
+    ]
+    for r in range(4):
+        parts += [rect(640, 60 + 26 * r, 60, 24, RANKS[r]), text(710, 76 + 26 * r, f"rank {r} has its rows of the sum", "small")]
+    parts.append(arrow(582, 112, 632, 112))
+    return svg("Partial sums and their reduction", 222, parts)
+
+
+def compiler() -> str:
+    """From a function to a program."""
+    steps = (
+        ("Python", "math on", "global tensors"),
+        ("fusion IR", "math +", "shardings"),
+        ("host IR", "streams, buffers,", "loops, channels"),
+        ("C++/CUDA", "ncclSend, kernels,", "cublasLtMatmul"),
+        ("program", "Python module, or", "CMake library"),
+    )
+    doing = ("trace", "infer, reshard", "lower, plan", "compile")
+    parts = list[str]()
+    for number, (title, one, other) in enumerate(steps):
+        x = 10 + 180 * number
+        parts += [rect(x, 30, 130, 74, "box"), text(x + 65, 54, title, "title", "middle")]
+        parts += [text(x + 65, 74, one, "small", "middle"), text(x + 65, 90, other, "small", "middle")]
+        if number < len(doing):
+            parts += [arrow(x + 134, 67, x + 176, 67), text(x + 155, 20, doing[number], "small", "middle")]
+    return svg("The compiler: from Python to a program", 116, parts)
+
+
+def pipeline() -> str:
+    """An all-gather with its matmul: in sequence, and shard by shard on two streams with events between them."""
+    parts = [text(10, 20, "in sequence", "title"), rect(90, 30, 240, 24, "b"), rect(330, 30, 400, 24, "a")]
+    parts += [text(10, 47, "stream", "small"), _on(100, 47, "all_gather x"), _on(340, 47, "x @ w")]
+    parts += [text(10, 92, "in a loop: shard i is multiplied while shard i + 1 arrives", "title")]
+    for lane, words in enumerate(("transfers", "matmuls")):
+        parts.append(text(10, 121 + 50 * lane, words, "small"))
+    for i in range(4):
+        begin = 90 + 102 * i
+        parts += [rect(begin, 154, 100, 24, "a"), _on(begin + 8, 171, f"x[{i}] @ w")]
+        if i:
+            parts += [rect(90 + 80 * (i - 1), 104, 78, 24, "b"), _on(96 + 80 * (i - 1), 121, f"shard {i}")]
+            parts.append(
+                arrow(90 + 80 * i - 2, 130, 90 + 80 * i - 2, 150) if i == 1 else arrow(168 + 80 * (i - 1), 130, 168 + 80 * (i - 1), 150)
+            )
+    parts += [
+        text(520, 121, "its own shard is there already: the first matmul waits for nothing", "small"),
+        text(520, 171, "an event behind each shard", "small"),
+    ]
+    return svg("An all-gather and its matmul over time", 194, parts)
+
+
+def _on(x: float, y: float, words: str) -> str:
+    return f'<text x="{x}" y="{y}" style="fill:#fff">{escape(words)}</text>'
+
+
+PICTURES = (speed, layer, memory, shardings, partial, compiler, pipeline)
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    for picture in PICTURES:
+        (IMAGES / f"{picture.__name__}.svg").write_text(picture())
