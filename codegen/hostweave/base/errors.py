@@ -17,7 +17,7 @@ from typing import Any, Self
 
 
 def __dir__() -> list[str]:
-    """What users catch."""
+    """Lists the exceptions and warnings that users catch."""
     return [name for name, value in globals().items() if isinstance(value, type) and issubclass(value, HostweaveError | UserWarning)]
 
 

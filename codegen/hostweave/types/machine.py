@@ -14,7 +14,7 @@ from hostweave.base.signatures import checked
 Points = tuple[tuple[float, float], ...]  # pairs of bytes and seconds, by increasing bytes
 
 LINKS = ("collective", "put", "get")
-HOST = 8  # GPUs of a host, where no network says it
+HOST = 8  # GPUs per host, if no network states it
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """How GPUs of several hosts reach each other: each has so much of the network, in both directions at once.
+    """Network between hosts. Each GPU has its own share of the bandwidth, in both directions at once.
 
-    `source` says where the figures are from, as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Ranks fill one host after another. Raises
-    ProgramError for figures that are not above 0.
+    `source` tells where the figures are from, as "NVIDIA DGX H100: 8 ports of 400 Gb/s". Ranks fill one host after another.
+
+    Raises ProgramError for figures that are not above 0.
 
     Example: `dataclasses.replace(machine, network=hw.Network(bandwidth=45e9, latency=5e-6, source="measured on our cluster"))`.
     """
 
-    bandwidth: float  # bytes in a second that a GPU sends to other hosts
-    latency: float  # seconds of a message
+    bandwidth: float  # bytes per second that a GPU sends to other hosts
+    latency: float  # seconds per message
     source: str
-    ranks: int = HOST  # GPUs of a host
+    ranks: int = HOST  # GPUs per host
 
     def __post_init__(self) -> None:
         if min(self.bandwidth, self.latency) <= 0 or self.ranks < 1:
             raise ProgramError(f"{self}: bandwidth and latency must be above 0, and a host has at least 1 GPU")
 
     def seconds(self, size: float, messages: int = 1) -> float:
-        """Of so many bytes from one GPU, in messages that follow one another."""
+        """Seconds for `size` bytes from one GPU, in consecutive messages."""
         return messages * self.latency + size / self.bandwidth
 
 
@@ -79,7 +80,7 @@ class Machine:
     network: Network | None = None  # None: all ranks are in one host
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
-        """On how many hosts these ranks are, as numbered in the program."""
+        """Number of hosts of these ranks of the program."""
         return len({rank // self.network.ranks for rank in ranks}) if self.network else 1
 
     def link(self, by: str, ranks: int) -> Link:

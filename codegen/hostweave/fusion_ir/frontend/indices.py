@@ -150,7 +150,7 @@ def scatter(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
 def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tensor:
     """Adds elements of `source` to a copy of x at `indices` along a dim. Repeated indices add up. Shapes are those of `scatter`.
 
-    Terms are added in the order of the source, on GPUs too, in the dtype of x, so results do not change from run to run. The dim of x may
+    Terms are added in the order of the source, in the dtype of x. Results are reproducible, on GPUs too. The dim of x may
     be sharded. If that of the indices is, ranks add up their own elements, which is a partial sum.
 
     Raises ProgramError for other shapes.

@@ -60,7 +60,7 @@ class Wait(Instruction):
 
 @dataclass(frozen=True)
 class Mark(Instruction):
-    """Notes when the current stream comes here, if the call is measured. Programs have marks in order to be measured alone."""
+    """Records the time at which the current stream reaches it, in a measured call. Only programs that are measured have marks."""
 
     syntax = "mark"
     orders = True

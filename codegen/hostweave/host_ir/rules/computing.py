@@ -54,16 +54,16 @@ def _view(c: Checker, i: ir.View, scope: Scope) -> None:
         c.fail(f"%{i.src} is {source}: {-int(outside)} of the indices are outside of dim {dim}")
 
 
-PADDED = 4  # f32: rows of scales of 128 x 128 elements begin at multiples of this
+PADDED = 4  # f32 scales: rows of scales of 128 x 128 blocks start at multiples of this
 
 
 def lies_along(type: BufferType, dim: int) -> bool:
-    """True if the elements along a dim lie side by side."""
+    """True if the elements along a dim are contiguous."""
     return type.shape[dim] == Size() or strides_of(type)[dim] == Size()
 
 
 def _scaled(c: Checker, i: ir.Matmul) -> None:
-    """Operands and scales lie as cuBLASLt takes them."""
+    """Checks that operands and scales have a layout that cuBLASLt supports."""
     if len(i.scales) != 2:
         c.fail(f"{len(i.scales)} scales are given: name those of %{i.a}, then those of %{i.b}")
     a, b, dst, *scales = (c.types[name] for name in (i.a, i.b, i.dst, *i.scales))

@@ -127,7 +127,7 @@ class _Choice:
     def producers(self, member: _Member) -> Iterator[tuple[_Member, list[_Member]]]:
         """Producers of the operands that can run in the loop, each with the other consumers that must join it."""
         indices = index_map(member.op, operand_types(member.op, self.types))
-        walked = member.op.operands[:2] if OPS[member.op.kind].is_product else member.op.operands  # scales are communicated before it
+        walked = member.op.operands[:2] if OPS[member.op.kind].is_product else member.op.operands  # scales are communicated before the loop
         for i, name in enumerate(walked):
             op = self.producer.get(name) if isinstance(name, str) else None
             dim = indices.operand_dim(i, member.dim)

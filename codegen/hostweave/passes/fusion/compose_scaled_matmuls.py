@@ -1,4 +1,4 @@
-"""Marks the scaled matmuls that cuBLASLt does not compute on the machine. Lowering makes them of casts, a matmul and multiplications.
+"""Marks scaled matmuls that cuBLASLt does not support on the machine. Lowering composes these of casts, a matmul and multiplications.
 
     %y: bf16[M, N] = scaled_matmul(%a, %b, %s, %t)      # a: f8e5m2[M, K], b: f8e5m2[K, N]
 
@@ -20,7 +20,7 @@ from hostweave.types.tensor import TensorType, f8e5m2
 
 
 def compose_scaled_matmuls(fusion: Fusion, options: Options) -> Fusion:
-    """After it each scaled matmul says why it is composed, if it is."""
+    """Adds the reason to each scaled matmul that is composed."""
     types = {name: value.type for name, value in fusion.values().items()}
 
     def marked(op: Op) -> Op:

@@ -37,7 +37,7 @@ class Kernels:
         return self.keep(ir.Kernel("", inputs, (body,)), same)
 
     def keep(self, kernel: ir.Kernel, same: object = None) -> str:
-        """The name of a kernel that has none, or of one before that is the same."""
+        """Registers a kernel and returns its name. Reuses an equal kernel."""
         same = same or kernel
         if same not in self.made:
             self.made[same] = replace(kernel, name=self.free(kernel.telling_name))

@@ -1,4 +1,4 @@
-"""Scaled matmuls: operands and scales as cuBLASLt takes them, or the same of casts, a matmul and multiplications.
+"""Lowers scaled matmuls: copies operands and scales to layouts of cuBLASLt, or composes the matmul of other ops.
 
     %y: bf16[M, N] = scaled_matmul(%a, %w, %s, %t)      # a: f8e4m3[M, K], w: f8e4m3[K, N], s: f32[M, 1], t: f32[1, N]
 
@@ -35,7 +35,7 @@ class ScaledMatmuls:
         self.kernels, self.b = kernels, b
 
     def multiply(self, op: Op, sources: Sequence[str], target: str, steps: Steps | None, lowering: Lowering | None) -> None:
-        """The product of all of its operands, or of a chunk; of slices of every rank's shard one product a shard."""
+        """Emits the matmul of the operands, or of a chunk. A chunk with slices of several shards needs one matmul per shard."""
         buffers, stream = [*sources, target], op.result.stream
         if len(self.b.types[target].shape) == 2:
             self.multiply_matrices(op, buffers, steps, lowering)
@@ -77,11 +77,14 @@ class ScaledMatmuls:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
 
     def by_rows(self, name: str, steps: Steps | None) -> str:
-        """A matrix whose rows lie side by side: its own memory, or a copy."""
+        """A matrix with contiguous rows: its own memory, or a copy."""
         return name if lies_along(self.b.types[name], 1) else self.copied(name, self.memory(f"{name}_by_rows", self.b.types[name], steps))
 
     def scale(self, name: str, scaled: str, has_blocks: bool, steps: Steps | None) -> str:
-        """Scales [R, C] of a matrix [M, K]: a vector, or of blocks by columns if R is M, else by rows that are PADDED."""
+        """Scales [R, C] of a matrix [M, K] in the layout of cuBLASLt.
+
+        A vector is contiguous. Scales of blocks are stored by columns if R is M, else by rows that start at multiples of PADDED.
+        """
         type, rows = self.b.types[name], self.b.types[scaled].shape[0]
         r, c = type.shape
         if not has_blocks:
@@ -102,7 +105,7 @@ class ScaledMatmuls:
         return dst
 
     def memory(self, wanted: str, type: BufferType, steps: Steps | None) -> str:
-        """Contiguous memory: its own in every iteration."""
+        """Allocates contiguous memory. In a loop each iteration has its own."""
         if steps is None:
             return self.b.allocate_here(wanted, BufferType(type.dtype, type.shape))
         ring = self.b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
@@ -111,7 +114,11 @@ class ScaledMatmuls:
     # --- of other ops ---
 
     def compose(self, op: Op, operands: Operands, target: str, steps: Steps | None) -> None:
-        """Of f16, which has all 8-bit floats, times the scales; if these are of blocks, of f32 that are scaled before."""
+        """Emits casts, a matmul and multiplications with the scales.
+
+        Operands are cast to f16, which represents all 8-bit floats. With scales of blocks, they are cast to f32 and scaled before the
+        matmul.
+        """
         a, b, scale_a, scale_b = operands
         shape = self.b.types[target].shape
         has_blocks = scaling(*(self.b.types[name].shape for name in operands)) == BLOCKS
@@ -150,7 +157,7 @@ class ScaledMatmuls:
         return scale if self.b.is_contiguous(scale) else self.copied(scale, self.memory(f"{scale}_packed", self.b.types[scale], steps))
 
     def launch(self, op: Op, source: str, factors: Sequence[str], dtype: DType, target: str) -> None:
-        """A kernel that multiplies a buffer by factors, in a dtype, and rounds once."""
+        """Launches a kernel that multiplies a buffer by factors in `dtype` and rounds once."""
         result = Value(op.result.name, self.kernels.tensor(target))
         names = {buffer: f"operand_{number}" for number, buffer in enumerate(dict.fromkeys((source, *factors)))}
         ops, last, have = list[Op](), names[source], self.b.types[source].dtype
