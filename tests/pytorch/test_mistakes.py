@@ -137,9 +137,9 @@ COMPILES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).train()),
         "dropout with p=0.5 in a module that trains is not supported in a forward program; call module.eval",
     ),
-    "batch norm": (
-        lambda: compiled(module=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).train()),
-        "the module changes its buffers in forward, which is not supported; call module.eval",
+    "compiled before": (
+        lambda: hostweave.torch.compile(compiled(), hw.Mesh(tp=2), {}, (X,)),
+        "the module is compiled already; pass the module that it was compiled of",
     ),
 }
 

@@ -24,16 +24,18 @@ from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
+from hostweave.torch.caches import register
 from hostweave.torch.compiled import CompiledModule as CompiledModule
 from hostweave.torch.compiled import Part
 from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.exported import exported
+from hostweave.torch.generation import Generation
 from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
-from hostweave.torch.plan import layouts, mesh_of
+from hostweave.torch.plan import layouts, mesh_of, without_inputs
 from hostweave.torch.step import TrainingStep as TrainingStep
-from hostweave.torch.trace import traced
+from hostweave.torch.trace import state_written, traced
 from hostweave.torch.training import TrainingModule as TrainingModule
 
 
@@ -80,6 +82,8 @@ def compile(
     """
     if not isinstance(module, nn.Module):
         raise ProgramError(f"hostweave.torch.compile: {module!r} is no torch.nn.Module; pass the module, not its forward function")
+    if isinstance(module, CompiledModule):
+        raise ProgramError("hostweave.torch.compile: the module is compiled already; pass the module that it was compiled of")
     if not isinstance(plan, Mapping | None) or not all(isinstance(pattern, str) for pattern in plan or ()):
         raise ProgramError(f'hostweave.torch.compile: plan={plan!r} is no dict of names; write {{"q_proj.weight": "tp, -"}}')
     if isinstance(example_inputs, torch.Tensor):
@@ -99,16 +103,18 @@ def compile(
         raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is no norm; pass a number above 0")
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
+    register((args, kwargs))
     graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
     if not named:
         names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         leaves = pytree.tree_leaves(args)
         dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, module.training, training)
+    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, training)
     graph.traced, graph.reads = how, reads
+    name = snake_case(type(module).__name__)
+    state_written(graph, name, options or Options())
     first = next(iter(module.parameters()), None)
     target, options = target or ("cuda" if first is not None and first.is_cuda else "cpu"), options or Options()
-    name = snake_case(type(module).__name__)
 
     def program_of(graph: Graph, end: str = "") -> Program:
         return compile_program(traced(graph, f"{name}{end}", options), target=target, options=options)
@@ -119,4 +125,10 @@ def compile(
         if optimizer is not None:
             return TrainingStep(module, graph_of, joint, program_of, optimizer, clip_grad_norm, accumulate)
         return TrainingModule(module, graph_of, joint, program_of)
-    return CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
+    model = CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
+    if hasattr(module, "generate"):
+        of_module = without_inputs(plan or {}, module, dims)
+        model.generation = Generation(
+            module, lambda given, sizes: compile(module, mesh, of_module, given, target=target, options=options, dynamic_shapes=sizes)
+        )
+    return model

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -21,6 +22,7 @@ from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
 from hostweave.targets.cuda import handle_of
+from hostweave.torch.caches import continued
 from hostweave.torch.graph import Graph
 from hostweave.torch.state import State
 
@@ -69,8 +71,7 @@ class Part:
 
     def __init__(self, graph: Graph, module: nn.Module, compile: Callable[[Graph], Program], numbers: Mapping[str, int] | None = None):
         self._module, self._compile, self._numbers, self._lock = module, compile, numbers or {}, threading.Lock()
-        donated = graph.update.donated if graph.update else ()
-        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in donated}
+        self.tensors = {name: tensor_of(module, of) for name, of in graph.parameters.items() if name not in graph.donated}
         self.graph = graph.taking_whole(self._columns(graph)) if current_group() else graph
         self.program = compile(self.graph)
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
@@ -175,8 +176,10 @@ class Folded:
         return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
 
 
-class CompiledModule:
+class CompiledModule(nn.Module):
     """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
+
+    It has the parameters, buffers, submodules, state dict and other attributes of the module that it was compiled of.
 
     In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks, as the plan shards
     inputs, and replicated ones by default. Without a group all ranks run in this process, on global tensors. Parameters are read where they
@@ -185,7 +188,11 @@ class CompiledModule:
 
     def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
         """A call computes `graph` by the program of `part`. The `others` are of it, too."""
-        self._module, self._graph, self._specs, self._part = module, graph, exported.call_spec, part
+        super().__init__()
+        vars(self).update(_module=module, _parameters=module._parameters, _buffers=module._buffers, _modules=module._modules)
+        self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
+        self._varying = self._sizes()
+        self.generation: Any = None  # of a module of transformers, the programs that generate sequences
         self._places = [place_of(module, of) for of in graph.parameters.values()]
         self._memory = [memory_of(tensor) for *_, tensor in self._places]
         self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
@@ -197,13 +204,56 @@ class CompiledModule:
         """The compiled program, with its source and `check`."""
         return self._part.program
 
+    def __getattr__(self, name: str) -> Any:
+        module = vars(self).get("_module")
+        return getattr(module, name) if module is not None else super().__getattr__(name)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module. A call raises in another mode than that of the compilation."""
+        return self._module.training  # type: ignore[no-any-return]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_module" in vars(self):
+            self._module.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the module."""
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads the state of the module, which the program reads where it is."""
+        return self._module.load_state_dict(*args, **kwargs)
+
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        """Sequences, as `generate` of transformers gives them, whose arguments it takes; the programs run a static cache.
+
+        A program for prompts, and one for a token of each sequence, are compiled when they are first needed: for each number of sequences,
+        and for each 64 of the length of the cache. In a group each rank calls it with the same prompts, and the same seed if tokens are
+        drawn. Raises ArgumentError for a module without `generate`, and for another cache.
+
+        Example: `model.generate(input_ids, attention_mask=mask, max_new_tokens=64, do_sample=False)`.
+        """
+        if self.generation is None:
+            raise ArgumentError(f"{self._name}: generate: the module has none; pass a model of transformers with a language modeling head")
+        return self.generation.generate(inputs, **kwargs)
+
     def __repr__(self) -> str:
         return f"<hostweave.torch.{type(self).__name__} of {type(self._module).__name__}: {self.program!r}>"
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
-        return self._rebuilt(self._part(self._checked(args, kwargs), current_group()))
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns. Call the module itself, which runs hooks, too."""
+        arrays, group = self._checked(args, kwargs), current_group()
+        written = self._written(arrays, group)
+        made = self._finished(self._part({**arrays, **written}, group), written)
+        continued((args, kwargs), made)
+        return made
 
     def capture(self, *args: Any, **kwargs: Any) -> Captured:
         """A call with these arguments as a CUDA graph: a callable that launches it, and returns what the module returns.
@@ -218,8 +268,9 @@ class CompiledModule:
         if group is None:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
-        call, copies = self._part.capture(arrays, group)
-        returned = self._rebuilt(self._part.values(call.outputs))
+        written = self._written(arrays, group)
+        call, copies = self._part.capture({**arrays, **written}, group)
+        returned = self._finished(self._part.values(call.outputs), written)
 
         def launch(stream: Any) -> None:
             copies.renew(stream)
@@ -250,12 +301,92 @@ class CompiledModule:
     def _name(self) -> str:
         return type(self._module).__name__
 
+    def takes(self, **kwargs: Any) -> bool:
+        """True if the module was compiled for such arguments: tensors of these sizes and dtypes, and the same other values."""
+        wanted = _keywords(self._specs.in_spec)
+        if sorted(wanted) != sorted(kwargs):
+            return False
+        leaves, given = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
+        if given != self._specs.in_spec:
+            return False
+        sizes: dict[Any, int] = {}
+        for node, leaf in zip(self._graph.arguments, leaves, strict=True):
+            held = node.meta["val"]
+            if not isinstance(held, torch.Tensor):
+                if leaf != held:
+                    return False
+                continue
+            if not isinstance(leaf, torch.Tensor) or (leaf.dtype, leaf.ndim) != (held.dtype, held.ndim):
+                return False
+            for size, own in zip(leaf.shape, held.shape, strict=True) if node not in self._graph.written else ():
+                if isinstance(own, int):
+                    if size != own:
+                        return False
+                elif sizes.setdefault(own.node.expr, size) != size or size not in self._range(own):
+                    return False
+        return True
+
+    def _sizes(self) -> dict[Node, list[tuple[int, range]]]:
+        """The dims of arguments that vary, each with the sizes for which the module was compiled.
+
+        One that a mesh axis shards may have any: in a group a call takes blocks.
+        """
+        found: dict[Node, list[tuple[int, range]]] = {}
+        for node in self._graph.arguments:
+            held, axes = node.meta["val"], self._graph.layouts.inputs.get(self._graph.names.get(node, ""), ())
+            for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
+                if not isinstance(size, int) and not (axes and axes[dim]):
+                    found.setdefault(node, []).append((dim, self._range(size)))
+        return found
+
+    def _range(self, size: Any) -> range:
+        """The sizes for which the module was compiled, of one that varies."""
+        of = self._ranges.get(size.node.expr)
+        return range(int(of.lower), int(min(of.upper, 2**62)) + 1) if of is not None else range(2**62)
+
+    def cut(self, kwargs: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """The arguments of a call with this rank's blocks of those that are written, of which all ranks have whole ones."""
+        wanted = _keywords(self._specs.in_spec)
+        leaves, spec = pytree.tree_flatten(((), {key: kwargs[key] for key in wanted}))
+        types, names = self._part.graph.input_types, self._graph.names
+        blocks: list[Any] = [
+            types[names[node]].shard(leaf, rank, self._graph.mesh) if node in self._graph.written else leaf
+            for node, leaf in zip(self._graph.arguments, leaves, strict=True)
+        ]
+        owned = [block.contiguous().clone() if block is not leaf else leaf for block, leaf in zip(blocks, leaves, strict=True)]
+        return pytree.tree_unflatten(owned, spec)[1]  # type: ignore[no-any-return]
+
+    def _written(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> dict[str, torch.Tensor]:
+        """Arguments and buffers that the program writes to, as this rank has them, by name. Raises ArgumentError for parts of a tensor."""
+        found = {}
+        for node in self._graph.written:
+            name = self._graph.names[node]
+            if name in arrays:
+                found[name] = arrays[name]
+                continue
+            tensor: Any = tensor_of(self._module, self._graph.parameters[name]).detach()
+            is_whole = not isinstance(tensor, DTensor)
+            if group and is_whole and any(dim.axes for dim in self._graph.input_types[name].dims):
+                why = f"{self._graph.parameters[name]} is written in forward, is whole on each rank, and the plan shards it"
+                raise ArgumentError(f"{self._name}: {why}; make it a DTensor, or leave it out of the plan")
+            found[name] = tensor if is_whole else tensor.to_local() if group else tensor.full_tensor()
+        return found
+
+    def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor]) -> Any:
+        """What the module returns, of what the program does, after what it has written is marked."""
+        made = {node: value for node, value in zip(self._part.graph.returned, values, strict=True) if isinstance(node, Node)}
+        for node, value in self._graph.written.items():
+            tensor = written[self._graph.names[node]]
+            if value in self._graph.constants:
+                tensor.copy_(self._graph.constants[value])
+            increment_version(tensor)
+            made[value] = tensor
+        return self._returned(made)
+
     def _returned(self, made: Mapping[Node, Any]) -> Any:
         """What the module returns, of the values of the graph's nodes."""
         known = {**self._graph.constants, **made}
-        return self._rebuilt([known[node] if isinstance(node, Node) else node for node in self._graph.returned])
-
-    def _rebuilt(self, leaves: list[Any]) -> Any:
+        leaves = [known[node] if isinstance(node, Node) else node for node in self._graph.of_module]
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
 
     def _expect_unchanged(self) -> None:
@@ -285,7 +416,7 @@ class CompiledModule:
 
     def _arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         spec, name = self._specs.in_spec, self._name
-        wanted = list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
+        wanted = _keywords(spec)
         if sorted(wanted) != sorted(kwargs):
             raise ArgumentError(
                 f"{name}: was compiled for the keyword arguments {wanted or 'none'}, not {list(kwargs) or 'none'}; call it likewise"
@@ -299,11 +430,24 @@ class CompiledModule:
                 if not isinstance(leaf, torch.Tensor):
                     raise ArgumentError(f"{name}: {node.name} is {leaf!r}, and was a tensor at compile; pass a tensor")
                 arrays[self._graph.names[node]] = leaf
+                for dim, sizes in self._varying.get(node, ()):
+                    if leaf.ndim > dim and leaf.shape[dim] not in sizes:
+                        why = f"{node.name} has {leaf.shape[dim]} elements along dim {dim}, and was compiled for {_words_of(sizes)}"
+                        raise ArgumentError(f"{name}: {why}; compile it for that size, too")
             elif leaf != self._graph.constants.get(node):
                 raise ArgumentError(
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         return arrays
+
+
+def _words_of(sizes: range) -> str:
+    return f"{sizes.start} to {sizes.stop - 1}" if sizes.stop < 2**62 else f"{sizes.start} or more"
+
+
+def _keywords(spec: Any) -> list[str]:
+    """The names of the keyword arguments of a call."""
+    return list(spec.child(1).context) if hasattr(spec, "child") else list(spec.children_specs[1].context)
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:

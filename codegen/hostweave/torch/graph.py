@@ -22,6 +22,7 @@ from hostweave.base.errors import Location, ProgramError
 from hostweave.base.names import unique_name
 from hostweave.torch.aten import TABLE, dtype_of
 from hostweave.torch.plan import Axes, Layouts
+from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 ATTENTION = "scaled_dot_product_attention.default"
@@ -64,6 +65,7 @@ class Graph:
     parameters: dict[str, str] = field(default_factory=dict)  # names of the fusion's inputs -> of the module's tensors
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
+    written: dict[Node, Node] = field(default_factory=dict)  # what arguments and buffers become that the module writes to
     is_derived_from: bool = False  # its ops are taken apart once the derivative is made
     traced: dict[str, str] = field(default_factory=dict)  # of modules that repeat, how they came into the graph
     reads: dict[str, set[str]] = field(default_factory=dict)  # by the path of a module, the names of what it read of itself
@@ -104,9 +106,24 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """What the graph returns: nodes, and what else the module does, such as None."""
+        """What the graph returns: what is written, and what else the module returns: nodes, and what is none, such as None."""
+        written = list(self.written.values())
+        return [*written, *(one for one in self.of_module if one not in written)]
+
+    @cached_property
+    def of_module(self) -> list[Any]:
+        """What the module returns."""
         (output,) = (node for node in self.fx.nodes if node.op == "output")
-        return list(output.args[0])
+        returned = list(output.args[0])
+        return returned[len(self.written) :]
+
+    @property
+    def donated(self) -> dict[str, int]:
+        """For each input of the fusion that is written the number of the result that takes its memory."""
+        if self.update:
+            return self.update.donated
+        made = [node for node in self.outputs if node not in self.constants]
+        return {self.names[node]: made.index(value) for node, value in self.written.items() if value not in self.constants}
 
     @property
     def outputs(self) -> list[Node]:
@@ -115,8 +132,12 @@ class Graph:
 
     @cached_property
     def fixed(self) -> dict[Node, Any]:
-        """The values that have no gradient: constants and buffers."""
-        return {**self.constants, **{node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}}
+        """The values that have no gradient: constants and buffers that nothing writes to."""
+        return {**self.constants, **self._buffers}
+
+    @property
+    def _buffers(self) -> dict[Node, Any]:
+        return {node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer" and node not in self.written}
 
     @cached_property
     def folded(self) -> set[str]:
@@ -147,7 +168,7 @@ class Graph:
 
     def _fold(self, taken: dict[str, str]) -> None:
         """Computes what depends on constants alone; buffers are constants where nothing else goes into it."""
-        buffers = {node: origin.value for node, origin in self.origins.items() if origin.kind == "buffer"}
+        buffers = self._buffers
         known: dict[Node, Any] = {**self.constants, **buffers}
         for node in self.fx.nodes:
             is_fixed = all(argument in known for argument in node.all_input_nodes) and not _is_symbolic(node)
@@ -158,7 +179,7 @@ class Graph:
         if not self.is_derived_from:
             self._expect_table()
         read = {argument for node in self.nodes for argument in node.all_input_nodes} | set(self.outputs)
-        for node in [node for node in self.names if node not in read and self.names[node] in self.parameters]:
+        for node in [node for node in self.names if node not in {*read, *self.written} and self.names[node] in self.parameters]:
             del self.parameters[self.names.pop(node)]
         named: dict[object, str] = {}
         for node in self.nodes:  # the constants that the program reads are inputs of it, but for single numbers and masks that are words
@@ -232,26 +253,30 @@ _INSTEAD = {
 }
 
 
-def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_training: bool = False, is_derived_from: bool = False) -> Graph:
+def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_from: bool = False) -> Graph:
     """The graph of an exported program. Raises ProgramError for what it does not take."""
     origins = {}
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    if changed := [spec for spec in exported.graph_signature.output_specs if spec.kind is not OutputKind.USER_OUTPUT]:
-        of, target = changed[0].kind, changed[0].target
-        if of is OutputKind.BUFFER_MUTATION and is_training:
-            why, remedy = "the module changes its buffers in forward", "call module.eval()"
-        elif of is OutputKind.USER_INPUT_MUTATION:
-            why, remedy = "the module writes to this input", "write to a copy of it, and return that"
-        else:
-            why, remedy = "the module writes to it in forward", "make it an input, and return what it becomes"
-        raise ProgramError(f"{target}: {why}, which is not supported; {remedy}")
+    by_name = {node.name: node for node in exported.graph.nodes}
+    written: dict[Node, Node] = {}
+    of_buffers = {spec.target: by_name[spec.arg.name] for spec in exported.graph_signature.input_specs if spec.target}
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind is OutputKind.USER_OUTPUT:
+            continue
+        target = str(spec.target)
+        if is_derived_from:
+            remedy = "write to a copy of it, and return that" if spec.kind is OutputKind.USER_INPUT_MUTATION else "call module.eval()"
+            raise ProgramError(f"{target}: the module writes to it in forward, which is not supported in training; {remedy}")
+        if spec.kind not in (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION):
+            raise ProgramError(f"{target}: the module writes to it in forward, which is not supported; make it an input, or a buffer")
+        written[by_name[target] if spec.kind is OutputKind.USER_INPUT_MUTATION else of_buffers[target]] = by_name[spec.arg.name]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind not in _KINDS:
             raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))
         origins[node] = Origin(_KINDS[spec.kind], name, value)
-    return Graph(exported.graph, origins, layouts, mesh, is_derived_from=is_derived_from)
+    return Graph(exported.graph, origins, layouts, mesh, written=written, is_derived_from=is_derived_from)
 
 
 _KINDS = {
@@ -290,8 +315,13 @@ def size_of(size: int | torch.SymInt) -> int | str:
     """A size as hostweave writes it: an int, or text such as `2*s0`."""
     if isinstance(size, int):
         return size
-    text = str(size.node.expr).replace("**", "^")
-    return int(text) if text.isdigit() else text.replace("//", "/")
+    text = str(size.node.expr).replace("**", "^").replace("//", "/")
+    text = f"({text})" if " " in text else text
+    try:
+        return int(text) if text.isdigit() else str(Size.of(text))
+    except ValueError:
+        why = f"a size of {text} is not supported; compile with fixed sizes, or with sizes that are sums, products and quotients of others"
+        raise ProgramError.here(why) from None
 
 
 def modules_of(node: Node) -> list[str]:
@@ -357,6 +387,23 @@ def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
         return "none"
     causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device).tril()
     return "causal" if bool((seen == causal).all()) else None
+
+
+def consecutive(node: Any) -> tuple[Node, Node, Node, int] | None:
+    """x, an update of it, where that begins, and the dim, of `x.index_copy(dim, arange(n) + begin, update)`, as caches are written."""
+    if op_of(node) != "index_put.default" or (len(node.args) > 3 and node.args[3]):
+        return None
+    x, indices, update = node.args[:3]
+    *before, index = indices
+    if any(one is not None for one in before) or index is None or op_of(index) != "add.Tensor" or index.kwargs:
+        return None
+    begin = next((one for one in index.args if isinstance(one, Node) and one.meta["val"].ndim == 0), None)
+    steps = next((one for one in index.args if isinstance(one, Node) and one is not begin), None)
+    if begin is None or steps is None or op_of(steps) != "arange.start_step" or steps.args[0] != 0 or steps.args[2:] not in ((), (1,)):
+        return None
+    old, new, dim = x.meta["val"].shape, update.meta["val"].shape, len(before)
+    fits = len(new) == len(old) and all(a == b for i, (a, b) in enumerate(zip(old, new, strict=True)) if i != dim)
+    return (x, update, begin, dim) if fits and new[dim] == index.meta["val"].shape[0] else None
 
 
 def repeated(node: Any) -> Node | None:

@@ -38,6 +38,12 @@ class Layer:
         assert self.like is not None
         return list(zip(self.arguments, self.like.chain, strict=True))
 
+    def written(self, graph: Graph) -> dict[int, int]:
+        """By the number of an argument that the layer writes to, the number of the result that it becomes."""
+        places = {node: number for number, node in enumerate(self.results)}
+        pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
+        return {number: places[value] for number, value in pairs if value in places}
+
 
 def repeated_layers(graph: Graph) -> list[Layer]:
     """The modules of a list, such as `layers.0`, that compute the same as others of it, by the structure of their nodes."""
@@ -190,4 +196,5 @@ def _signature(graph: Graph, layer: Layer) -> object:
         tuple((number[node], graph.placed.get(node)) for node in layer.results),
         tuple((name.removeprefix(layer.path), axes) for name, axes in stated.items()),
         tuple(shared for node in layer.arguments if (shared := graph.names.get(node)) in graph.bound),
+        tuple(layer.written(graph).items()),
     )

@@ -82,6 +82,19 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     return found
 
 
+def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int]) -> dict[str, Any]:
+    """The entries of a plan but for those that state inputs alone."""
+    names = [*dict(tensors_of(module)), *dict(module.named_modules())]
+    words = {name.rpartition(".")[2] for name in names}
+    return {
+        pattern: value for pattern, value in plan.items() if "." in pattern or not fnmatch_any(dims, pattern) or fnmatch_any(words, pattern)
+    }
+
+
+def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Its parameters and buffers, by every name that they have."""
     yield from module.named_parameters(remove_duplicate=False)

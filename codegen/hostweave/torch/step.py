@@ -17,7 +17,7 @@ from hostweave.base.names import unique_name
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
 from hostweave.torch.aten import cast, dtype_of
-from hostweave.torch.compiled import Part, not_traced, tensor_of
+from hostweave.torch.compiled import Part, tensor_of
 from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
 from hostweave.torch.optimizer import GRADIENT, PARAMETER, Recorded
@@ -103,8 +103,7 @@ class TrainingStep(Differentiated):
         super().__init__(module, exported, joint, *parts)
         self._adding = parts[-1]
 
-    @not_traced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments, before the update. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
         group = current_group()

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import hostweave as hw
 from hostweave.base.errors import ProgramError, stated_location
 from hostweave.base.names import unique_name
+from hostweave.fusion_ir.frontend.recording import record
 from hostweave.fusion_ir.frontend.tracing import Function
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.options import Options
@@ -23,9 +24,22 @@ from hostweave.passes.fusion.insert_reshards import insert_reshards
 from hostweave.passes.fusion.merge_contractions import merge_contractions
 from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import Result, computed, full, resharded
-from hostweave.torch.graph import ATTENTION, Graph, location, modules_of, name_of, op_of, repeated, rotated, shape_of, size_of, word_of_mask
+from hostweave.torch.graph import (
+    ATTENTION,
+    Graph,
+    consecutive,
+    location,
+    modules_of,
+    name_of,
+    op_of,
+    repeated,
+    rotated,
+    shape_of,
+    size_of,
+    word_of_mask,
+)
 from hostweave.torch.layers import Layer, alike, repeated_layers
-from hostweave.types.tensor import TensorType
+from hostweave.types.tensor import Dim, TensorType
 
 Values = dict[Node, Any]
 
@@ -45,7 +59,8 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
 
     With `names` the update is left out, and each node there is given the name of its value, "" for an input: several may have one value.
     """
-    update, names = (graph.update, {}) if names is None else (None, names)
+    is_inferred = names is not None
+    update, names = (None if is_inferred else graph.update), names or {}
 
     def program(**inputs: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values: Values = {node: inputs[of] for node, of in graph.names.items()}
@@ -77,11 +92,13 @@ def _fusion(graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function
 
     program.__name__ = name
     types: dict[str, Any] = {**(update.types if update else graph.input_types)}
-    return hw.fusion(mesh=graph.mesh, donate=update.donated if update else (), **types)(program)
+    return hw.fusion(mesh=graph.mesh, donate={} if is_inferred else graph.donated, **types)(program)
 
 
 def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tensor:
     """An output of the program: replicated, unless the plan states the sharding of the module that made it, or the graph another."""
+    if number < len(graph.written):  # it has the sharding of what it is written to
+        return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
         return value if path else resharded(value, ())
@@ -100,10 +117,17 @@ def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
         of = next(value for value in values.values() if isinstance(value, hw.Tensor))
         return full(Result((value.dtype,), (shape_of(value),), of), value.item()) if _takes_tensors(user) else value.item()
     if isinstance(value, torch.SymInt):
-        return size_of(value)
+        size = size_of(value)
+        return size if isinstance(size, int) or _takes_tensors(user) else _number(size, values)
     if isinstance(value, torch.Tensor):
         raise ProgramError(f"{op_of(user)}: {node.name} is a constant of {tuple(value.shape)} that is no input", location(user))
     return value
+
+
+def _number(size: str, values: Values) -> hw.Tensor:
+    """A size that is known only at a call, as an i64 to compute with: one more than the last index."""
+    of = next(value for value in values.values() if isinstance(value, hw.Tensor))
+    return hw.max(record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=of)) + 1
 
 
 def _takes_tensors(node: Node) -> bool:
@@ -125,6 +149,8 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
         args[1:3], kwargs["enable_gqa"] = pair, True
     if found := rotated(node, graph.fixed):
         op, args, kwargs = "hostweave.rotary.default", [*found], {}
+    if update := consecutive(node):
+        op, args = "hostweave.update.default", [*update]
     anything = next(value for value in values.values() if isinstance(value, hw.Tensor))
     with stated_location(location(node)):
         args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
@@ -154,6 +180,33 @@ def _word(node: Node) -> str | None:
     return word if word.isidentifier() and word.isascii() else None
 
 
+# --- shardings that are inferred --------------------------------------------------------------------------------------
+
+
+def state_written(graph: Graph, name: str, options: Options) -> None:
+    """States the shardings of arguments that the module writes to, such as caches, where the plan does not: those of what is written."""
+    sources = {
+        graph.names[node]: source
+        for node, value in graph.written.items()
+        if graph.origins[node].kind == "argument" and graph.names[node] not in graph.layouts.inputs and value not in graph.constants
+        if (source := _source(value)) not in graph.constants
+    }
+    if graph.mesh.size == 1 or not sources:
+        return
+    types = _inferred(graph, name, {}, {node: "" for node in sources.values() if node not in graph.names}, options)
+    for argument, node in sources.items():
+        of = types.get(node) or graph.input_types.get(graph.names.get(node, ""))
+        if of is not None and any(dim.axes for dim in of.dims):
+            graph.layouts.inputs[argument] = tuple(dim.axes for dim in of.dims)
+    graph.__dict__.pop("input_types", None)
+
+
+def _source(value: Node) -> Node:
+    """The value of which elements go into an argument that becomes `value`."""
+    update = consecutive(value)
+    return update[1] if update else value
+
+
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +222,19 @@ def _types_between(graph: Graph, name: str, layers: list[Layer], options: Option
         alike.setdefault(id(layer.like), []).append(layer)
     starts = {layer.nodes[0]: (layer, same[1]) for same in alike.values() for layer in same[2:]}
     written = [layer for same in alike.values() for layer in same[:2]]
-    names = {node: "" for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names}
+    return _inferred(
+        graph,
+        name,
+        starts,
+        {node: "" for layer in written for node in (*layer.arguments, *layer.results) if node not in graph.names},
+        options,
+    )
+
+
+def _inferred(
+    graph: Graph, name: str, starts: Mapping[Node, tuple[Layer, Function | Layer]], names: dict[Node, str], options: Options
+) -> dict[Node, TensorType]:
+    """The shardings of the values of these nodes, as they are inferred for the program without functions."""
     flat = _fusion(graph, name, starts, names)
     for apply in (drop_unit_axes, merge_contractions, propagate_sharding, insert_reshards):
         flat = apply(flat, options)
@@ -204,4 +269,5 @@ def _function(graph: Graph, layer: Layer | None, types: Mapping[Node, TensorType
         return tuple(values[node] for node in layer.results)
 
     function.__name__ = layer.name
-    return hw.block(**inputs)(function)
+    donated = {names[argument]: result for argument, result in layer.written(graph).items()}
+    return hw.block(donate=donated, **inputs)(function)

@@ -18,7 +18,7 @@ from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
 from hostweave.runtime.group import current as current_group
-from hostweave.torch.compiled import CompiledModule, Part, not_traced, tensor_of
+from hostweave.torch.compiled import CompiledModule, Part, tensor_of
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
 
@@ -100,8 +100,7 @@ class TrainingModule(Differentiated):
         """The compiled program of the backward pass."""
         return self._backward.program
 
-    @not_traced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]

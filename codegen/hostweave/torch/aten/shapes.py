@@ -173,6 +173,13 @@ def _index(result: Result, x: hw.Tensor, indices: Indices) -> hw.Tensor:
     return hw.take(x, number, dim)
 
 
+@aten("hostweave.update.default")
+def _update(result: Result, x: hw.Tensor, update: hw.Tensor, begin: hw.Tensor, dim: int) -> hw.Tensor:
+    """x, with the elements of an update from one place of a dim on."""
+    starts: list[Any] = [begin if i == dim else 0 for i in range(x.ndim)]
+    return hw.dynamic_update_slice(x, cast(update, result.dtype), starts)
+
+
 def numbered(x: hw.Tensor, indices: Indices, op: str) -> tuple[hw.Tensor, hw.Tensor, int, list[int]]:
     """x with the dims that are indexed as one, the number of each element that is meant along it, and the dim; also the order of dims.
 

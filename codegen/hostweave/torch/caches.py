@@ -1,0 +1,138 @@
+"""Caches of transformers as arguments of a compiled module: their tensors are inputs, and all else of them is as it was at compile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+class Form:
+    """Everything of a cache but its tensors. Two are equal if a program that was compiled for one takes the other."""
+
+    def __init__(self, cache: Any):
+        self.classes: tuple[Any, ...] = (type(cache), *map(type, cache.layers))
+        leaves, self.spec = pytree.tree_flatten(_held(cache))
+        self.leaves = [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self.classes)
+
+    @property
+    def _key(self) -> object:
+        return self.classes, self.spec, self.leaves
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each tensor: `keys_3` for the keys of layer 3."""
+        held = pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        of: dict[int, str] = {}
+        for number, state in enumerate(held):
+            for path, place in pytree.tree_flatten_with_path(state)[0]:
+                words = [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path]
+                of[place] = "_".join([word for word in words if word != "0"] + [str(number - 1)] * (number > 0))
+        return [of[place] for place, leaf in enumerate(self.leaves) if leaf is None]
+
+    def cache(self, tensors: Any) -> Any:
+        """A cache of this form."""
+        given = iter(tensors)
+        held = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
+        made, *layers = (object.__new__(of) for of in self.classes)
+        for one, state in zip((made, *layers), held, strict=True):
+            vars(one).update(state)
+        made.layers = layers
+        return made
+
+
+def _held(cache: Any) -> list[dict[str, Any]]:
+    """The attributes of a cache and of its layers."""
+    return [_sorted({name: value for name, value in vars(cache).items() if name != "layers"}), *(_sorted(vars(x)) for x in cache.layers)]
+
+
+def _sorted(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in sorted(state.items())}
+
+
+def _class() -> type | None:
+    """Class of all caches, if transformers is imported."""
+    module = sys.modules.get("transformers.cache_utils")
+    return getattr(module, "Cache", None)
+
+
+def caches_in(given: Any) -> Iterator[Any]:
+    """The caches among arguments or results."""
+    if (of := _class()) is not None:
+        for leaf in pytree.tree_leaves(given, is_leaf=lambda one: isinstance(one, of)):
+            if isinstance(leaf, of):
+                yield leaf
+
+
+def register(given: Any) -> None:
+    """Has torch's pytrees take apart the caches among arguments, and those that models return, once for each class."""
+    returned = getattr(sys.modules.get("transformers.cache_utils"), "DynamicCache", None)
+    for of in {*map(type, caches_in(given)), *((returned,) if returned else ())}:
+        if of not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                of,
+                _flat,
+                lambda tensors, form: form.cache(tensors),
+                flatten_with_keys_fn=_with_keys,
+                serialized_type_name=f"hostweave.{of.__module__}.{of.__qualname__}",
+                to_dumpable_context=repr,
+                from_dumpable_context=_not_loaded,
+            )
+
+
+def _flat(cache: Any) -> tuple[list[torch.Tensor], Form]:
+    return [leaf for leaf in pytree.tree_leaves(_held(cache)) if isinstance(leaf, torch.Tensor)], Form(cache)
+
+
+def _with_keys(cache: Any) -> Any:
+    tensors, form = _flat(cache)
+    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(form.names, tensors, strict=True)], form
+
+
+def _not_loaded(_: str) -> Any:
+    raise NotImplementedError("a cache is no part of a graph that is saved")
+
+
+def continued(given: Any, returned: Any) -> None:
+    """Leaves the caches of a call as the module leaves them: what it notes in them besides tensors stands in those that it returns."""
+    before = list(caches_in(given))
+    for after in caches_in(returned):
+        for cache in before:
+            if [type(one) for one in cache.layers] == [type(one) for one in after.layers]:
+                for own, new in zip(cache.layers, after.layers, strict=True):
+                    vars(own).update(vars(new))
+
+
+def allocate(cache: Any, run: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+    """Gives tensors to the layers of a cache that have none, as the module asks for them while `run` calls it.
+
+    `run` takes a copy of the cache, and a function that makes tensors without memory of other arguments.
+    """
+    trial, asked = deepcopy(cache), list[tuple[int, Any, Any]]()
+    for number, layer in enumerate(trial.layers):
+
+        def note(*args: Any, at: int = number, own: Callable[..., None] = layer.lazy_initialization, **kwargs: Any) -> None:
+            asked.append((at, args, kwargs))
+            own(*args, **kwargs)
+
+        layer.lazy_initialization = note
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        run(trial, lambda given: pytree.tree_map_only(torch.Tensor, mode.from_tensor, given))
+    for number, args, kwargs in asked:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
+        cache.layers[number].lazy_initialization(*args, **kwargs)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,124 @@
+"""`generate` of transformers on compiled programs: one for prompts, and one for a token of each sequence."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.export import Dim, ShapesCollection
+from torch.utils import _pytree as pytree
+
+from hostweave.base.errors import ArgumentError, ProgramError
+from hostweave.runtime.group import current as current_group
+from hostweave.torch import caches
+from hostweave.torch.compiled import CompiledModule, not_traced
+
+_CACHE_WORDS = ("cache", "past_key_values", "cache_params")
+_OF_TOKENS = ("input_ids", "position_ids", "inputs_embeds", "token_type_ids")  # their dim 1 is that of tokens, or the last one
+_ROUNDED = 64  # lengths of caches are multiples, so that prompts of about the same length have one program
+
+
+class Generation:
+    """Programs of a module that generates, by what they take. Each is compiled when it is first called."""
+
+    def __init__(self, module: Any, compile: Callable[..., CompiledModule]):
+        """`compile` compiles the module for keyword arguments and dynamic shapes."""
+        self._module, self._compile, self.programs = module, compile, list[CompiledModule]()
+        parameters = inspect.signature(module.forward).parameters
+        self._word = next((word for word in _CACHE_WORDS if word in parameters), "")
+        self._lock = threading.Lock()  # ranks may be threads
+        of, call = type(module), not_traced(lambda _, *args, **kwargs: self._call(*args, **kwargs))
+        self._stand_in: Any = object.__new__(type(of.__name__, (of,), {"__call__": call, "__module__": of.__module__}))
+        self._stand_in.__dict__ = vars(module)
+
+    def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
+        """Sequences, as transformers generates them, with a static cache. Raises ArgumentError where there can be none."""
+        if not self._word:
+            raise ArgumentError(
+                f"{self._name}: generate: its forward has no argument {', '.join(_CACHE_WORDS)}; call generate of the module"
+            )
+        if kwargs.get("use_cache") is False or kwargs.get("cache_implementation") not in (None, "static"):
+            raise ArgumentError(f"{self._name}: generate: programs write to a static cache; leave use_cache and cache_implementation out")
+        if self._word not in kwargs:
+            kwargs[self._word] = self._cache(self._length(inputs, kwargs))
+        kwargs |= {"use_cache": True, "disable_compile": True}
+        return self._stand_in.generate(inputs, **kwargs)
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+    def _length(self, inputs: Any, kwargs: dict[str, Any]) -> int:
+        """How many tokens a sequence has at most, prompt included, or more."""
+        first = next((one for one in (inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
+        prompt = 1 if first is None else int(first.shape[1])
+        config = kwargs.get("generation_config") or self._module.generation_config
+        more = kwargs.get("max_new_tokens", None if "max_length" in kwargs else config.max_new_tokens)
+        total = prompt + more if more else kwargs.get("max_length") or config.max_length or prompt + 20
+        if not more and first is not None and not kwargs.get("max_length"):
+            total = max(total, prompt + 20)  # the default of transformers counts new tokens
+        return -(-total // _ROUNDED) * _ROUNDED
+
+    def _cache(self, length: int) -> Any:
+        """A static cache. Windows are a matter of masks: a layer that slides has all positions, too."""
+        from transformers import StaticCache
+        from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+        cache = StaticCache(config=self._module.config, max_cache_len=length)
+        cache.layers = [StaticLayer(max_cache_len=length) if type(x) is StaticSlidingWindowLayer else x for x in cache.layers]
+        return cache
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns for a prompt or a token. The cache is written in place."""
+        if args:
+            kwargs = {**dict(zip(inspect.signature(self._module.forward).parameters, args, strict=False)), **kwargs}
+        if kwargs.get("return_dict") and "return_dict" not in inspect.signature(self._module.forward).parameters:
+            del kwargs["return_dict"]  # the default, which torch.export does not take among other keywords
+        cache = kwargs.get(self._word)
+        if cache is None or not hasattr(cache, "layers"):
+            raise ArgumentError(f"{self._name}: generate: there is no cache; leave use_cache=False out")
+        if not cache.is_compileable:
+            raise ArgumentError(
+                f"{self._name}: generate: the cache is a {type(cache).__name__}, which grows; pass a StaticCache, or leave it out"
+            )
+        is_new = not any(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in pytree.tree_leaves([vars(x) for x in cache.layers]))
+        caches.register(kwargs)
+        with self._lock:
+            if is_new:
+                caches.allocate(cache, lambda trial, fake: self._module(**{**fake(kwargs), self._word: trial}))
+            program = next((one for one in self.programs if one.takes(**kwargs)), None)
+            if program is None:
+                program = self._compiled(kwargs)
+                self.programs.append(program)
+        if is_new and (group := current_group()) is not None:
+            caches.continued(kwargs, program.cut(kwargs, group.rank))
+        return program(**kwargs)
+
+    def _compiled(self, kwargs: dict[str, Any]) -> CompiledModule:
+        """A program for these arguments, of other lengths, too, where the module computes the same for them."""
+        try:
+            return self._compile(kwargs, self._free(kwargs))
+        except ProgramError as error:
+            program = self._compile(kwargs, None)
+            why = f"each length of prompts and masks has a program of its own, as no program takes several: {error}"
+            warnings.warn(f"{self._name}: generate: {why}", stacklevel=2)
+            return program
+
+    def _free(self, kwargs: dict[str, Any]) -> ShapesCollection:
+        """The sizes that differ from call to call, where the module computes the same for all of them: those of tokens and masks."""
+        shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+        for name in _OF_TOKENS:
+            one = kwargs.get(name)
+            if isinstance(one, torch.Tensor) and one.ndim > 1:
+                dim = one.ndim - 1 if name == "position_ids" else 1
+                if one.shape[dim] > 1:
+                    shapes[one] = {dim: Dim.AUTO}
+        for mask in pytree.tree_leaves(kwargs.get("attention_mask")):
+            dim = 2 if isinstance(mask, torch.Tensor) and mask.ndim == 4 else 1
+            if isinstance(mask, torch.Tensor) and mask.shape[dim] > 1:
+                shapes[mask] = {dim: Dim.AUTO}
+        return shapes

@@ -1,0 +1,125 @@
+"""`generate` of transformers on compiled programs: tokens are those of eager, on 1, 2 and 4 ranks, also where prompts differ in length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+transformers = pytest.importorskip("transformers", reason="the models of this test: pip install transformers")
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ArgumentError  # noqa: E402
+
+VOCABULARY, TOKENS = 128, 64
+OF_ALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "Gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "Mistral": ("MistralConfig", {"sliding_window": 8}),
+    "GptOss": ("GptOssConfig", {"head_dim": 16, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Mamba2": ("Mamba2Config", {"state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
+}
+PLAN = {
+    **{f"{name}_proj.weight": "tp, -" for name in ("q", "k", "v", "gate", "up")},
+    **{f"{name}_proj.weight": "-, tp" for name in ("o", "down")},
+}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    config, more = MODELS[name]
+    module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**OF_ALL, **more})).eval()
+    if name == "GptOss":
+        module.set_experts_implementation("batched_mm")
+    return module
+
+
+def plan_of(module: Any) -> dict[str, str]:
+    held = [path for path, _ in module.named_parameters()]
+    plan = {entry: axes for entry, axes in PLAN.items() if any(path.endswith(entry) for path in held)}
+    biases = {entry.replace("weight", "bias"): "tp" for entry, axes in plan.items() if axes == "tp, -"}
+    return plan | {entry: axes for entry, axes in biases.items() if any(path.endswith(entry) for path in held)}
+
+
+def prompts(length: int) -> dict[str, torch.Tensor]:
+    ids, mask = torch.randint(3, VOCABULARY, (2, length)), torch.ones(2, length, dtype=torch.long)
+    mask[1, : length // 3] = 0
+    return {"inputs": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "Llama")])
+def test_greedy_tokens(name: str, ranks: int) -> None:
+    module = model_of(name)
+    model = hostweave.torch.compile(
+        module, hw.Mesh(tp=ranks), plan_of(module) if ranks > 1 else {}, {"input_ids": torch.ones(2, 8).long(), "use_cache": False}
+    )
+    for length in (7, 12):
+        given = prompts(length) if name != "Mamba2" else {"inputs": torch.randint(3, VOCABULARY, (2, 7))}
+        settings = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(**given, **settings), module.generate(**given, **settings))
+    assert len(model.generation.programs) == 2  # one for prompts of both lengths, and one for tokens
+    if name == "Llama":
+        decode = model.generation.programs[1].program
+        assert "dynamic_update_slice" in decode.fusion_ir
+        assert ("4@tp" in decode.fusion_ir) == (ranks > 1)
+
+
+def test_ranks_of_a_group_and_what_is_drawn() -> None:
+    """Each rank has its heads of the cache. What is drawn is what torch draws of the same logits."""
+    module = model_of("Llama")
+    ids = torch.randint(3, VOCABULARY, (2, 9))
+    wanted = module.generate(ids, max_new_tokens=8, do_sample=False)
+    model = hostweave.torch.compile(module, hw.Mesh(tp=2), plan_of(module), {"input_ids": ids, "use_cache": False})
+    settings = {"max_new_tokens": 8, "do_sample": True, "top_k": 20}
+    torch.manual_seed(1)
+    drawn = model.generate(ids, **settings)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, module.generate(ids, **settings))
+    threads = hw.Threads(2)
+
+    def rank_main(rank: int) -> Any:
+        hw.init(threads)
+        return model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+
+    for got in threads.run(rank_main):
+        assert torch.equal(got.sequences, wanted)
+
+
+def test_caches_of_the_user() -> None:
+    """A cache may be passed, and is continued as the module itself would."""
+    module = model_of("Llama")
+    ids = torch.randint(3, VOCABULARY, (1, 6))
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
+    found = []
+    for one in (model, module):
+        cache = transformers.StaticCache(config=module.config, max_cache_len=64)
+        first = one.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, cache=cache)
+        found.append((first, one.generate(first, max_new_tokens=4, do_sample=False, eos_token_id=None, cache=cache)))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_refusals() -> None:
+    module = model_of("Llama")
+    ids = torch.ones(1, 4).long()
+    model = hostweave.torch.compile(module, hw.Mesh(tp=1), {}, {"input_ids": ids, "use_cache": False})
+    for wrong in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
+        with pytest.raises(ArgumentError, match="programs write to a static cache; leave use_cache and cache_implementation out"):
+            model.generate(ids, **wrong)
+    with pytest.raises(ArgumentError, match="the cache is a DynamicCache, which grows; pass a StaticCache, or leave it out"):
+        model.generate(ids, max_new_tokens=2, cache=transformers.DynamicCache(config=module.config))
