@@ -125,7 +125,7 @@ class DefUse:
         kept = {number: () if number in gone else (self.places[number].instruction,) for number in gone | before.keys()}
         return tree.edited(self.program.body, {number: (*before.get(number, ()), *own) for number, own in kept.items()})
 
-    # --- what instructions touch, with all that is in their bodies ---
+    # --- accesses of instructions, including their bodies ---
 
     def reads(self, instructions: Iterable[tree.Instruction]) -> set[str]:
         return {root for i in tree.walk(tuple(instructions)) for root in self._roots(i, "read")}

@@ -89,7 +89,7 @@ class Collective:
         mesh, changed = self.flow.mesh_of(self.op), ((old, old.axes or new.axes) for old, new in dims if old.axes != new.axes)
         return any(old.size.is_uneven(mesh.size_of(axes), self.flow.uneven) for old, axes in changed)
 
-    # --- blocks of one size ---
+    # --- padding to equal blocks ---
 
     @contextmanager
     def _padded(self, src: str, dst: str) -> Iterator[tuple[str, str]]:
@@ -123,7 +123,7 @@ def permute(b: Builder, src: str, dst: str, sources: ir.Sources, axes: tuple[str
         collectives_on(b, axes).collective_permute(contiguous_source(b, src, steps), landing, sources)
 
 
-# --- shards that stay apart -------------------------------------------------------------------------------------------
+# --- gathers that keep shards apart -----------------------------------------------------------------------------------
 
 
 def gather_apart(b: Builder, flow: Dataflow, values: Values, op: Op) -> None:

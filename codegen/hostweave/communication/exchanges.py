@@ -144,7 +144,7 @@ class Exchange(Signals):
                 if receiver != rank:
                     self.wait_for(Const(receiver), src)
 
-    # --- what these are made of ---
+    # --- building blocks ---
 
     def read(self, src: str, copy_own: Callable[[], None], taken: Callable[[Expr], tuple[str, str]], along: int | None = None) -> None:
         """Gets a part of each peer's `src`. `taken` returns the source and the destination for a peer.

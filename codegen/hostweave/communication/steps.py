@@ -50,7 +50,7 @@ class Dataflow:
         """Ops that read each value, once per operand."""
         return {name: [op for op in users if op] for name, users in consumers(self.fusion).items()}
 
-    # --- on one rank ---
+    # --- local types ---
 
     def mesh_of(self, op: Op) -> Mesh:
         return op.result.type.mesh_in(self.mesh)
@@ -59,7 +59,7 @@ class Dataflow:
         """Type of a rank's local buffer of a value."""
         return value.type.local(self.mesh, self.uneven)
 
-    # --- what an op does ---
+    # --- facts about ops ---
 
     def map(self, op: Op) -> IndexMap:
         return index_map(op, operand_types(op, self.types))

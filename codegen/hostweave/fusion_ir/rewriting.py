@@ -54,7 +54,7 @@ def views_of_inputs_first(fusion: Fusion) -> Fusion:
     return replace(fusion, ops=(*first, *rest))
 
 
-# --- with the functions that are called -------------------------------------------------------------------------------
+# --- functions --------------------------------------------------------------------------------------------------------
 
 
 def map_functions(fusion: Fusion, apply: Callable[[Fusion], Fusion]) -> Fusion:
@@ -143,7 +143,7 @@ def inlined(fusion: Fusion) -> Fusion:
     return replace(fusion, ops=tuple(inner for op in fusion.ops for inner in expanded(op)))
 
 
-# --- on one device, as an exported project compares with -------------------------------------------------------------
+# --- single-device reference of exported projects --------------------------------------------------------------------
 
 
 def needs_ranks(fusion: Fusion) -> str:

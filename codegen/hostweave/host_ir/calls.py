@@ -60,7 +60,7 @@ def without_unused_channels(program: ir.HostProgram) -> ir.HostProgram:
     return replace(program, channels=tuple(channel for channel in program.channels if channel.name in used))
 
 
-# --- bodies as one program --------------------------------------------------------------------------------------------
+# --- joining bodies to a program --------------------------------------------------------------------------------------
 
 
 def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
@@ -104,7 +104,7 @@ def joined(parts: Sequence[ir.HostProgram]) -> ir.HostProgram:
     return without_unused_channels(program)
 
 
-# --- without calls ----------------------------------------------------------------------------------------------------
+# --- inlining ---------------------------------------------------------------------------------------------------------
 
 
 @ir.analysis

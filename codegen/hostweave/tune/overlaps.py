@@ -94,7 +94,7 @@ class _Finder:
         unknown = tuple(name for name in symbols if name not in self.sizes)
         return Candidate(op, matmuls, dim, ranks, size, shards, unknown, self.is_on_all_ranks and self.is_even(), keys)
 
-    # --- what is beside a reshard ---
+    # --- ops in the loop of a reshard ---
 
     def beside(self, op: Op, keys: GatheredKeys | None) -> tuple[tuple[Op, ...], int]:
         if keys:
@@ -162,7 +162,7 @@ class _Finder:
         return True
 
 
-# --- how long they take -----------------------------------------------------------------------------------------------
+# --- predicted times --------------------------------------------------------------------------------------------------
 
 
 def ways(candidate: Candidate, fusion: Fusion, options: Options) -> tuple[Way, ...]:

@@ -29,7 +29,7 @@ def _aligned(ids: Tensor, rank: int, axis: int) -> Tensor:
     return hw.expand_dims(ids, others) if others else ids
 
 
-# --- elements at indices ----------------------------------------------------------------------------------------------
+# --- gather -----------------------------------------------------------------------------------------------------------
 
 
 @_called("taken")
@@ -126,7 +126,7 @@ def one_hot(indices: Tensor, num_classes: int | str, dtype: DType = i64) -> Tens
     return hw.astype(hw.expand_dims(index, -1) == rows, dtype)
 
 
-# --- elements that go to indices --------------------------------------------------------------------------------------
+# --- scatter ----------------------------------------------------------------------------------------------------------
 
 
 @_called("scattered")
@@ -163,7 +163,7 @@ def scatter_add(x: Tensor, axis: Axis, indices: Tensor, source: Tensor) -> Tenso
     return x + record("scatter_sum", record("index", indices, rows), source, rows, axis=number)
 
 
-# --- slices at positions -----------------------------------------------------------------------------------------------
+# --- dynamic slices ----------------------------------------------------------------------------------------------------
 
 Starts = Sequence[Tensor | int]  # one for each dim
 
@@ -239,7 +239,7 @@ def _start(
     return record("start", start if has_each or not start.ndim else hw.reshape(start), rows)
 
 
-# --- along a dim ------------------------------------------------------------------------------------------------------
+# --- cumulative sums and sorting --------------------------------------------------------------------------------------
 
 
 @checked
@@ -307,7 +307,7 @@ def top_k(x: Tensor, k: int, axis: Axis = -1, largest: bool = True) -> tuple[Ten
     return _ordered(x, order, number), order
 
 
-# --- whether ----------------------------------------------------------------------------------------------------------
+# --- any and all ------------------------------------------------------------------------------------------------------
 
 
 @_called("any")

@@ -40,7 +40,7 @@ def _rows(rows: TensorType, size: Size | None = None) -> Size:
     return rows.shape[0]
 
 
-# --- indices that are checked -----------------------------------------------------------------------------------------
+# --- index checks -----------------------------------------------------------------------------------------------------
 
 
 def _index(types: Types, op: Op) -> TensorType:
@@ -74,7 +74,7 @@ OPS["start"] = OpDef(
     whole="looked up",
 )
 
-# --- elements at indices ----------------------------------------------------------------------------------------------
+# --- gather -----------------------------------------------------------------------------------------------------------
 
 
 def _one(type: TensorType, axis: int) -> TensorType:
@@ -130,7 +130,7 @@ OPS["take"] = OpDef(
     3, _take, _looked_up, _taken, (AXIS,), cpp="{0}[{1} - {2}]", cost=4, partial="sum", whole="looked up", makes="taken", is_exact=True
 )
 
-# --- elements of one half that lie in reverse ---------------------------------------------------------------------------
+# --- reversal of one half -----------------------------------------------------------------------------------------------
 
 
 def _reverse_second(types: Types, op: Op) -> TensorType:
@@ -161,7 +161,7 @@ OPS["reverse_second"] = OpDef(
     makes="in_order",
 )
 
-# --- elements that go to indices --------------------------------------------------------------------------------------
+# --- scatter ----------------------------------------------------------------------------------------------------------
 
 
 def _scatter(types: Types, op: Op) -> TensorType:
@@ -211,7 +211,7 @@ _WRITES: dict[str, Any] = {"parts_lanes": True, "whole": "written by indices"}
 OPS["scatter"] = OpDef(4, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter", makes="scattered", **_WRITES)
 OPS["scatter_sum"] = OpDef(3, _scatter, _sent, _scattered, (AXIS,), lane="hw::scatter_sum", partial="sum", is_exact=True, **_WRITES)
 
-# --- a slice that goes where numbers say -------------------------------------------------------------------------------
+# --- dynamic update of a slice -----------------------------------------------------------------------------------------
 
 
 def _update(types: Types, op: Op) -> TensorType:
@@ -262,7 +262,7 @@ OPS["dynamic_update_slice"] = OpDef(
     None, _update, _written, _updated, (ORDER,), updates=True, whole="written where numbers say", makes="updated"
 )
 
-# --- of whole rows ----------------------------------------------------------------------------------------------------
+# --- ops on whole rows ------------------------------------------------------------------------------------------------
 
 
 def _whole_rows(types: Types, op: Op) -> IndexMap:

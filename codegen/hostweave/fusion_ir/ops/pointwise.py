@@ -66,7 +66,7 @@ def _unary(
 
     written = f"Also `{OPS[kind].written}`. " if OPS[kind].written else ""
     doc = (
-        f"{doc}\n\n{written}Takes {_WORDS[kinds]}; the result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
+        f"{doc}\n\n{written}Takes {_WORDS[kinds]}. The result has the shape and dtype of x. Raises ProgramError for other dtypes.\n\n"
         f"Example: `x: {_EXAMPLES.get(kinds, 'f32')}[M, N]` gives a tensor of that type by `hw.{kind}(x)`."
     )
     return named(function, kind, doc)
@@ -99,7 +99,7 @@ def _binary(
     also, result = f"Also `{OPS[kind].written}`. " if OPS[kind].written else "", "The result is bool. " if is_comparison else ""
     given = _EXAMPLES.get(kinds, "f32")
     doc = (
-        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype, which a Python number beside a tensor has, too.\n"
+        f"{doc}\n\n{also}Takes {_WORDS[kinds]}, both of one dtype. A Python number takes the dtype of the tensor.\n"
         f"Dims broadcast from the right. {result}Raises ProgramError for operands that do not fit.\n\n"
         f"Example: `a: {given}[M, N]` and `b: {given}[N]` give `{'bool' if is_comparison else given}[M, N]` by `hw.{kind}(a, b)`."
     )
@@ -135,46 +135,48 @@ def _gelu_tanh(np: Any, x: Any) -> Any:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-# --- of two numbers ---------------------------------------------------------------------------------------------------
+# --- binary ops -------------------------------------------------------------------------------------------------------
 
 add = _binary("add", "The sum.", "{0} + {1}", cpp_of_ints="hw::plus({0}, {1})", written="a + b", linear="terms")
 subtract = _binary("subtract", "The difference.", "{0} - {1}", cpp_of_ints="hw::minus({0}, {1})", written="a - b", linear="terms")
 multiply = _binary("multiply", "The product.", "{0} * {1}", cpp_of_ints="hw::times({0}, {1})", written="a * b", linear="factors")
 divide = _binary("divide", "The quotient.", "{0} / {1}", kinds=FLOATS, cost=8, written="a / b", linear="first")
-maximum = _binary("maximum", "The larger of two elements; NaN if either is.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
-minimum = _binary("minimum", "The smaller of two elements; NaN if either is.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
+maximum = _binary("maximum", "The larger of two elements. NaN if either is NaN.", "({0} > {1} || {0} != {0}) ? {0} : {1}")
+minimum = _binary("minimum", "The smaller of two elements. NaN if either is NaN.", "({0} < {1} || {0} != {0}) ? {0} : {1}")
 floor_divide = _binary(
     "floor_divide",
-    "The quotient rounded down. Of ints a division by 0 gives 0, and the least one by -1 itself, as NumPy has it.",
+    "The quotient rounded down. As in NumPy, an int divided by 0 gives 0, and the smallest int divided by -1 gives itself.",
     "hw::floor_divide({0}, {1})",
     cost=20,
     written="a // b",
 )
 remainder = _binary(
     "remainder",
-    "What is left by `floor_divide`, of the sign of b. Of ints a division by 0 leaves 0, as NumPy has it.",
+    "The remainder of `floor_divide`, with the sign of b. As in NumPy, it is 0 if ints are divided by 0.",
     "hw::remainder({0}, {1})",
     cost=20,
     written="a % b",
 )
 fmod = _binary(
     "fmod",
-    "What is left by the quotient rounded towards 0, of the sign of a; 0 where ints are divided by 0.",
+    "The remainder of the quotient rounded towards 0, with the sign of a. It is 0 if ints are divided by 0.",
     "hw::fmod({0}, {1})",
     cost=20,
 )
 atan2 = _binary(
     "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "std::atan2({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
 )
-hypot = _binary("hypot", "sqrt(a * a + b * b), whose squares do not overflow.", "std::hypot({0}, {1})", kinds=FLOATS, cost=30)
+hypot = _binary(
+    "hypot", "The hypotenuse sqrt(a * a + b * b), computed without overflow of the squares.", "std::hypot({0}, {1})", kinds=FLOATS, cost=30
+)
 copysign = _binary("copysign", "The absolute value of a with the sign of b.", "std::copysign({0}, {1})", kinds=FLOATS)
 OPS["pow"] = OpDef(
     2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="std::pow({0}, {1})", cost=60, written="a ** b"
 )
 
-# --- of one number ----------------------------------------------------------------------------------------------------
+# --- unary ops --------------------------------------------------------------------------------------------------------
 
-negative = _unary("negative", "The negative.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
+negative = _unary("negative", "The negation.", "-{0}", cpp_of_ints="hw::minus(0, {0})", kinds=SIGNED, written="-x", linear="first")
 # abs(-0.0) is 0.0
 abs = _unary(
     "abs",
@@ -184,22 +186,22 @@ abs = _unary(
     kinds=SIGNED,
     written="abs(x)",
 )
-reciprocal = _unary("reciprocal", "1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
+reciprocal = _unary("reciprocal", "The reciprocal, 1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
 exp = _unary("exp", "The exponential function.", "std::exp({0})", fast=_FAST_EXP, cost=16)
-expm1 = _unary("expm1", "exp(x) - 1, exact also where x is near 0.", "std::expm1({0})", cost=30)
-exp2 = _unary("exp2", "2 to the power of x.", "std::exp2({0})", cost=16)
-log1p = _unary("log1p", "The natural logarithm of 1 + x, exact also where x is near 0.", "std::log1p({0})", cost=30)
+expm1 = _unary("expm1", "exp(x) - 1, accurate for x near 0.", "std::expm1({0})", cost=30)
+exp2 = _unary("exp2", "The power of 2 with exponent x.", "std::exp2({0})", cost=16)
+log1p = _unary("log1p", "The natural logarithm of 1 + x, accurate for x near 0.", "std::log1p({0})", cost=30)
 log2 = _unary("log2", "The logarithm to the base 2.", "std::log2({0})", cost=16)
 log10 = _unary("log10", "The logarithm to the base 10.", "std::log10({0})", cost=16)
 log = _unary("log", "The natural logarithm.", "std::log({0})", cost=16)
 sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", cost=12)
-rsqrt = _unary("rsqrt", "1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
+rsqrt = _unary("rsqrt", "The reciprocal square root, 1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
 sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", cost=30)
 cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", cost=30)
 tan = _unary("tan", "The tangent of an angle in radians.", "std::tan({0})", cost=40)
-asin = _unary("asin", "The angle in radians, from -pi/2 to pi/2, of which x is the sine.", "std::asin({0})", _inverse("sin"), cost=30)
-acos = _unary("acos", "The angle in radians, from 0 to pi, of which x is the cosine.", "std::acos({0})", _inverse("cos"), cost=30)
-atan = _unary("atan", "The angle in radians, from -pi/2 to pi/2, of which x is the tangent.", "std::atan({0})", _inverse("tan"), cost=30)
+asin = _unary("asin", "The arc sine, in radians from -pi/2 to pi/2.", "std::asin({0})", _inverse("sin"), cost=30)
+acos = _unary("acos", "The arc cosine, in radians from 0 to pi.", "std::acos({0})", _inverse("cos"), cost=30)
+atan = _unary("atan", "The arc tangent, in radians from -pi/2 to pi/2.", "std::atan({0})", _inverse("tan"), cost=30)
 sinh = _unary("sinh", "The hyperbolic sine.", "std::sinh({0})", cost=30)
 cosh = _unary("cosh", "The hyperbolic cosine.", "std::cosh({0})", cost=30)
 asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "std::asinh({0})", _inverse("sinh"), cost=40)
@@ -207,22 +209,32 @@ acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "std::acosh({0}
 atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "std::atanh({0})", _inverse("tanh"), cost=40)
 tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", cost=30)
 erf = _unary("erf", "The error function.", "std::erf({0})", _erf, fast=("std::erf", "hw::fast_erf"), cost=30)
-erfc = _unary("erfc", "1 - erf(x), exact also where that is near 0.", "std::erfc({0})", _erfc, cost=30)
+erfc = _unary("erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "std::erfc({0})", _erfc, cost=30)
 lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _lgamma, cost=100)
 sigmoid = _unary(
-    "sigmoid", "1 / (1 + exp(-x)).", "T(1) / (T(1) + std::exp(-{0}))", lambda np, x: 1 / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
+    "sigmoid",
+    "The sigmoid function, 1 / (1 + exp(-x)).",
+    "T(1) / (T(1) + std::exp(-{0}))",
+    lambda np, x: 1 / (1 + np.exp(-x)),
+    fast=_FAST_EXP,
+    cost=25,
 )
-relu = _unary("relu", "max(x, 0).", "{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
+relu = _unary("relu", "The rectified linear unit, max(x, 0).", "{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
 silu = _unary(
-    "silu", "x * sigmoid(x) (swish).", "{0} / (T(1) + std::exp(-{0}))", lambda np, x: x / (1 + np.exp(-x)), fast=_FAST_EXP, cost=25
+    "silu",
+    "The sigmoid linear unit (swish), x * sigmoid(x).",
+    "{0} / (T(1) + std::exp(-{0}))",
+    lambda np, x: x / (1 + np.exp(-x)),
+    fast=_FAST_EXP,
+    cost=25,
 )
 floor = _rounding("floor", "The largest integer that is at most x.", "floor")
 ceil = _rounding("ceil", "The smallest integer that is at least x.", "ceil")
-trunc = _rounding("trunc", "The nearest integer that is no further from 0 than x.", "trunc")
-round = _rounding("round", "The nearest integer, the even one where two are as near.", "rint")
+trunc = _rounding("trunc", "The integer part: x rounded towards 0.", "trunc")
+round = _rounding("round", "The nearest integer, with ties to even.", "rint")
 sign = _unary(
     "sign",
-    "-1, 0 or 1, as x is negative, zero or positive; NaN of NaN.",
+    "The sign: -1, 0 or 1 if x is negative, zero or positive. NaN for NaN.",
     "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # sign(-0.0) is 0.0
     kinds=NUMBERS,
     cpp_of_ints="({0} > 0) - ({0} < 0)",
@@ -238,30 +250,30 @@ OPS["gelu_tanh"] = OpDef(
 
 # --- comparisons and logic --------------------------------------------------------------------------------------------
 
-equal = _binary("equal", "Whether a is equal to b.", "{0} == {1}", kinds=(), is_comparison=True, written="a == b")
-not_equal = _binary("not_equal", "Whether a differs from b.", "{0} != {1}", kinds=(), is_comparison=True, written="a != b")
-less = _binary("less", "Whether a is less than b.", "{0} < {1}", kinds=(), is_comparison=True, written="a < b")
-less_equal = _binary("less_equal", "Whether a is at most b.", "{0} <= {1}", kinds=(), is_comparison=True, written="a <= b")
-greater = _binary("greater", "Whether a is greater than b.", "{0} > {1}", kinds=(), is_comparison=True, written="a > b")
-greater_equal = _binary("greater_equal", "Whether a is at least b.", "{0} >= {1}", kinds=(), is_comparison=True, written="a >= b")
+equal = _binary("equal", "True if a is equal to b.", "{0} == {1}", kinds=(), is_comparison=True, written="a == b")
+not_equal = _binary("not_equal", "True if a differs from b.", "{0} != {1}", kinds=(), is_comparison=True, written="a != b")
+less = _binary("less", "True if a is less than b.", "{0} < {1}", kinds=(), is_comparison=True, written="a < b")
+less_equal = _binary("less_equal", "True if a is at most b.", "{0} <= {1}", kinds=(), is_comparison=True, written="a <= b")
+greater = _binary("greater", "True if a is greater than b.", "{0} > {1}", kinds=(), is_comparison=True, written="a > b")
+greater_equal = _binary("greater_equal", "True if a is at least b.", "{0} >= {1}", kinds=(), is_comparison=True, written="a >= b")
 logical_and = _binary("logical_and", "The logical and.", "{0} && {1}", kinds=BOOLS, written="a & b")
 logical_or = _binary("logical_or", "The logical or.", "{0} || {1}", kinds=BOOLS, written="a | b")
-logical_xor = _binary("logical_xor", "Whether one of them alone is true.", "{0} != {1}", kinds=BOOLS, written="a ^ b")
-logical_not = _unary("logical_not", "The negation.", "!{0}", kinds=BOOLS, written="~x")
-bitwise_and = _binary("bitwise_and", "The bits that both have.", "{0} & {1}", kinds=INTS, written="a & b")
-bitwise_or = _binary("bitwise_or", "The bits that either has.", "{0} | {1}", kinds=INTS, written="a | b")
-bitwise_xor = _binary("bitwise_xor", "The bits that one of them alone has.", "{0} ^ {1}", kinds=INTS, written="a ^ b")
-bitwise_invert = _unary("bitwise_invert", "The bits that x lacks.", "~{0}", lambda np, x: ~x, kinds=INTS, written="~x")
+logical_xor = _binary("logical_xor", "The logical exclusive or.", "{0} != {1}", kinds=BOOLS, written="a ^ b")
+logical_not = _unary("logical_not", "The logical negation.", "!{0}", kinds=BOOLS, written="~x")
+bitwise_and = _binary("bitwise_and", "The bitwise and.", "{0} & {1}", kinds=INTS, written="a & b")
+bitwise_or = _binary("bitwise_or", "The bitwise or.", "{0} | {1}", kinds=INTS, written="a | b")
+bitwise_xor = _binary("bitwise_xor", "The bitwise exclusive or.", "{0} ^ {1}", kinds=INTS, written="a ^ b")
+bitwise_invert = _unary("bitwise_invert", "The bitwise complement.", "~{0}", lambda np, x: ~x, kinds=INTS, written="~x")
 bitwise_left_shift = _binary(
     "bitwise_left_shift",
-    "The bits of a, b places further left; none are left where b is negative, or no less than how many a has.",
+    "The bits of a, shifted left by b. The result is 0 if b is negative, or at least the number of bits.",
     "hw::left_shift({0}, {1})",
     kinds=INTS,
     written="a << b",
 )
 bitwise_right_shift = _binary(
     "bitwise_right_shift",
-    "The bits of a, b places further right, with its sign before them, alone where b is negative, or no less than how many a has.",
+    "The bits of a, shifted right by b, filled with the sign. Only the sign is left if b is negative, or at least the number of bits.",
     "hw::right_shift({0}, {1})",
     kinds=INTS,
     written="a >> b",
@@ -276,7 +288,7 @@ def _where(types: Types, op: Op) -> TensorType:
 
 OPS["where"] = OpDef(3, _where, elementwise, lambda np, c, a, b: np.where(c, a, b), cpp="{0} ? {1} : {2}")
 
-# --- the same values, indices, and random numbers of a counter and a key ----------------------------------------------
+# --- casts, copies, indices and random numbers ------------------------------------------------------------------------
 
 
 def _astype(types: Types, op: Op) -> TensorType:
@@ -316,7 +328,7 @@ def philox(np: Any, i: Any, j: Any, k: Any, m: Any, seed: Any, draw: Any) -> Any
 OPS["astype"] = OpDef(1, _astype, elementwise, lambda np, x, dtype: x.astype(dtype), target="dtype", cpp="{0}", cost=0, linear="first")
 copy = _unary(
     "copy",
-    "The same values in a buffer of their own; of an input it can be streamed.",
+    "A copy of the values in another buffer. A copy of an input can be streamed.",
     "{0}",
     kinds=(),
     cost=0,

@@ -93,8 +93,9 @@ def _reduction(
 
     dtype = "f32" if kinds != _BITS else "i32"
     doc = (
-        f"{doc}\n\nOver `axis`, an int, a dim name or a tuple of them, by default all dims; with `keepdims` they stay, with one element.\n"
-        f"The dtype is that of x. Over a sharded dim ranks reduce their blocks, then their results. Raises ProgramError.\n\n"
+        f"{doc}\n\nReduces over `axis`, an int, a dim name or a tuple of them, by default all dims. With `keepdims`\n"
+        f"they stay, with one element. The dtype is that of x. If a dim is sharded, ranks reduce their blocks, then their results.\n"
+        f"Raises ProgramError for other dtypes, and for dims that x does not have.\n\n"
         f"Example: `x: {dtype}[M, N]` gives `{dtype}[M]` by `hw.{kind}(x, axis=-1)`."
     )
     return named(function, kind, doc)
@@ -145,9 +146,9 @@ min = _reduction(
 mean = _reduction("mean", "The arithmetic mean, of floats.", replace(_ADD, is_mean=True), "sum", _mean, COUNT, kinds=FLOATS)
 _define("argmax", _argmax, _FIRST_MAXIMUM, lambda np, x, axis, keepdims=False: np.argmax(x, axis=axis[0], keepdims=keepdims), locates=True)
 
-reduce_and = _of_bits("and", "The bits that all have, of ints or bools.", _AND)
-reduce_or = _of_bits("or", "The bits that any has, of ints or bools.", _OR)
-reduce_xor = _of_bits("xor", "The bits that an odd number has, of ints or bools.", _XOR)
+reduce_and = _of_bits("and", "The bitwise and of ints or bools.", _AND)
+reduce_or = _of_bits("or", "The bitwise or of ints or bools.", _OR)
+reduce_xor = _of_bits("xor", "The bitwise exclusive or of ints or bools.", _XOR)
 
 # --- the matrix product ---------------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class _Choice:
             )
         self.joined[root.result.name] = members[1:]
 
-    # --- who is in the loop ---
+    # --- members of a loop ---
 
     def members(self, root: Op, dim: int, through_gathers: bool) -> list[_Member]:
         """The streamed op, the communications that lead to it, and the op that feeds the first of them.
@@ -187,7 +187,7 @@ class _Choice:
                 text = f"stream of %{op.result.name} overlaps nothing: {why}; stream all that has it over the same dim in as many chunks"
                 warnings.warn(OverlapWarning(f"{op.location}: {text}" if op.location else text), stacklevel=2)
 
-    # --- loops that communicate ---
+    # --- loops with communication ---
 
     def communicate(self, root: Op, stream: Stream, members: list[_Member]) -> tuple[str, dict[str, Schedule]]:
         """The chunking of the loop and the schedule of each reshard, as stated if that is possible. Empty if the loop has no
@@ -255,7 +255,7 @@ class _Choice:
             f"stream of %{root.result.name}: {stated or 'a chunk loop'} is not possible here; {'; '.join(remedies)}", root.location
         )
 
-    # --- loops that communicate nothing ---
+    # --- loops without communication ---
 
     def compute(self, root: Op, stream: Stream) -> tuple[str, str | None]:
         """Chunking and rotation of a loop without communication: those of the loop that makes an operand, so that both fuse. Otherwise

@@ -70,7 +70,7 @@ class _Sinking:
         source, result = self.types[op.tensors[0]], op.result
         return source.partial is not None and not (result.type.partial or result.stream) and source.mesh == result.type.mesh
 
-    # --- what can be computed on terms ---
+    # --- ops that can be computed on terms ---
 
     def passed(self, op: Op) -> _Terms | None:
         """How to compute an op on the terms of its operands, or None if that is not possible."""
@@ -113,7 +113,7 @@ class _Sinking:
         names = iter(tensors)
         return replace(op, operands=tuple(next(names) if isinstance(operand, str) else operand for operand in op.operands))
 
-    # --- what is cheapest ---
+    # --- the graph of costs ---
 
     def edges(self) -> Iterator[Edge]:
         """Edges of the graph whose cut costs what is reduced: from each value to the consumers that need its sum."""
@@ -150,7 +150,7 @@ class _Sinking:
         is_next = user and user.kind == "reshard" and user.result.type.mesh == self.types[name].mesh and not self.made[name].result.pinned
         return user.result if user and is_next and name in self.passing else self.made[name].result
 
-    # --- the program with reductions where the cut is ---
+    # --- rewriting by the cut ---
 
     def rewritten(self, side: set[tuple[str, str]]) -> Fusion:
         names, ops = Names(self.fusion), list[Op]()

@@ -46,7 +46,7 @@ def fuse_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgram:
         program = replace(program, body=body, kernels=tuple(kernels[name] for name in launched))
 
 
-# --- who reads what ---------------------------------------------------------------------------------------------------
+# --- producers and consumers ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Links:
             name = source
         return steps[::-1]
 
-    # --- where a kernel ends ---
+    # --- reasons for which kernels end ---
 
     def union(self, producer: Place) -> list[_Merged] | str:
         """The consumers with a launch fused into them, or the reason why its kernel ends. "" if no kernel uses its results."""
@@ -207,7 +207,7 @@ def _unions(links: Links, producers: list[Place], kernels: dict[str, ir.Kernel])
     return changes
 
 
-# --- two kernels that read the same ---
+# --- kernels with common operands ---
 
 
 def _neighbour(links: Links, kernels: dict[str, ir.Kernel]) -> dict[int, tree.Instruction | tree.Body]:
@@ -251,7 +251,7 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
     return (merged, moved) if is_pointwise and not links.why_slow(merged.kernel) else None
 
 
-# --- two kernels as one -----------------------------------------------------------------------------------------------
+# --- merging two kernels ----------------------------------------------------------------------------------------------
 
 
 def _merged(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:

@@ -93,7 +93,7 @@ class Planner:
             return tree.with_bodies(i, lambda body: tuple(self.child(inner, on_caller) for inner in body))
         return tree.with_bodies(i, lambda body: self.body(body, on_caller and not tree.names(i, "stream")))
 
-    # --- when memory is first and last needed ---
+    # --- first and last uses ---
 
     def begin(self, touches: list[_Touch], known: _VectorClock) -> int:
         """The child before which the buffer must exist, for all streams that access it."""
@@ -145,7 +145,7 @@ class Planner:
         pool, index = self.pools[stream[0]], stream[1]
         return (pool[index.value % len(pool)],) if isinstance(index, Const) else tuple(pool)
 
-    # --- what orders streams ---
+    # --- order of streams ---
 
     def known(self, children: list[tree.Instruction]) -> _VectorClock:
         """Collects the order from forks, joins, and events that the body itself records and waits for."""
@@ -212,7 +212,7 @@ def _joined(child: tree.Instruction) -> set[str]:
     return forked & joined
 
 
-# --- what the ranks of a mesh do --------------------------------------------------------------------------------------
+# --- on bodies --------------------------------------------------------------------------------------------------------
 
 
 def _one_by_one(body: tree.Body) -> Iterator[tree.Instruction]:

@@ -107,7 +107,7 @@ class _Copy:
         for place in self.uses.touches[root]:
             yield from ((place, name) for name in tree.names(place.instruction, *roles) if self.uses.root(name) == root)
 
-    # --- what reads the copy reads the source ---
+    # --- readers of the copy read its source ---
 
     def reading_source(self, taken: set[str]) -> Edits:
         """Edits that make later readers of the copy read its source. Empty if anything else in the loop reads the copy.
@@ -154,7 +154,7 @@ class _Copy:
             return place.number, set().union(*(_views_in(later, name) for name in names))
         return len(self.uses.places), set()
 
-    # --- what computes the source writes where it is copied to ---
+    # --- the source is computed into the destination ---
 
     def writing_destination(self, taken: set[str]) -> Edits:
         """Edits that compute the source directly into the destination. Empty if the destination is still in use."""

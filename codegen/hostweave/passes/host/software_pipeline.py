@@ -88,7 +88,7 @@ class _Ahead:
         )
         return replace(loop, out=index, count=loop.count + 1, body=steps)
 
-    # --- where a step is cut ---
+    # --- cutting an iteration ---
 
     def halves(self, body: tree.Body) -> _Halves | None:
         """Cuts the body of a stream block. The part of each mesh is cut separately."""

@@ -37,7 +37,7 @@ class Buffers:
         written = {name for name, op in self.flow.producer.items() if not self.flow.is_view(op)} | inverse_view
         self.by_value |= {p.name: p.name for p in inputs} | {p.name: p.name for p in outputs if p.name in written and not p.memory}
 
-    # --- all of a value ---
+    # --- whole values ---
 
     def buffer_of(self, name: str) -> str:
         """The buffer or view that holds all of a value. Allocates it on first use."""
@@ -80,7 +80,7 @@ class Buffers:
                 return self.b.permute(view.src, view.order, source)
             return self.b.reshape(view.src, view.shape, source)
 
-    # --- what one step touches ---
+    # --- chunks of one step ---
 
     def operand(self, op: Op, number: int, steps: Steps | None) -> str:
         """Buffer that an op reads: its chunk if the operand has the streamed dim, or else all of it, with dims aligned to the result's."""
@@ -226,7 +226,7 @@ class Buffers:
         return self._copied(name, source)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- parts of concats and pads ----------------------------------------------------------------------------------------
 # Slices of the result of a concat or pad, into which its operands are computed.
 
 

@@ -323,7 +323,7 @@ class _Lowering:
         x, w, y = buffers
         return [x, stacked(w), stacked(y)]
 
-    # --- functions, and kernels of the user ---
+    # --- functions and user kernels ---
 
     def call(self, op: Op, function: Fusion) -> None:
         """Emits a call on all ranks. Inside, the function itself restricts work to a mesh."""
@@ -349,7 +349,7 @@ class _Lowering:
                 targets.append(self.buffers.buffer_of(used[index]) if index in used else self.b.allocate(f"{name}_unused", unused))
         return tuple(targets)
 
-    # --- ops that are copies ---
+    # --- ops that copy ---
 
     def collective_permute(self, op: Op, source: str, target: str, steps: Steps | None) -> None:
         """Moves blocks between ranks or, if a rank holds all of them, within its memory."""

@@ -110,7 +110,7 @@ def _writes_strided(flow: Dataflow, op: Op) -> bool:
     return not (flow.is_view(op) or op.kind in TO_OTHER_MESHES or op.callee or op.user_kernel or op.kind == "output")
 
 
-# --- values that one view alone uses ----------------------------------------------------------------------------------
+# --- values with one view as their only consumer ----------------------------------------------------------------------
 
 
 def _inverse_views(flow: Dataflow, parts: dict[str, Part]) -> dict[str, Op]:

@@ -71,7 +71,7 @@ class ScaledMatmuls:
         with packed_destination(self.b, target, steps) as packed:
             self.b.emit(ir.Matmul(a, b, packed, scales=scales))
 
-    # --- as cuBLASLt takes them ---
+    # --- layouts of cuBLASLt ---
 
     def turned(self, name: str) -> str:
         return self.b.permute(name, (1, 0), f"{name}_transposed")
@@ -111,7 +111,7 @@ class ScaledMatmuls:
         ring = self.b.allocate(wanted, BufferType(type.dtype, (steps.count, *type.shape)))
         return self.b.select(ring, 0, steps.block, f"{wanted}_{steps.index.name}")
 
-    # --- of other ops ---
+    # --- composed of other ops ---
 
     def compose(self, op: Op, operands: Operands, target: str, steps: Steps | None) -> None:
         """Emits casts, a matmul and multiplications with the scales.
