@@ -16,11 +16,11 @@ Heads heads_of(const Strided& x) {
   return result;
 }
 
-// What a bias has once is repeated by strides of 0.
+// Broadcast dims of a bias have stride 0.
 Heads bias_of(const std::optional<Strided>& x) {
   if (!x) return {};
   const int n = x->shape.ndim;
-  const auto size = [&](int dim) { return dim <= n ? x->shape[n - dim] : 1; };  // dims from the last one on
+  const auto size = [&](int dim) { return dim <= n ? x->shape[n - dim] : 1; };  // dims counted from the last
   const auto stride = [&](int dim) { return size(dim) == 1 ? 0 : x->strides[n - dim]; };
   return {.batch = size(4),
           .heads = size(3),
@@ -121,7 +121,7 @@ void AttentionBackwardPlan::prepare(const Strided& q, const Strided& k, const St
       {heads_of(q), heads_of(k), heads_of(v), heads_of(o), diagonal, gradients, bias_of(beside.bias), beside.sequences});
 }
 
-// A row without any has no softmax.
+// Softmax of a row without columns is undefined.
 void Attentions::Plans::expect_columns(const AttentionProblem& problem) const {
   const int64_t rows = problem.q.rows, columns = problem.k.rows, diagonal = problem.diagonal;
   const bool last_sees_none = options.window != 0 && rows - 1 + diagonal - options.window >= columns - 1;

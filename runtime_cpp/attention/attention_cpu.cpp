@@ -1,4 +1,4 @@
-// Attention on the CPU device by the kernels that CUDA has, a tile at a time on each worker.
+// Attention on the CPU device, by the CUDA kernels; each worker runs one tile at a time.
 #include <hostweave_cpu.h>
 
 #include <vector>
@@ -18,7 +18,7 @@ namespace {
 
 using Kernel = void (*)(const AttentionKernel&, int64_t block);
 
-// On idle workers, too.
+// Also uses idle workers.
 void run_blocks(Kernel kernel, const AttentionKernel& p, int64_t blocks) {
   const auto block = [&](int64_t i) { kernel(p, i); };
   const auto run = [](void* closure, size_t i) { (*static_cast<decltype(block)*>(closure))(static_cast<int64_t>(i)); };
@@ -27,7 +27,7 @@ void run_blocks(Kernel kernel, const AttentionKernel& p, int64_t blocks) {
 
 int64_t blocks_of(int64_t batch, int64_t heads, int64_t rows) { return batch * heads * ceil_div(rows, kAttentionTile); }
 
-// What a call reads and writes.
+// Memory that a call reads and writes.
 struct Touched {
   std::vector<hw_cpu_range> ranges;
 

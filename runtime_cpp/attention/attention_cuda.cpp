@@ -1,4 +1,4 @@
-// cuDNN's attention, by the graphs of its ops; what it has not by kernels.
+// Attention by cuDNN graphs, with kernels for unsupported problems.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -31,7 +31,7 @@ bool are_aligned(const std::vector<const void*>& operands) {
                      [](const void* x) { return reinterpret_cast<uintptr_t>(x) % kAlignment == 0; });
 }
 
-// Zeros in some rows.
+// Zeroes some rows.
 cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaStream_t stream) {
   if (begin >= end || x.size == 0) return cudaSuccess;
   for (int64_t i = 0; i < x.batch * x.heads; ++i) {
@@ -43,9 +43,9 @@ cudaError_t clear(void* base, const Heads& x, int64_t begin, int64_t end, cudaSt
   return cudaSuccess;
 }
 
-constexpr uint16_t kLeast = 0xfefe;  // of which the halves of -1.7e38 are
+constexpr uint16_t kLeast = 0xfefe;  // repeated, its bytes form -1.7e38 in f32
 
-// Fills tokens that are of no sequence.
+// Fills tokens that belong to no sequence.
 cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const int32_t* offsets, uint16_t value,
                     cudaStream_t stream) {
   return fill_outside({offsets, x.batch, p.sequences, x.heads, x.rows, x.size, static_cast<uint16_t*>(base), x.batch_stride,
@@ -53,12 +53,11 @@ cudaError_t outside(void* base, const Heads& x, const AttentionProblem& p, const
                       stream);
 }
 
-constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements of a head
+constexpr int64_t kPackedStep = 16, kLeastPacked = 32;  // elements per head
 
-// Whether cuDNN has packed sequences such as these: what it was seen to compute right. Of heads whose elements are no multiple of
-// 16 the gradient of the queries is wrong, and a program of heads of 16 once ended in an illegal instruction. Gradients of
-// grouped heads are wrong where what a token has does not lie side by side: it takes the places of a group's head, times the
-// heads of the group, to be those of all heads.
+// True for packed problems that cuDNN was observed to compute correctly. If the head size is not a multiple of 16, the gradient
+// of the queries is wrong, and heads of 16 once caused an illegal instruction. Gradients of grouped heads are wrong unless a
+// token's elements are contiguous: cuDNN multiplies the offsets of one head by the number of heads in the group.
 bool packs(const AttentionProblem& p) {
   if (p.q.size != p.v.size || p.q.size % kPackedStep || p.q.size < kLeastPacked) return false;
   if (!p.gradients || p.k.heads == p.q.heads || p.k.heads == 1) return true;
@@ -66,8 +65,9 @@ bool packs(const AttentionProblem& p) {
   return gradients.k.head_stride < gradients.k.row_stride && gradients.v.head_stride < gradients.v.row_stride;
 }
 
-// Whether it is by kernels of ours: beside a bias cuDNN knows no diagonal but that of the top left, with lengths none that begins
-// in no corner, and where the last rows see all columns before the last one it has no window, and no backward pass.
+// True if this package's kernels are used, because cuDNN lacks the combination. With a bias it supports only the top-left
+// diagonal, and with lengths only diagonals that start in a corner. If the last rows attend to all columns, it has no window and
+// no backward pass.
 bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const AttentionOptions& options) {
   const int64_t rows = p.q.rows, columns = p.k.rows, diagonal = p.diagonal;
   if (dtype == CUDA_R_32F || (options.is_packed && !packs(p))) return true;
@@ -81,7 +81,7 @@ bool is_by_kernels(cudaDataType_t dtype, const AttentionProblem& p, const Attent
 
 bool wants_bias(const AttentionProblem& p) { return p.gradients && p.gradients->bias; }
 
-// What cuDNN has planned for a problem.
+// cuDNN plan of one problem.
 class Engine {
  public:
   Engine(cudnnHandle_t handle, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options,
@@ -117,7 +117,7 @@ class Engine {
     for (const cudaStream_t stream : streams) workspaces.emplace_back(stream, bytes > 0 ? allocated(bytes) : nullptr);
   }
 
-  // On what a call gives.
+  // Runs on the addresses of a call.
   cudaError_t run(std::vector<const void*> values, cudaStream_t stream, const int32_t* offsets = nullptr) const {
     if (packed) {
       PackedSequences of_call = *packed;
@@ -126,7 +126,7 @@ class Engine {
     }
     for (const auto& memory : owned) values.push_back(memory.get());
     auto of_stream = std::ranges::find(workspaces, stream, &std::pair<cudaStream_t, std::shared_ptr<void>>::first);
-    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // the caller's
+    if (of_stream == workspaces.end()) of_stream = workspaces.begin();  // workspace of the caller's stream
     const void* const scratch = of_stream->second.get();
     for (const auto& [name, number] : numbers) {
       values.push_back(std::visit([](const auto& value) { return static_cast<const void*>(&value); }, number));
@@ -141,9 +141,9 @@ class Engine {
     return cudaSuccess;
   }
 
-  // Loads the kernels, as MatmulPlan::load_kernels does, and why: it runs once on zeros that nobody looks at.
+  // Runs the plan once on zeros to load its kernels; see MatmulPlan::load_kernels.
   void load_kernels(const AttentionProblem& problem, cudaStream_t stream) const {
-    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // of lse, in halves
+    int64_t elements = problem.q.batch * problem.q.heads * problem.q.rows * 2;  // size of lse in 16-bit elements
     elements = std::max(elements, problem.q.batch * (problem.sequences + 1) * 2);
     std::vector<Heads> operands = problem.operands();
     operands.push_back(problem.bias);
@@ -174,7 +174,7 @@ class Engine {
     packed = made;
   }
 
-  // The first of what cuDNN recommends that works here.
+  // Takes the first recommended engine that works.
   void choose(const Descriptor& ops) {
     Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
     const cudnnBackendHeurMode_t mode = CUDNN_HEUR_MODE_A;
@@ -193,28 +193,28 @@ class Engine {
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, &handle);
       plan->set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, CUDNN_TYPE_BACKEND_DESCRIPTOR, &found[i]);
       status = cudnnBackendFinalize(*plan);
-      if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // or the caller's next check finds it
+      if (status != CUDNN_STATUS_SUCCESS) cudaGetLastError();  // clears the sticky error
     }
     expect(status, "it has no kernel for these shapes on this GPU; attention of f32 is computed without it: cast the operands");
   }
 
   cudnnHandle_t handle;
-  std::vector<int64_t> names;                // of what a call gives, of what is owned, and of numbers
-  std::vector<std::shared_ptr<void>> owned;  // memory beside the caller's
+  std::vector<int64_t> names;                // tensor ids: arguments of a call, owned memory, scalars
+  std::vector<std::shared_ptr<void>> owned;  // memory owned by the plan
   std::map<int64_t, Number> numbers;
   std::optional<PackedSequences> packed;
   std::unique_ptr<Descriptor> plan;
-  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>> workspaces;  // kernels count in them what they have done
+  std::vector<std::pair<cudaStream_t, std::shared_ptr<void>>> workspaces;  // per stream, because kernels keep counters in them
   static constexpr int kMostEngines = 8;
 };
 
-// What columns have that no row sees.
+// Zeroes gradients of columns to which no row attends.
 cudaError_t clear(const Gradients& of, void* k_gradient, void* v_gradient, int64_t first, cudaStream_t stream) {
   const cudaError_t status = clear(k_gradient, of.k, first, of.k.rows, stream);
   return status == cudaSuccess ? clear(v_gradient, of.v, first, of.v.rows, stream) : status;
 }
 
-// A batch for each sequence, of as many rows as all have together.
+// One batch element per sequence, with the total number of rows as maximum.
 AttentionProblem of_sequences(AttentionProblem p) {
   std::vector<Heads*> operands{&p.q, &p.k, &p.v, &p.o};
   if (p.gradients) operands.insert(operands.end(), {&p.gradients->o, &p.gradients->q, &p.gradients->k, &p.gradients->v});
@@ -227,25 +227,25 @@ AttentionProblem of_sequences(AttentionProblem p) {
   return p;
 }
 
-// Rows that lie one behind the other.
+// Contiguous rows.
 Heads packed(const Heads& x) { return {x.batch, x.heads, x.rows, x.size, x.heads * x.rows * x.size, x.rows * x.size, x.size}; }
 
-// Some of the rows, from the first on, see nothing. Under a diagonal that is behind a corner the last ones see all columns.
-// A backward pass under a diagonal that begins further right computes also what that hides: it is of the columns that all rows
-// see, without a mask, beside the others, and the gradient of the queries is the sum of both.
+// The first rows may attend to no column. If the diagonal lies beyond a corner, the last rows attend to all columns, and the
+// problem is split. The backward pass then has one part for the columns that all rows attend to, without a mask, and one for the
+// others. The gradient of the queries is the sum of both.
 struct OnCuda : PlannedAttention {
   struct Part {
-    int64_t first;  // row; of a backward pass column
+    int64_t first;  // first row; for a backward pass first column
     Engine engine;
   };
   const AttentionProblem whole;
-  const AttentionKernels* kernels = nullptr;  // of this package, where they compute something,
-  bool is_alone = false;                      // or all of it
+  const AttentionKernels* kernels = nullptr;  // this package's kernels, if used
+  bool is_alone = false;                      // true if they compute everything
   int64_t blind = 0;                          // rows
-  int64_t columns = whole.k.rows;             // that some row sees
+  int64_t columns = whole.k.rows;             // number of columns with some row
   std::list<Part> parts;
-  std::shared_ptr<void> terms;  // of the gradient of the queries, by the first one of two parts
-  AddedRows sums{};             // of these and the other part's
+  std::shared_ptr<void> terms;  // gradient of the queries from the first of two parts
+  AddedRows sums{};             // adds the parts
 
   OnCuda(const AttentionProblem& whole, const AttentionOptions& options) : PlannedAttention(whole, options), whole(whole) {}
 
@@ -282,7 +282,8 @@ struct OnCuda : PlannedAttention {
       return;
     }
     const bool sees_more = !in_corner && diagonal + blind > 0;
-    const int64_t limited = sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // from here on rows see all
+    const int64_t limited =
+        sees_more ? std::clamp(columns - diagonal, blind, rows) : rows;  // rows from here on attend to all columns
     add(handle, blind, limited, type, options, streams);
     options.causal = false;
     add(handle, limited, rows, type, options, streams);

@@ -1,4 +1,4 @@
-// Attention by kernels of this package, and those that cuDNN's needs beside.
+// Launches of attention kernels, and of helper kernels for cuDNN's attention.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -6,7 +6,7 @@
 
 namespace hw {
 
-// Loads the kernels, as MatmulPlan::load_kernels does, and why.
+// Loads the kernels; see MatmulPlan::load_kernels.
 cudaError_t load_attention(const AttentionKernels& kernels);
 cudaError_t attend(const AttentionKernels& kernels, const AttentionKernel& problem, cudaStream_t stream);
 cudaError_t differentiate(const AttentionKernels& kernels, const AttentionKernel& problem, cudaStream_t stream);
@@ -16,7 +16,7 @@ cudaError_t load_packing();
 cudaError_t place_sequences(const PackedSequences& packed, cudaStream_t stream);
 cudaError_t fill_outside(const OutsideSequences& outside, cudaStream_t stream);
 
-bool has_sums();  // they are left out where there is no nvcc
+bool has_sums();  // false if they were not compiled, without nvcc
 cudaError_t add_rows(const AddedRows& rows, cudaStream_t stream);
 
 }  // namespace hw

@@ -10,7 +10,7 @@ namespace {
   throw ExecutionError("attention: of such operands it is a kernel, which was left out as there was no nvcc: build with nvcc");
 }
 
-// A block for each tile of the rows of every head.
+// One block per tile of rows of every head.
 Grid grid_of(int64_t batch, int64_t heads, int64_t rows) {
   return {batch * heads * ceil_div(rows, kAttentionTile), kAttentionThreads};
 }

@@ -1,4 +1,4 @@
-// What cuDNN asks of packed sequences, what it leaves of them, and sums of what it gives.
+// Helper kernels for cuDNN: inputs for packed sequences, fills of unused tokens, and sums of partial results.
 #include "hostweave/attention_kernel.h"
 #include "hostweave/kernel.h"
 

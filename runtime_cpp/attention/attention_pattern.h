@@ -1,4 +1,4 @@
-// The pattern of ops that cuDNN knows as attention, and as its backward pass.
+// Op graphs that cuDNN recognises as attention and its backward pass.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,15 +12,15 @@
 namespace hw {
 
 inline Dims dims_of(const Heads& x) { return {x.batch, x.heads, x.rows, x.size}; }
-constexpr int64_t kStep = kAlignment / 2;  // elements
+constexpr int64_t kStep = kAlignment / 2;  // in elements
 
-// The stride of a dim of one element leads nowhere, and may be any number; cuDNN wants multiples of what it reads at once.
+// The stride of a dim of size 1 is arbitrary, but cuDNN requires multiples of its access size.
 inline Dims strides_of(const Heads& x) {
   const auto stride_of = [&](int64_t count, int64_t stride) { return count == 1 && stride % kStep ? x.size : stride; };
   return {stride_of(x.batch, x.batch_stride), stride_of(x.heads, x.head_stride), stride_of(x.rows, x.row_stride), 1};
 }
 
-// What a call gives, in this order.
+// Operands of a call, in this order.
 enum Operand : int64_t { kQ = 1, kK, kV, kO, kLse, kOutGradient, kQGradient, kKGradient, kVGradient, kLengths, kBias };
 
 using Added = std::vector<std::pair<cudnnPointwiseMode_t, Value>>;
@@ -35,7 +35,7 @@ inline Value where(Graph& graph, const Value& sees, const Value& scores) {
   return graph.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, scores, graph.number(-INFINITY), sees);
 }
 
-// Scores where a row sees the column, else -inf. The patterns are those that cuDNN looks for.
+// Masked scores: -inf where the row does not attend to the column. cuDNN requires exactly these ops.
 inline Value seen(Graph& graph, const Value& scores, cudnnPointwiseMode_t comparison, bool of_rows, const Added& added) {
   const Value row = index(graph, scores, 2), column = index(graph, scores, 3);
   Value left = of_rows ? row : column;
@@ -50,7 +50,7 @@ inline Value not_padded(Graph& graph, const Value& scores, const Value& rows, co
   return where(graph, compare(graph, CUDNN_POINTWISE_LOGICAL_AND, is_row, is_column), scores);
 }
 
-// The pattern of one problem, forward or backward: tensors, and the ops on them.
+// Op graph of one problem, forward or backward.
 class Pattern {
  public:
   Pattern(Graph& graph, const AttentionProblem& problem, cudnnDataType_t type, const AttentionOptions& options, int64_t lse_rows)
@@ -63,11 +63,11 @@ class Pattern {
     q_ = of(kQ, problem.q);
   }
 
-  // Of the tensors that say how many rows there are, and columns.
+  // Ids of the tensors with the numbers of rows and columns.
   int64_t counted() const { return rows_.number; }
   int64_t ends() const { return lengths_.number; }
 
-  // Of packed sequences, where they begin in an operand.
+  // Starts of packed sequences in an operand.
   struct Places {
     Value value;
     int64_t batch_stride, row_stride;
@@ -80,14 +80,14 @@ class Pattern {
     const Value powers = exp_of(minus(scores, largest));
     const Value sums = graph_.reduce(CUDNN_REDUCE_TENSOR_ADD, powers);
     const Value logarithms = graph_.pointwise(CUDNN_POINTWISE_LOG, CUDNN_DATA_FLOAT, sums);
-    // Of the pattern, wanted or not.
+    // Part of the pattern even if not requested.
     const Value lse = options_.has_lse ? lse_of() : graph_.between(CUDNN_DATA_FLOAT, of_rows_);
     graph_.pointwise_to(lse, CUDNN_POINTWISE_ADD, largest, logarithms);
     const Value weights = graph_.pointwise(CUDNN_POINTWISE_DIV, type_, powers, sums);
     graph_.matmul(weights, of(kV, problem_.v), of(kO, problem_.o), {.m = rows_, .k = lengths_});
   }
 
-  // Of the weights p = exp(scores - lse) and their gradients, times p, less the sums of o times its gradient in each row.
+  // p = exp(scores - lse); gradient of the scores = p * (gradient of p - rowsum(o * gradient of o)).
   void backward() {
     const Gradients& gradients = *problem_.gradients;
     const Value given = of(kOutGradient, gradients.o), k = of(kK, problem_.k, true);
@@ -121,7 +121,7 @@ class Pattern {
   }
   Value lse_of() { return graph_.tensor(kLse, CUDNN_DATA_FLOAT, of_rows_, strides(of_lse()), places(kLse, of_lse())); }
 
-  // A batch of packed sequences is where its place says, and has no stride.
+  // Packed sequences are located by their starts instead of a batch stride.
   Dims strides(const Heads& x) const {
     Dims result = strides_of(x);
     if (options_.is_packed) result[0] = std::max(x.heads * x.head_stride, x.rows * x.row_stride);
@@ -136,12 +136,12 @@ class Pattern {
     }
     return found->second.value;
   }
-  // Floats of one operand, beside the caller's: packed as that is.
+  // f32 tensor owned by the plan, packed like an operand.
   Value own(int64_t name, const Dims& dims, const Heads& x) {
     if (!options_.is_packed) return graph_.own(CUDNN_DATA_FLOAT, dims);
     return graph_.own(CUDNN_DATA_FLOAT, dims, strides(x), extent(x), places(name, x));
   }
-  // How many elements an operand of all sequences reaches over.
+  // Extent in elements of an operand with all sequences.
   int64_t extent(const Heads& x) const {
     const int64_t batches = x.batch / std::max<int64_t>(problem_.sequences, 1);
     return (batches - 1) * x.batch_stride + (x.heads - 1) * x.head_stride + (x.rows - 1) * x.row_stride + x.size;
@@ -158,7 +158,7 @@ class Pattern {
   }
   Value biased(const Value& scores) {
     if (!options_.has_bias) return scores;
-    const Heads& x = problem_.bias;  // whose rows are repeated by a stride of 0
+    const Heads& x = problem_.bias;  // broadcast rows have stride 0
     const Value bias = graph_.tensor(kBias, type_, {x.batch, x.heads, scores_[2], scores_[3]}, strides_of(x));
     return graph_.pointwise(CUDNN_POINTWISE_ADD, CUDNN_DATA_FLOAT, scores, bias);
   }
@@ -167,7 +167,7 @@ class Pattern {
   }
   Value exp_of(const Value& x) { return graph_.pointwise(CUDNN_POINTWISE_EXP, CUDNN_DATA_FLOAT, x); }
 
-  // The sums over rows of x by scores, and over the heads of a group.
+  // Multiplies transposed scores by x, and sums over the heads of a group.
   void to_columns(const Value& scores, const Value& x, int64_t name, const Heads& of_result) {
     const int64_t batch = scores_[0], heads = scores_[1], group = heads / of_result.heads;
     const Value result = of(name, of_result);
@@ -176,7 +176,7 @@ class Pattern {
     const Ends ends{.m = lengths_, .k = rows_};
     if (result.dims[1] == heads) return graph_.matmul(of_columns, x, result, ends);
     const Dims dims{batch, heads, scores_[3], x.dims[3]};
-    Heads each = of_result;  // whose places cuDNN multiplies by the heads of a group
+    Heads each = of_result;  // cuDNN multiplies its starts by the heads of a group
     each.heads = heads, each.batch_stride *= group, each.row_stride *= group;
     if (of_result.heads == 1) each.head_stride = of_result.size;
     const Value of_heads = options_.is_packed ? graph_.own(type_, dims, strides(each), extent(each), places(name, of_result))
@@ -185,7 +185,7 @@ class Pattern {
     graph_.reduce_to(result, CUDNN_REDUCE_TENSOR_ADD, of_heads);
   }
 
-  // Of lengths, and of a diagonal that begins in a corner: for cuDNN another is none, whatever is added to a row.
+  // Applies lengths and the diagonal. cuDNN recognises only diagonals that start in a corner, even with an added offset.
   Value masked(Value scores) {
     const int64_t diagonal = problem_.diagonal, count = scores_[2];
     const auto integer = [&](int64_t value) { return graph_.number(static_cast<int32_t>(value)); };
@@ -216,9 +216,9 @@ class Pattern {
   const AttentionProblem& problem_;
   cudnnDataType_t type_;
   const AttentionOptions& options_;
-  const int64_t lse_rows_;  // of which those of the problem are some
+  const int64_t lse_rows_;  // the problem's rows are a part of these
   Dims scores_{}, of_rows_{};
-  Value q_, rows_, lengths_;  // the last two where there are lengths, or packed sequences
+  Value q_, rows_, lengths_;  // the last two only with lengths or packed sequences
   std::map<int64_t, Places> places_;
 };
 

@@ -1,4 +1,4 @@
-// What the plans of attention are of on each target.
+// Attention problems and plans, common to both targets.
 #pragma once
 #include <compare>
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace hw {
 
-// An operand as [batch, heads, rows, elements of a row], which lie side by side. Strides are in elements.
+// An operand as [batch, heads, rows, contiguous elements]. Strides are in elements.
 struct Heads {
   int64_t batch = 1, heads = 1, rows = 1, size = 1;
   int64_t batch_stride = 0, head_stride = 0, row_stride = 0;
@@ -29,22 +29,22 @@ struct Gradients {
 
 struct AttentionProblem {
   Heads q, k, v, o;
-  int64_t diagonal = 0;                // row i sees columns up to i + diagonal, or that and its length
-  std::optional<Gradients> gradients;  // of what it is the backward pass for
-  Heads bias{};                        // of the scores; strides are 0 along what it has once
-  int64_t sequences = 0;               // of each of the batch that are packed into one
+  int64_t diagonal = 0;                // row i attends to columns up to i + diagonal, or that plus the length
+  std::optional<Gradients> gradients;  // of a backward pass
+  Heads bias{};                        // bias of the scores; strides are 0 along broadcast dims
+  int64_t sequences = 0;               // packed sequences per batch element
 
   auto operator<=>(const AttentionProblem&) const = default;
   bool is_empty() const;
   std::vector<Heads> operands() const;
 };
 
-// For one problem, on one target.
+// Plan of one problem on one target.
 struct PlannedAttention {
   PlannedAttention(const AttentionProblem& problem, const AttentionOptions& options);
   virtual ~PlannedAttention() = default;
 
-  // Of a call, which has the addresses.
+  // Runs on the addresses in `call`.
   virtual cudaError_t attend(const AttentionKernel& call, cudaStream_t stream) const = 0;
   virtual cudaError_t differentiate(const AttentionKernel& call, cudaStream_t stream) const = 0;
 
@@ -57,8 +57,8 @@ struct Attentions::Plans {
   Plans(Rank& rank, cudaDataType_t dtype, const AttentionOptions& options) : rank(rank), dtype(dtype), options(options) {}
 
   void prepare(const AttentionProblem& problem);
-  // Of the last problem, for a call on this stream. Where that is captured, the plan stays as long as the program: a graph may
-  // read what it owns.
+  // Plan of the last problem, for a call on this stream. If the stream is being captured, the plan lives as long as the program,
+  // because graphs may use its memory.
   const std::shared_ptr<const Plan>& on(cudaStream_t stream) const;
   std::shared_ptr<const Plan> make(const AttentionProblem& problem) const;
   void expect_columns(const AttentionProblem& problem) const;
@@ -66,7 +66,7 @@ struct Attentions::Plans {
   Rank& rank;
   const cudaDataType_t dtype;
   const AttentionOptions options;
-  static constexpr size_t kMostPlans = 128;  // 1 MiB of the host each
+  static constexpr size_t kMostPlans = 128;  // 1 MiB of host memory each
   PlanCache<AttentionProblem, std::shared_ptr<const Plan>> known{kMostPlans};
   std::shared_ptr<const Plan> current;
   mutable std::vector<std::shared_ptr<const Plan>> of_graphs;

@@ -1,4 +1,4 @@
-// Graphs of ops for cuDNN's backend, which knows patterns of them, and has one kernel for each.
+// Op graphs for cuDNN's backend, which matches patterns and runs one fused kernel for each.
 #pragma once
 #include <cudnn.h>
 
@@ -14,7 +14,7 @@
 
 namespace hw {
 
-constexpr int64_t kAlignment = 16;  // of what the kernels read and write
+constexpr int64_t kAlignment = 16;  // of operands, in bytes
 
 inline void expect(cudnnStatus_t status, const char* what) {
   if (status == CUDNN_STATUS_SUCCESS) return;
@@ -69,20 +69,20 @@ struct Ends {
 inline Dims row_major(const Dims& dims) { return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1}; }
 inline Dims turned(const Dims& x) { return {x[0], x[1], x[3], x[2]}; }
 
-// A graph of ops on tensors, which have numbers. Those from 1 on are the caller's.
+// A graph of ops on numbered tensors. Positive numbers belong to the caller.
 class Graph {
  public:
-  // With `places` a batch is not at a multiple of its stride but at the element that they say.
+  // With `places`, each batch element starts at the given offset instead of a multiple of the stride.
   Value tensor(int64_t number, cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
     return make(number, type, dims, strides, false, false, places);
   }
-  // In memory that a plan has beside the caller's; elements have four bytes.
+  // A tensor in memory of the plan. Elements have four bytes.
   Value own(cudnnDataType_t type, const Dims& dims) { return own(type, dims, row_major(dims), dims[0] * row_major(dims)[0]); }
   Value own(cudnnDataType_t type, const Dims& dims, const Dims& strides, int64_t elements, const Value& places = {}) {
     owned_.emplace(next_, elements * 4);
     return make(next_++, type, dims, strides, false, false, places);
   }
-  // What an op gives that others take: it is never in memory.
+  // A virtual tensor between ops, which is never in memory.
   Value between(cudnnDataType_t type, const Dims& dims) { return between(type, dims, row_major(dims)); }
   Value between(cudnnDataType_t type, const Dims& dims, const Dims& strides, const Value& places = {}) {
     return make(next_++, type, dims, strides, true, false, places);
@@ -93,7 +93,7 @@ class Graph {
     return make(next_++, std::holds_alternative<float>(value) ? CUDNN_DATA_FLOAT : CUDNN_DATA_INT32, one, one, false, true);
   }
 
-  // As many of m, n and k as their lengths say, of each of the batch.
+  // Matmul with optional lengths of m, n and k per batch element.
   void matmul(const Value& a, const Value& b, const Value& c, const Ends& ends = {}) {
     Descriptor& how = descriptors_.emplace_back(CUDNN_BACKEND_MATMUL_DESCRIPTOR);
     const cudnnDataType_t in_float = CUDNN_DATA_FLOAT;
@@ -110,7 +110,7 @@ class Graph {
     made.finish("a product");
   }
 
-  // y = x op b, of as many operands as the mode takes; where t is true x, else b.
+  // y = x op b, with as many operands as the mode takes. A select gives x where t is true, else b.
   Value pointwise(cudnnPointwiseMode_t mode, cudnnDataType_t type, const Value& x, const Value& b = {}, const Value& t = {},
                   cudnnDataType_t math = CUDNN_DATA_FLOAT, int64_t axis = -1) {
     const Value y = between(type, x.dims);
@@ -131,7 +131,7 @@ class Graph {
     made.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, *y.descriptor).finish("a pointwise op");
   }
 
-  // Of each row one.
+  // Reduces each row.
   Value reduce(cudnnReduceTensorOp_t kind, const Value& x) {
     const Value y = between(CUDNN_DATA_FLOAT, {x.dims[0], x.dims[1], x.dims[2], 1});
     reduce_to(y, kind, x);
@@ -149,7 +149,7 @@ class Graph {
         .finish("a reduction");
   }
 
-  // The elements of x as y has them.
+  // Reshapes x to y.
   void reshape(const Value& x, const Value& y) {
     op(CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR)
         .set(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, *x.descriptor)
@@ -185,7 +185,7 @@ class Graph {
   std::list<Descriptor> descriptors_;
   std::vector<cudnnBackendDescriptor_t> ops_;
   std::map<int64_t, Number> numbers_;
-  std::map<int64_t, int64_t> owned_;  // bytes
+  std::map<int64_t, int64_t> owned_;  // tensor -> bytes
   int64_t next_ = 16;
 };
 

@@ -1,6 +1,6 @@
-// The glue: makes a Python extension module of a program. It is compiled once, when the package is built, and linked with the
-// objects of every program; what it knows of a program is the table in its binding.cpp. Types are local to the module of a
-// program; a member that another program's module made is accepted all the same.
+// Glue that turns a program into a Python extension module. It is compiled once, when the package is built, and linked with the
+// objects of every program. It accesses a program through the table in its binding.cpp. Types are local to a program's module,
+// except that a Member made by another program's module is accepted.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <unistd.h>
@@ -49,7 +49,7 @@ struct type_caster<hw::Shape> {
   }
 };
 
-// What only its library looks into.
+// Opaque bytes that only their library interprets.
 template <class T>
 struct BytesCaster {
   PYBIND11_TYPE_CASTER(T, const_name("bytes"));
@@ -77,14 +77,14 @@ namespace {
 
 const hw::ProgramTable& table() { return hw_program_table; }
 
-// Of a function that touches no object of Python, but those that its arguments are made of, and its result is made to.
+// For functions that touch no Python objects except their arguments and result.
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
-// For what uses devices, and waits for other threads, when it ends: without the GIL, which a call in one of them may need.
-// A process that was forked keeps what its parent made: it has the memory, and neither the threads nor the devices.
+// Deleter for objects that use devices and wait for other threads. It releases the GIL, which those threads may need. A forked
+// process does not delete its parent's objects: it has the memory, but neither the threads nor the devices.
 template <class T>
 struct DeleteWithoutGil {
-  pid_t process = getpid();  // where it was made
+  pid_t process = getpid();  // the process that made it
 
   void operator()(T* object) const {
     if (getpid() != process) return;
@@ -110,7 +110,7 @@ std::vector<hw::Shape> prepare(hw::Instance& instance, const std::vector<hw::Sha
   return instance.prepare(inputs, stream_at(stream));
 }
 
-// Of this module's program: the keys of the process groups whose channels are to be made, and this rank in each.
+// Keys of the process groups whose channels this module's program still needs, and this rank's number in each.
 std::vector<std::pair<std::string, int64_t>> missing_process_groups(const hw::Member& member) {
   std::vector<std::pair<std::string, int64_t>> result;
   for (const hw::ProcessGroup& process_group : member.missing_process_groups(table()))
@@ -130,7 +130,7 @@ void adopt(hw::Member& member, const std::map<std::string, uintptr_t>& communica
 
 std::string out_of_reach(hw::Member& member) { return member.out_of_reach(table()); }
 
-// What DLPack's tensors are laid out as, in its header.
+// Layout of DLPack's tensors, as in its header.
 struct DLTensor {
   void* data;
   int32_t device_type, device;
@@ -147,7 +147,7 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// A contiguous array in DLPack's capsule, which keeps its owner.
+// A contiguous array in a DLPack capsule, which keeps the owner alive.
 struct Lent {
   DLManagedTensor managed;
   std::vector<int64_t> shape;
@@ -172,7 +172,7 @@ py::capsule dlpack(py::object owner, uintptr_t address, std::pair<int, int> devi
     const py::gil_scoped_acquire gil;
     delete static_cast<Lent*>(managed->context);
   };
-  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // whoever takes it renames it
+  return py::capsule(&lent->managed, "dltensor", [](PyObject* capsule) {  // a consumer renames the capsule
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     auto* const managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
     managed->deleter(managed);
@@ -200,7 +200,7 @@ void launch(hw::Instance& instance, const hw::Graph& graph, uintptr_t stream, co
   instance.launch(schedule, graph, stream_at(stream));
 }
 
-// Each (address, bytes, device).
+// (address, bytes, device) of each array.
 using Arrays = std::vector<std::tuple<uintptr_t, size_t, int>>;
 
 std::vector<hw::Array> arrays_of(const Arrays& views) {
@@ -209,7 +209,7 @@ std::vector<hw::Array> arrays_of(const Arrays& views) {
   return arrays;
 }
 
-// Of each call its inputs and outputs.
+// Inputs and outputs of each call.
 void stage(hw::StagedCalls& staged, const std::vector<std::pair<Arrays, Arrays>>& calls) {
   std::vector<hw::StagedCalls::Call> all;
   for (const auto& [inputs, outputs] : calls) all.push_back({arrays_of(inputs), arrays_of(outputs)});
@@ -220,7 +220,7 @@ void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& 
   for (const auto& [problem, algorithm] : algorithms) hw::measured_algorithms().set(problem, algorithm);
 }
 
-// Calls made, calls done, and for how many seconds the first of the others has been waited for.
+// Calls made, calls done, and seconds that the oldest unfinished call has taken.
 std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   const hw::Progress::State state = instance.progress();
   return {state.made, state.done, state.waiting_seconds};
@@ -267,7 +267,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def_property_readonly("stopped", &hw::Member::stopped)
       .def("abort", &hw::Member::abort, py::arg("reason"), WithoutGil());
 
-  m.def(  // of the module, whose program an error names; the member is one for all programs
+  m.def(  // a function of the module, because errors name its program; the member serves all programs
       "lease",
       [](const hw::Schedule& schedule, const hw::Member& member, double seconds) { return member.lease(schedule, seconds); },
       py::arg("schedule"), py::arg("member"), py::arg("seconds"), WithoutGil());
@@ -307,7 +307,7 @@ PYBIND11_MODULE(hostweave_program, m) {
       .def("run", run, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), py::arg("stream"), py::arg("schedule"),
            py::arg("graphs"), WithoutGil())
       .def("capture", capture, py::arg("bound"), py::arg("inputs"), py::arg("outputs"), WithoutGil(),
-           py::keep_alive<0, 1>())  // NCCL waits for graphs to go before a communicator goes
+           py::keep_alive<0, 1>())  // NCCL destroys a communicator only after all graphs that use it
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
       .def("progress", progress, WithoutGil())
       .def_property_readonly("graphs", &hw::Instance::graphs)

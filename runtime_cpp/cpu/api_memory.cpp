@@ -28,11 +28,11 @@ cudaError_t allocate(void** pointer, std::size_t bytes, int device, const std::s
   if (bytes == 0) return cudaSuccess;
   *pointer = machine.memory.allocate(bytes, device, shared);
   if (!*pointer) return error(cudaErrorMemoryAllocation, call + ": no " + std::to_string(bytes) + " bytes left");
-  forget(*pointer, bytes);  // the addresses may have belonged to something that was freed behind the device's back
+  forget(*pointer, bytes);  // the addresses may have belonged to memory that was freed outside the device
   return cudaSuccess;
 }
 
-// Waits for the whole device first. What other devices still do with the memory, nothing orders.
+// Waits for the whole device first. Accesses from other devices are not ordered by this.
 cudaError_t release(void* pointer, bool is_host, const char* name) {
   if (!pointer) return cudaSuccess;
   Call call;
@@ -85,13 +85,13 @@ const char* wrong_direction(const Copy& c) {
   const bool to_host = c.kind == cudaMemcpyDeviceToHost || c.kind == cudaMemcpyHostToHost;
   const bool from_host = c.kind == cudaMemcpyHostToDevice || c.kind == cudaMemcpyHostToHost;
   if (c.kind < cudaMemcpyHostToHost || c.kind > cudaMemcpyDefault) return "an unknown direction";
-  // Memory that the device did not make may stand for a device's, so only the opposite can be told.
+  // Foreign memory may stand for device memory, so only the opposite mistake can be detected.
   if (to_host && is_device(c.dst)) return "the destination is device memory";
   if (from_host && is_device(c.src)) return "the source is device memory";
   return nullptr;
 }
 
-constexpr std::size_t kStaged = 64 << 10;  // CUDA copies so much of pageable memory at the call
+constexpr std::size_t kStaged = 64 << 10;  // CUDA stages up to this many bytes of pageable memory during the call
 
 cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
   Call call;
@@ -115,7 +115,7 @@ cudaError_t copy(Copy c, cudaStream_t stream, bool blocks) {
       std::memcpy(dst, staged.data(), staged.size());
     };
   } else {
-    // CUDA returns from copies of pageable memory when that memory is the caller's again.
+    // CUDA returns from copies of pageable memory only when the caller may reuse it.
     blocks |= c.kind == cudaMemcpyHostToDevice && is_pageable(c.src);
     blocks |= c.kind == cudaMemcpyDeviceToHost && is_pageable(c.dst);
     op->work = [c] { move(c); };
@@ -149,7 +149,7 @@ cudaError_t cudaFree(void* pointer) { return release(pointer, false, "cudaFree")
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer, true, "cudaFreeHost"); }
 
 cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind) {
-  // Between device buffers even the plain call only enqueues.
+  // Between device buffers even the synchronous call only enqueues.
   return copy({dst, bytes, src, bytes, bytes, 1, kind}, nullptr, kind != cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {

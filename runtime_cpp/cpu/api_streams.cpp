@@ -62,7 +62,7 @@ Event* known(cudaEvent_t handle) {
   return Machine::get().events.count(event) != 0 ? event : nullptr;
 }
 
-// What `answer` says of the last op on a stream, where the host may ask for it now.
+// Applies `answer` to the last op on a stream, unless a capture forbids it.
 template <class Answer>
 cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   Call locked;
@@ -73,7 +73,7 @@ cudaError_t asked(const char* call, cudaStream_t handle, const Answer& answer) {
   return answer(locked.lock, stream->last);
 }
 
-// The same of the record of an event.
+// The same for the record of an event.
 template <class Answer>
 cudaError_t asked(const char* call, cudaEvent_t handle, const Answer& answer) {
   Call locked;
@@ -93,7 +93,7 @@ auto end_of(const char* what) {
   return [what](Lock& lock, const OpPtr& op) { return op ? wait_for(lock, {op}, what) : cudaSuccess; };
 }
 
-// Whether an op is done. Where it is not, others go on before the caller asks again.
+// Queries an op. If it is not done, lets others make progress before the caller asks again.
 cudaError_t query(Lock& lock, const OpPtr op) {
   Machine& machine = Machine::get();
   if (op && !op->done) {
@@ -161,7 +161,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaSuccess;
 }
 
-// All streams are alike: any order that streams and events allow may happen.
+// Priorities are ignored: any order that streams and events allow may happen.
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   return cudaStreamCreateWithFlags(stream, flags);
 }
@@ -194,7 +194,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
   if (!on) return no_such_stream(stream, "cudaStreamWaitEvent");
   if (const auto captured = capture_wait(*on, *event, flags == cudaEventWaitExternal)) return *captured;
   OpPtr op = new_op("wait", 1);
-  // It binds to the record as it is now: a later record of the event does not count, and without one there is no wait.
+  // Binds to the current record of the event. Later records do not count, and without a record there is no wait.
   if (event->record) op->after.push_back(event->record);
   return submit(call.lock, std::move(op), stream);
 }
@@ -240,7 +240,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
   }
   if (const auto captured = capture_record(*event, *on, flags == cudaEventRecordExternal)) return *captured;
   OpPtr op = new_op("record", 0);
-  // From the moment of the call, whatever the enqueue lets others do before it returns.
+  // Set before submit, which may let others run before it returns.
   event->record = op;
   return submit(call.lock, std::move(op), stream);
 }

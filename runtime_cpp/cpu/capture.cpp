@@ -32,7 +32,7 @@ void join(const std::shared_ptr<Capture>& capture, Stream& stream) {
   capture->streams.push_back(&stream);
 }
 
-// Whether everything that was captured comes before the end of the first stream.
+// True if all captured work precedes the end of the first stream.
 bool is_joined(const Capture& capture) {
   const auto end = capture.last.find(0);
   std::vector<bool> before(capture.nodes.size());
@@ -141,8 +141,8 @@ cudaError_t launch_node(Lock& lock, const Node& node, Stream& on, const std::vec
   return status == 0 ? cudaSuccess : error(cudaErrorLaunchFailure, last_error_text());
 }
 
-// The order in which a launch enqueues the nodes: that of capture; or as one queue, in some order that their edges allow, which
-// is all that a graph promises. The seeded mode does either.
+// Order in which a launch enqueues the nodes: capture order, or one queue in a random topological order, which is all that a
+// graph guarantees. The seeded mode chooses between them.
 std::vector<std::size_t> order_of_launch(const std::vector<Node>& nodes, bool& as_one_queue) {
   Machine& machine = Machine::get();
   std::vector<std::size_t> order(nodes.size());
@@ -216,7 +216,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatu
   if (id && stream->capture) *id = stream->capture->id;
   return cudaSuccess;
 }
-// As the headers of CUDA 12 name it.
+// Name of the function in CUDA 12.
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                         cudaGraph_t*, const cudaGraphNode_t**, size_t*) {
   return cudaStreamGetCaptureInfo(stream, status, id);
@@ -237,7 +237,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t gra
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 
-// What it enqueues is ordered as the captured calls were, and after the launch before.
+// Enqueued ops are ordered like the captured calls, and after the previous launch.
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   Call call;
   Machine& machine = Machine::get();

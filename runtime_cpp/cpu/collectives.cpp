@@ -1,4 +1,4 @@
-// NCCL's collectives, sends and recvs: from a call, or a group of calls, to one op that has a seat in each match.
+// NCCL's collectives, sends and recvs: turns a call, or a group of calls, into one op with a seat in each match.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -18,8 +18,8 @@ struct Request : Asked {
   const char* name;
   const void* send;
   void* recv;
-  int peer;    // of send and recv
-  bool sends;  // of send and recv
+  int peer;    // for send and recv
+  bool sends;  // for send and recv
   ncclComm_t comm;
   cudaStream_t stream;
   Place place;
@@ -40,7 +40,7 @@ const char* reduction_name(ncclRedOp_t reduction) {
   return names[reduction];
 }
 
-// The argument that holds what is sent, or received alone.
+// Index of the argument with the sent data, or with the received data if nothing is sent.
 int subject_of(const Request& r) { return r.kind == CommKind::send_recv ? 0 : 1; }
 
 Ranges ranges_of(const Request& r) {
@@ -109,7 +109,7 @@ Part find_send_recv(const Request& r) {
 
 // --- between processes
 
-// What one rank tells another of its call, before the data.
+// Header of a message between ranks: describes the sender's call.
 struct Header : Asked {
   char name[24], issued_as[256];
 };
@@ -132,7 +132,7 @@ void expect_same(const Header& theirs, const Request& ours, const std::string& i
   Machine::get().fail(mismatch(differs, theirs.issued_as, issued_as));
 }
 
-// One request on its way: what this rank sends to each peer and receives from each, and what it then computes.
+// One request in flight: data for each peer, data from each peer, and the final computation.
 class Exchange {
  public:
   Exchange(const Request& request, std::string issued_as, int rank, int size)
@@ -158,7 +158,7 @@ class Exchange {
   void finish() {
     if (!r_.data_flows(rank_, rank_)) return;
     if (!r_.reduces()) return copy_bytes(received_from(rank_), r_.send, r_.bytes());
-    Match match;  // of what has come, in the order of the ranks as among threads
+    Match match;  // received data by rank, as for threads
     static_cast<Asked&>(match) = r_;
     match.kind = CommKind::reduce;
     match.root = rank_;
@@ -189,7 +189,7 @@ class Exchange {
   std::string issued_as_;
   Header ours_;
   std::vector<Header> theirs_;
-  std::vector<std::unique_ptr<char[]>> inputs_;  // to reduce, of other ranks
+  std::vector<std::unique_ptr<char[]>> inputs_;  // inputs of other ranks, to be reduced
   int rank_;
 };
 
@@ -197,7 +197,7 @@ OpName name_of(const Request& r, const Stream& stream) {
   return {r.comm->device, stream.number, r.name, r.comm->process_group->name, subject_of(r), r.place};
 }
 
-// The work of an op whose parts are in other processes.
+// Work of an op that involves other processes.
 std::function<void()> exchange_with_processes(const std::vector<Request>& requests, const Stream& stream) {
   const ncclComm& comm = *requests.front().comm;
   const int rank = comm.rank, size = comm.process_group->size();
@@ -229,7 +229,7 @@ ncclResult_t check(const Request& r) {
   return ncclSuccess;
 }
 
-// The requests are of one communicator, in the order of their calls, and have been checked.
+// Issues checked requests of one communicator, in call order.
 ncclResult_t issue(Lock& lock, const std::vector<Request>& requests) {
   Machine& machine = Machine::get();
   const Request& first = requests.front();

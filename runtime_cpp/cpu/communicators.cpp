@@ -1,4 +1,4 @@
-// Making and unmaking communicators.
+// Creation and destruction of communicators.
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,8 +19,8 @@ namespace {
 
 struct IdContent {
   char magic[16];
-  SharedFile file;       // of ranks that are processes; else that of this process, and -1
-  std::uint64_t number;  // of a communicator of this process; one that nobody can guess where the ranks are processes
+  SharedFile file;       // for ranks that are processes; otherwise this process, and -1
+  std::uint64_t number;  // communicator number within this process; an unguessable token if ranks are processes
 };
 constexpr char kMagic[16] = "hostweave cpu";
 
@@ -29,7 +29,7 @@ std::map<std::uint64_t, std::shared_ptr<ProcessGroup>>& process_groups_in_the_ma
   return *process_groups;
 }
 
-std::set<int>& files_in_the_making() {  // that other processes still have to open; guarded likewise
+std::set<int>& files_in_the_making() {  // not yet opened by other processes; guarded likewise
   static auto* const files = new std::set<int>;
   return *files;
 }
@@ -135,7 +135,7 @@ ncclResult_t init(ncclComm_t* comm, int size, const ncclUniqueId& id, int rank, 
   return result;
 }
 
-// Every rank has said which process group it wants to be in: ranks of a color are ordered by key, then by their old rank.
+// All ranks have given color and key. Ranks of one color are ordered by key, then by old rank.
 void form_process_groups(ProcessGroup::Split& split) {
   std::stable_sort(split.requests.begin(), split.requests.end(),
                    [](const auto& a, const auto& b) { return std::pair(a.key, a.rank) < std::pair(b.key, b.rank); });
@@ -153,7 +153,7 @@ void form_process_groups(ProcessGroup::Split& split) {
 bool known(ncclComm_t comm) { return Machine::get().communicators.count(comm) != 0; }
 ncclResult_t unknown(const std::string& call) { return error(ncclInvalidArgument, call + ": no such communicator"); }
 
-// As NCCL does, for which graphs have kept something of the communicator.
+// NCCL also waits for graphs that refer to the communicator.
 void wait_for_graphs(Lock& lock, ncclComm_t comm) {
   while (comm->in_graphs.use_count() > 1) {
     lock.unlock();

@@ -1,4 +1,4 @@
-// The functions of hostweave_cpu.h.
+// Implementation of hostweave_cpu.h.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -10,7 +10,7 @@ using namespace hostweave::cpu;
 
 namespace {
 
-// Of hw_cpu_barrier; guarded by the machine's mutex.
+// State of hw_cpu_barrier; guarded by the machine's mutex.
 struct Barrier {
   int arrived = 0;
   std::uint64_t generation = 0;
@@ -92,7 +92,7 @@ void hw_cpu_fail_call(const char* call, int nth) {
 }
 
 void hw_cpu_place(const char* file, int line, const char* call) {
-  // Most calls come again and again from the same few places.
+  // Cache: most calls come from the same few source lines.
   thread_local struct {
     const char *file = nullptr, *call = nullptr;
     Place place;
@@ -149,7 +149,7 @@ cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(voi
     const hw_cpu_range& r = ranges[i];
     op->ranges.push_back(r.write ? write_of(r.pointer, r.bytes, r.rows, r.pitch) : read_of(r.pointer, r.bytes, r.rows, r.pitch));
   }
-  // Words of the strictest alignment that closures have need of.
+  // Elements with the maximum alignment that closures need.
   std::vector<std::max_align_t> copy((closure_bytes + sizeof(std::max_align_t) - 1) / sizeof(std::max_align_t));
   if (closure_bytes != 0) std::memcpy(copy.data(), closure, closure_bytes);
   op->work = [run, copy = std::move(copy)]() mutable { run(copy.data()); };

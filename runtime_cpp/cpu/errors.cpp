@@ -12,7 +12,7 @@ namespace {
 
 using AnyCode = std::variant<cudaError_t, ncclResult_t, cublasStatus_t>;
 
-// The text belongs to one code of one library; asked about another code, the plain name is the answer.
+// The text belongs to one error code of one library. For other codes the plain name is returned.
 struct LastError {
   cudaError_t cuda = cudaSuccess;
   AnyCode text_of;

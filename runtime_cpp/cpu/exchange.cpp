@@ -1,4 +1,4 @@
-// What happens when all ranks of a collective have come: the data moves.
+// Data movement of a collective after all ranks have arrived.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -10,13 +10,13 @@
 namespace hostweave::cpu {
 namespace {
 
-constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // worth waking another worker for
-constexpr std::size_t kAtOnce = 2048;                      // elements whose accumulators stay in the first-level cache
+constexpr std::size_t kPieceBytes = std::size_t{1} << 20;  // minimum bytes per worker
+constexpr std::size_t kAtOnce = 2048;                      // elements whose accumulators fit in the L1 cache
 
 using Inputs = std::vector<const void*>;
 using Outputs = std::vector<void*>;
 
-// Combines elements begin..end of all inputs. A piece is read before any of it is written, so an output may be an input.
+// Reduces elements begin..end of all inputs. Each piece is read completely before it is written, so an output may be an input.
 template <class T, class A, class Combine, class Finish>
 void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end, Combine combine,
                    Finish finish) {
@@ -36,7 +36,7 @@ void reduce_pieces(const Inputs& inputs, const Outputs& outputs, std::size_t beg
   }
 }
 
-// Narrow floats are reduced in f32. Integers wrap around, which only unsigned ones do by the rules of C++.
+// Narrow floats are reduced in f32. Integers are reduced as unsigned, so that they wrap around.
 template <class T>
 void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outputs, std::size_t begin, std::size_t end) {
   using A = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
@@ -51,7 +51,7 @@ void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outpu
       return reduce(sum, [ranks = static_cast<A>(inputs.size())](A a) { return static_cast<A>(a / ranks); });
     case ncclProd:
       return reduce([](A a, A b) { return static_cast<A>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b)); }, same);
-    // A NaN on either side stays.
+    // Propagates NaN.
     case ncclMax:
       return reduce([](A a, A b) { return a > b || a != a ? a : b; }, same);
     case ncclMin:
@@ -61,7 +61,7 @@ void reduce_as(ncclRedOp_t reduction, const Inputs& inputs, const Outputs& outpu
   }
 }
 
-// Every output gets the reduction of all inputs.
+// Writes the reduction of all inputs to every output.
 void reduce(const Match& match, const Inputs& inputs, const Outputs& outputs) {
   constexpr decltype(&reduce_as<float>) by_type[ncclNumTypes] = {
       reduce_as<std::int8_t>,  reduce_as<std::uint8_t>,  reduce_as<std::int32_t>,  reduce_as<std::uint32_t>,
@@ -87,7 +87,7 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
 void Match::exchange() {
   if (bytes() == 0) return;
   const int ranks = static_cast<int>(seats.size());
-  Outputs outputs;  // of one reduction
+  Outputs outputs;  // outputs of one reduction
   for (int to = 0; to < ranks; ++to) {
     for (int from = 0; from < ranks && !reduces(); ++from) {
       const void* const sent = buffered ? buffer.data() : seats[from].send;
@@ -95,7 +95,7 @@ void Match::exchange() {
     }
     if (!reduces() || !data_flows(to, to)) continue;
     outputs.push_back(seats[to].recv);
-    if (kind == CommKind::all_reduce && to + 1 < ranks) continue;  // the others get the same
+    if (kind == CommKind::all_reduce && to + 1 < ranks) continue;  // reduce once, with all outputs
     Inputs inputs;
     for (const Seat& seat : seats) inputs.push_back(at(seat.send, sent_at(to)));
     reduce(*this, inputs, std::exchange(outputs, {}));

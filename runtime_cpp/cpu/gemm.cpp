@@ -13,7 +13,7 @@
 #include "hostweave_cpu.h"
 #include "machine.h"
 
-// The wheel scipy-openblas32 prefixes its symbols, so that it can live beside any other BLAS of the process.
+// The scipy-openblas32 wheel prefixes its symbols, so that it can coexist with other BLAS libraries.
 #ifdef HOSTWEAVE_SCIPY_OPENBLAS
 #define HW_BLAS(name) scipy_##name
 #else
@@ -21,12 +21,12 @@
 #endif
 
 extern "C" {
-// As in cblas.h; the enums are passed as what they are, ints.
+// Declarations as in cblas.h, with enums as ints.
 void HW_BLAS(cblas_sgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, float alpha, const float* a, int lda,
                           const float* b, int ldb, float beta, float* c, int ldc);
 void HW_BLAS(cblas_dgemm)(int order, int transpose_a, int transpose_b, int m, int n, int k, double alpha, const double* a,
                           int lda, const double* b, int ldb, double beta, double* c, int ldc);
-// Weak: a CBLAS other than OpenBLAS has no such functions.
+// Weak, because other CBLAS libraries lack these functions.
 void HW_BLAS(openblas_set_num_threads)(int threads) __attribute__((weak));
 int HW_BLAS(openblas_get_num_threads)(void) __attribute__((weak));
 }
@@ -36,7 +36,7 @@ namespace {
 
 constexpr int kColumnMajor = 102, kNoTranspose = 111, kTranspose = 112;
 
-// D = alpha op(A) op(B) + beta D, where A and B are of the type that BLAS computes in.
+// D = alpha op(A) op(B) + beta D, with A and B in the compute type.
 template <class T>
 void multiply(const Gemm& g, const Operand& d) {
   const auto run = [&](auto gemm) {
@@ -50,14 +50,14 @@ void multiply(const Gemm& g, const Operand& d) {
   }
 }
 
-// The workers are the threads; OpenBLAS's own would fight them for the cores, and its pool serves one call at a time.
+// Parallelism comes from the workers. OpenBLAS's threads would compete for cores, and its pool serves one call at a time.
 void use_one_thread() {
   if (HW_BLAS(openblas_set_num_threads) && HW_BLAS(openblas_get_num_threads) && HW_BLAS(openblas_get_num_threads)() != 1) {
     HW_BLAS(openblas_set_num_threads)(1);
   }
 }
 
-// Memory that a thread keeps from matmul to matmul: fresh pages would cost more than the conversions into them.
+// Per-thread memory reused between matmuls: page faults would cost more than the conversions.
 using Scratch = std::vector<float>;
 
 float* at_least(std::size_t size, Scratch& scratch) {
@@ -87,7 +87,7 @@ template <class T>
 void activate(T* column, std::int64_t rows, Gemm::Activation activation) {
   if (activation == Gemm::Activation::relu) {
     for (std::int64_t i = 0; i < rows; ++i) column[i] = column[i] < 0 ? T{0} : column[i];
-  } else if (activation == Gemm::Activation::gelu) {  // by tanh, as cuBLASLt's
+  } else if (activation == Gemm::Activation::gelu) {  // tanh approximation, as in cuBLASLt
     for (std::int64_t i = 0; i < rows; ++i) {
       const T x = column[i];
       column[i] = T(0.5) * x * (T(1) + std::tanh(T(0.7978845608028654) * (x + T(0.044715) * x * x * x)));
@@ -107,7 +107,7 @@ void finish(const Gemm& g, const Operand& d) {
   }
 }
 
-// Where all of it is of the type that BLAS computes in.
+// All matrices have the compute type.
 template <class T>
 void run_plain(const Gemm& g) {
   if (g.beta != 0 && g.c.at != g.d.at) {
@@ -132,7 +132,7 @@ Operand as_floats(const Operand& matrix, std::int64_t inner, std::int64_t outer,
   return {CUDA_R_32F, std::max<std::int64_t>(inner, 1), copy};
 }
 
-// The operands are floats already; the result may have to be rounded.
+// f32 operands; rounds the result if needed.
 void run_float(const Gemm& g) {
   if (g.d.type == CUDA_R_32F && (g.beta == 0 || g.c.type == CUDA_R_32F)) return run_plain<float>(g);
   thread_local Scratch scratch;
@@ -147,7 +147,7 @@ void run_float(const Gemm& g) {
   }
 }
 
-// An operand of 8-bit floats times its scales, which doubles have without rounding.
+// 8-bit operand times its scales, exact in double.
 Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double>& memory) {
   memory.resize(std::max<std::int64_t>(scales.k * scales.outer, 1));
   std::array<double, 256> values;
@@ -167,7 +167,7 @@ Operand unscaled(const Operand& matrix, const Scales& scales, std::vector<double
   return {CUDA_R_64F, std::max<std::int64_t>(scales.k, 1), memory.data()};
 }
 
-// Of 8-bit floats that were scaled: added up in doubles, and rounded once.
+// Scaled 8-bit operands: accumulated in double and rounded once.
 void run_scaled(const Gemm& g) {
   std::vector<double> memory(g.m * g.n);
   const Operand d{CUDA_R_64F, g.m, memory.data()};
@@ -183,7 +183,7 @@ void run_scaled(const Gemm& g) {
   }
 }
 
-// Cuts D along its longer side into one block for each worker that has nothing else to do.
+// Splits D along its longer side into one block per idle worker.
 void in_blocks(const Gemm& g, void (*run_block)(const Gemm&)) {
   constexpr std::int64_t narrowest = 64, worthwhile = 2 << 20;
   const bool by_column = g.n >= g.m;
@@ -228,7 +228,7 @@ void run(Gemm g) {
 void hw_cpu_multiply(const float* a, std::int64_t a_pitch, const float* b, std::int64_t b_pitch, bool b_transposed, float* c,
                      std::int64_t c_pitch, std::int64_t m, std::int64_t n, std::int64_t k, float beta) {
   using namespace hostweave::cpu;
-  Gemm g;  // of column-major matrices: c' = b' a'
+  Gemm g;  // column-major: c' = b' a'
   g.transpose_a = b_transposed;
   g.m = n, g.n = m, g.k = k, g.beta = beta;
   g.a = {CUDA_R_32F, b_pitch, const_cast<float*>(b)}, g.b = {CUDA_R_32F, a_pitch, const_cast<float*>(a)};

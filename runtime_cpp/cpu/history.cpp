@@ -20,7 +20,7 @@ std::optional<History::Conflict> History::note(const Ranges& ranges, const Acces
   return first;
 }
 
-// Makes `address` a boundary, and returns the first segment that begins at or after it.
+// Splits at `address`, and returns the first segment that begins at or after it.
 History::Segments::iterator History::split_at(std::uintptr_t address) {
   auto next = segments_.lower_bound(address);
   if (next == segments_.begin()) return next;
@@ -65,7 +65,7 @@ std::optional<History::Conflict> History::note_piece(std::uintptr_t begin, std::
     begin = segment.end;
     ++it;
   }
-  // A whole write joins its segments again, so that the map does not grow by every boundary ever seen.
+  // A write merges its segments, so that the map does not grow without bound.
   if (write) {
     auto last = std::prev(it);
     auto first = last;

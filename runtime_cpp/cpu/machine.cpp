@@ -21,7 +21,7 @@ HostThread& this_thread() {
   return owner.thread;
 }
 
-// Never destroyed: workers and the program's own static objects may outlive any order of destruction.
+// Never destroyed, because workers and static objects of the program may still use it at exit.
 Machine& Machine::get() {
   static Machine* const machine = new Machine;
   return *machine;
@@ -160,7 +160,7 @@ std::vector<OpPtr> Machine::tails(int device) {
   return tails;
 }
 
-// --- what the hosts know
+// --- clocks of the hosts
 
 Machine::HostSide& Machine::host_side(int device) {
   auto it = hosts_.find(device);
@@ -182,7 +182,7 @@ std::optional<std::string> Machine::illegal_access(const Ranges& ranges, int dev
     if (range.begin == 0) return "a null pointer";
     std::uintptr_t base = 0;
     const Allocation* const allocation = memory.find(range.begin, &base);
-    if (!allocation) continue;  // memory of the host program, which the CPU device takes as any device's
+    if (!allocation) continue;  // memory of the host program, which may stand for any device's
     if (range.end() > base + allocation->bytes) {
       return "bytes " + std::to_string(range.begin - base) + " to " + std::to_string(range.end() - base) +
              " of an allocation of " + std::to_string(allocation->bytes);
@@ -198,7 +198,7 @@ void Machine::learn_retired(int device) {
   if (checking_) learn(this_thread().device, std::make_shared<Clock>(host_side(device).retired));
 }
 
-// --- the life of an op
+// --- op execution
 
 void Machine::enqueue(Lock& lock, OpPtr op, Stream& stream) {
   HostThread& thread = this_thread();
@@ -251,7 +251,7 @@ void Machine::evaluate(Stream& stream) {
   if (!seeded() && idle_workers_ > 0) workers_wake_.notify_one();
 }
 
-// One step of a stream that has been taken out of the ready list.
+// One step of a stream that was taken from the ready list.
 void Machine::advance(Lock& lock, Stream& stream) {
   const OpPtr op = stream.queue.front();
   const auto wait_in_flight = [&] {
@@ -269,7 +269,7 @@ void Machine::advance(Lock& lock, Stream& stream) {
     std::string problem;
     try {
       op->work();
-    } catch (const std::exception& error) {  // of a kernel
+    } catch (const std::exception& error) {  // thrown by a kernel
       problem = error.what();
     }
     lock.lock();
@@ -281,11 +281,11 @@ void Machine::advance(Lock& lock, Stream& stream) {
     const bool left_in_buffer = match.kind == CommKind::send_recv && match.buffered && part.index == 0;
     if (!left_in_buffer && match.state == Match::State::open) exchange(lock, match);
   }
-  if (failed_) {  // the queues are gone, and the stream may be too
+  if (failed_) {  // the queues are gone, and maybe the stream
     workers_idle_.notify_all();
     return;
   }
-  // Between two of its exchanges another rank may have begun the next one of them.
+  // Another rank may already have begun the next exchange of the group.
   for (const Part& part : op->parts) {
     if (!part.match->satisfied(part.index)) return wait_in_flight();
   }
@@ -312,7 +312,7 @@ void Machine::begin(Stream& stream, Op& op) {
     const std::uint32_t epoch = stream.clock.tick(stream.lane);
     if (const auto conflict = history.note(op.ranges, {stream.lane, epoch, op.name}, stream.clock)) {
       const bool ours = memory.find(conflict->range.begin) != nullptr;
-      // The heap gives the same host memory to several ranks in turn, in an order that the device cannot see.
+      // The heap may pass host memory from one rank to another, in an order that the device cannot see.
       if (ours || conflict->earlier.name.device == stream.device) {
         fail(conflict_report(*conflict, op.name, conflict->range));
         return;
@@ -328,8 +328,8 @@ void Machine::begin(Stream& stream, Op& op) {
   take_seats(stream, op);
 }
 
-// Notes a communication, and returns an earlier one over another channel that it does not know of. NCCL may start the two in
-// another order on another rank, where each holds part of its device while it waits for the other ranks.
+// Records a communication, and returns an earlier unordered one over another channel. NCCL may start the two in another order on
+// another rank; each then occupies its device while it waits, which can deadlock.
 std::optional<OpName> Machine::over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch) {
   std::optional<OpName> found;
   auto& posted = posted_[stream.device];
@@ -345,14 +345,14 @@ std::optional<OpName> Machine::over_another_channel(const Stream& stream, const 
   return found;
 }
 
-// Whoever reads an output too early shall not find the right answer of an earlier call there.
+// Overwrites outputs, so that a premature read does not find correct results of an earlier call.
 void Machine::poison(const Op& op) {
   for (const Range& range : op.ranges) {
     if (!range.write || range.scratch) continue;
     for (std::size_t row = 0; row < (range.empty() ? 0 : range.rows); ++row) {
       std::uintptr_t at = range.begin + row * range.pitch;
       const std::uintptr_t end = at + range.bytes;
-      while (at < end) {  // from one input in this row to the next
+      while (at < end) {  // between the inputs in this row
         std::uintptr_t stop = end, next = end;
         for (const Range& input : op.ranges) {
           if (input.write || input.empty() || input.end() <= at || input.begin >= stop) continue;
@@ -411,11 +411,11 @@ void Machine::end(Stream& stream, Op& op) {
     }
     op.clock = std::make_shared<Clock>(stream.clock);
   }
-  // The streams of the others are in matches that this op was part of; they must not reach a stream that is gone.
+  // Other ops may keep the matches alive; they must not refer to this stream after its destruction.
   for (const Part& part : op.parts) part.match->seats[part.index].stream = nullptr;
   for (const SignalTurn& turn : op.gives) {
     SignalCount& count = *turn.count;
-    if (turn.number <= count.value) continue;  // one that was given after it has overtaken it
+    if (turn.number <= count.value) continue;  // a later signal has overtaken it
     count.value = turn.number;
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);

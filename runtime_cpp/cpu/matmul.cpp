@@ -19,7 +19,7 @@ namespace {
 std::atomic<std::uint64_t> live_matmuls = 0;
 
 constexpr int kMostAlgorithms = 8;
-constexpr auto kSlowness = std::chrono::milliseconds(10);  // of an algorithm, for each that comes behind it
+constexpr auto kSlowness = std::chrono::milliseconds(10);  // delay of an algorithm per faster one, for tests of tuning
 std::atomic<int> algorithms = 1;
 std::array<std::atomic<std::uint64_t>, kMostAlgorithms> runs;
 
@@ -46,7 +46,7 @@ struct Layout {
 Desc* content(cublasLtMatmulDesc_t desc) { return reinterpret_cast<Desc*>(desc); }
 Layout* content(cublasLtMatrixLayout_t layout) { return reinterpret_cast<Layout*>(layout); }
 
-// An attribute of a descriptor, and what keeps its value.
+// An attribute of a descriptor, with its storage.
 struct Field {
   template <class T>
   Field(int attribute, T& value) : attribute(attribute), value(&value), bytes(sizeof value) {}
@@ -80,7 +80,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
-// What Hopper's cuBLASLt does not do with 8-bit floats.
+// Restrictions of cuBLASLt on Hopper for 8-bit floats.
 const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
@@ -92,7 +92,7 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b) {
   return a.batch_count > 1 ? "of batches of 8-bit floats" : nullptr;
 }
 
-// Types, shapes and layouts that go together; what the heuristic and the matmul both ask.
+// Validates types, shapes and layouts, for the heuristic and the matmul.
 cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const Layout& c, const Layout& d) {
   const auto narrow = [](const Layout& l) { return l.type == CUDA_R_16F || l.type == CUDA_R_16BF || l.type == CUDA_R_32F; };
   const bool all_double = a.type == CUDA_R_64F && b.type == CUDA_R_64F && c.type == CUDA_R_64F && d.type == CUDA_R_64F;
@@ -233,7 +233,7 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t prefer
 }
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
-  // All of them narrow down the choice among algorithms, and here none needs anything.
+  // Preferences only restrict algorithms; they have no effect here.
   std::uint64_t wide;
   std::uint32_t narrow;
   return set({{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, wide},
@@ -299,7 +299,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (g.beta != 0) add_ranges(op->ranges, c, lc, false);
   add_ranges(op->ranges, d, ld, true);
   if (has_bias) op->ranges.push_back(read_of(desc.bias, ld.rows * type_size(ld.type)));
-  // cuBLASLt may use all of the workspace, so two matmuls at once must not share one.
+  // cuBLASLt may use the whole workspace, so concurrent matmuls must not share one.
   if (workspace && workspace_bytes != 0) op->ranges.push_back(scratch_of(workspace, workspace_bytes));
   const int chosen = algorithm ? static_cast<int>(algorithm->data[0] % kMostAlgorithms) : 0;
   op->work = [g, la, lb, lc, ld, chosen] {

@@ -13,16 +13,16 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr std::size_t kPattern = std::size_t{2} << 20;
-constexpr std::size_t kAlignment = 256;  // what cudaMalloc promises
+constexpr std::size_t kAlignment = 256;  // alignment of cudaMalloc
 
-// The address sanitizer knows the ends of heap blocks only.
+// AddressSanitizer detects overruns of heap blocks only.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr std::size_t kMapFrom = SIZE_MAX;
 #else
 constexpr std::size_t kMapFrom = kPattern;
 #endif
 
-int pattern_file() {  // 2 MiB of 0xff, in memory
+int pattern_file() {  // in-memory file with 2 MiB of 0xff
   static const int file = [] {
     const int fd = memfd_create("hostweave_nan", MFD_CLOEXEC);
     if (fd < 0) return -1;
@@ -32,7 +32,7 @@ int pattern_file() {  // 2 MiB of 0xff, in memory
   return file;
 }
 
-// Mapping one pattern over and over costs nothing until a page is written.
+// Maps the pattern repeatedly, copy-on-write: free until a page is written.
 bool map_pattern(void* base, std::size_t bytes) {
   const int file = pattern_file();
   if (file < 0) return false;
@@ -49,7 +49,7 @@ void* map_memory(std::size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (base == MAP_FAILED) return nullptr;
   if (!map_pattern(base, bytes)) {
-    // Out of mappings: the whole range anew, filled by hand.
+    // Out of mappings: map the whole range again and fill it.
     if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED) {
       munmap(base, bytes);
       return nullptr;

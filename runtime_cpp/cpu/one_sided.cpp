@@ -1,4 +1,4 @@
-// NCCL's one-sided calls: windows, puts into them, and signals, which are counts that a stream can wait for.
+// NCCL's one-sided calls: windows, puts, and counted signals.
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,9 +24,9 @@ struct ncclWindow_vidmem {
 namespace hostweave::cpu {
 namespace {
 
-constexpr int kSignals = SharedGroup::kSignals;  // numbers of signals
-// What graphs give and wait for is counted apart from what calls do, and under a third number what was waited for: there a signal
-// is not given before the one before it has been waited for.
+constexpr int kSignals = SharedGroup::kSignals;  // signal numbers
+// Signals of graphs have separate counters from those of calls. A third counter holds consumed signals; with it, a signal is
+// given only after the previous one has been consumed.
 constexpr int kInGraphs = kSignals, kTaken = 2 * kSignals;
 
 std::set<ncclWindow_t>& known_windows() {  // guarded by the machine's mutex
@@ -78,7 +78,7 @@ std::string different_bytes(std::size_t theirs, int device, std::size_t ours) {
 
 using Make = std::function<OpPtr(bool in_graph)>;
 
-// Puts what `make` returns on a stream: where that is captured, by each launch, as signals are counted then.
+// Enqueues the op that `make` returns. During capture, each launch calls `make`, because signals are counted then.
 ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Make& make, bool in_graph = false) {
   Stream* const stream = Machine::get().find_stream(handle);
   const auto again = [comm, make, in_graph = comm->in_graphs](Lock& lock, Stream& on) {
@@ -93,7 +93,7 @@ ncclResult_t enqueue(Lock& lock, ncclComm_t comm, cudaStream_t handle, const Mak
   return result == cudaSuccess ? ncclSuccess : error(ncclInvalidArgument, cudaGetErrorString(result));
 }
 
-// Has an op do its work, and then give a signal.
+// Makes an op run its work and then give a signal.
 void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, std::function<void()> work) {
   const SignalTurn turn = next_signal(comm, peer, number + (in_graph ? kInGraphs : 0));
   const std::uint64_t before = turn.number - 1;
@@ -113,7 +113,7 @@ void give_after(Op& op, ncclComm_t comm, int peer, int number, bool in_graph, st
   });
 }
 
-// The counts of signals are where all processes see them.
+// Signal counters are in shared memory.
 void await_across_processes(Op& op, const ncclComm& comm, const std::vector<ncclWaitSignalDesc_t>& awaited, bool in_graph) {
   std::vector<std::uint64_t> turns;
   for (const SignalTurn& turn : std::exchange(op.awaits, {})) turns.push_back(turn.number);
@@ -146,13 +146,13 @@ OpPtr wait_op(ncclComm_t comm, const std::vector<ncclWaitSignalDesc_t>& awaited,
   return op;
 }
 
-// What a rank tells the others of the memory that it registers.
+// Description of registered memory for other ranks.
 struct Registration {
   SharedFile file;
   std::uint64_t offset, bytes;
 };
 
-// Of ranks that are processes: tells where this rank's memory is, and maps that of the others. Null, and why, where it cannot.
+// For ranks that are processes: exchanges file descriptors and maps the others' memory. Returns null and sets `why` on failure.
 std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, char* memory, std::size_t bytes,
                                                    std::string& why) {
   Machine& machine = Machine::get();
@@ -179,7 +179,7 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     lock.lock();
     return !machine.failed();
   };
-  wait_for_ops(lock, comm);  // what was issued before uses the same way to the others
+  wait_for_ops(lock, comm);  // earlier ops use the same shared memory
   if (!exchange()) return nullptr;
   auto windows = std::make_shared<Windows>();
   windows->bytes = bytes;
@@ -195,12 +195,12 @@ std::shared_ptr<Windows> register_across_processes(Lock& lock, ncclComm_t comm, 
     if (!mapped) return nullptr;
     windows->bases.push_back(mapped + there.offset);
   }
-  if (!exchange()) return nullptr;  // so that nobody frees memory that another rank has still to map
+  if (!exchange()) return nullptr;  // barrier: no rank frees memory that another has yet to map
   windows->arrived = size;
   return windows;
 }
 
-// Whether these bytes of a rank lie in a window of its process group.
+// True if these bytes of a rank lie in a window of its process group.
 bool in_window(ncclComm_t comm, const void* begin, std::size_t bytes) {
   const auto* const first = static_cast<const char*>(begin);
   return std::ranges::any_of(known_windows(), [&](const ncclWindow_t window) {

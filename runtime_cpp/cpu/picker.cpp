@@ -8,7 +8,7 @@
 namespace hostweave::cpu {
 namespace {
 
-std::uint64_t mix(std::uint64_t x) {  // splitmix64: neighbouring seeds must not give similar schedules
+std::uint64_t mix(std::uint64_t x) {  // SplitMix64, so that adjacent seeds give different schedules
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -26,7 +26,7 @@ Picker::Kind choose(int kind, std::uint64_t seed) {
 }  // namespace
 
 Picker::Picker(std::uint64_t seed, int kind) : random_(mix(seed)), mixed_(mix(~seed)), kind_(choose(kind, seed)) {
-  // How many steps a program takes is not known beforehand, so the rate of change varies with the seed instead.
+  // The number of steps is unknown in advance, so the rate of priority changes depends on the seed.
   constexpr std::array<std::uint64_t, 4> rates = {0, 256, 64, 16};
   change_every_ = rates[draw(rates.size())];
 }
@@ -51,7 +51,7 @@ std::size_t Picker::pick(const std::vector<Candidate>& candidates) {
   } else {
     std::vector<std::size_t> hosts;
     for (std::size_t i = 0; i < candidates.size(); ++i) {
-      // A host that polls has been demoted; it must not starve what it polls for.
+      // A polling host was demoted, so that it does not starve the work that it polls for.
       if (candidates[i].host && (*candidates[i].priority == 0 || *candidates[i].priority >= (1ull << 32))) hosts.push_back(i);
     }
     const bool any_stream = std::ranges::any_of(candidates, &Candidate::stream);

@@ -1,4 +1,4 @@
-// How the machine speaks of ops, conflicts and deadlocks.
+// Texts of reports about ops, conflicts and deadlocks.
 #include <algorithm>
 #include <cstring>
 #include <set>
@@ -16,7 +16,7 @@ std::string place_text(const Place& place) {
   return " (" + file.substr(file.rfind('/') + 1) + ":" + std::to_string(place.line) + ")";
 }
 
-// The n-th argument of a call's source text: "f(a, g(b, c), d)" has "g(b, c)" as its number 1.
+// n-th argument in a call's source text: number 1 of "f(a, g(b, c), d)" is "g(b, c)".
 std::string argument(const char* call, int n) {
   if (!call || n < 0) return "";
   const char* at = std::strchr(call, '(');

@@ -19,10 +19,10 @@ namespace hostweave::cpu {
 namespace {
 
 constexpr std::size_t kRingBytes = std::size_t{256} << 10;
-constexpr std::size_t kLine = 64;         // of the cache
-constexpr timespec kLook{0, 50'000'000};  // between looks at whether the ranks were stopped
+constexpr std::size_t kLine = 64;         // cache line size
+constexpr timespec kLook{0, 50'000'000};  // interval between checks for a failure
 
-// Threads of other processes, too, so that std::atomic::wait is of no use.
+// Futex, because std::atomic::wait does not work across processes.
 void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT, value, &kLook, nullptr, 0);
 }
@@ -58,27 +58,27 @@ bool Traffic::done() const {
   return std::ranges::all_of(out, empty) && std::ranges::all_of(in, empty);
 }
 
-// All zeros is how it begins.
+// Zero-initialised.
 struct SharedGroup::Segment {
   struct Seat {
-    alignas(kLine) std::atomic<std::uint32_t> bell;  // moves when something has changed for this rank
-    std::atomic<std::int32_t> device;                // plus one
+    alignas(kLine) std::atomic<std::uint32_t> bell;  // incremented when something changes for this rank
+    std::atomic<std::int32_t> device;                // device + 1
   };
   std::uint64_t token;
-  std::atomic<std::int32_t> size;  // as the first rank has it
+  std::atomic<std::int32_t> size;  // set by the first rank
   std::atomic<std::int32_t> arrived;
   Seat seats[kRanks];
-  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // given, by sender, receiver and number
+  std::atomic<std::uint64_t> signals[kRanks][kRanks][kCounts];  // given signals by sender, receiver and number
 };
 
-// The bytes that one rank sends to another.
+// Ring buffer from one rank to another.
 struct SharedGroup::Ring {
   alignas(kLine) std::atomic<std::uint64_t> written;
   alignas(kLine) std::atomic<std::uint64_t> read;
   alignas(kLine) char bytes[kRingBytes];
 };
 
-// Pages that nobody touches take no memory.
+// Sparse: untouched pages take no memory.
 int SharedGroup::make(std::uint64_t token) {
   const int file = new_shared_file(sizeof(Segment) + sizeof(Ring) * kRanks * kRanks);
   if (file < 0) return -1;
@@ -176,7 +176,7 @@ bool SharedGroup::advance(std::atomic<std::uint64_t>& count, std::uint64_t end, 
     const auto then = std::move(piece.then);
     pieces.pop_front();
     if (then) then();
-    if (Machine::get().failed()) return false;  // what follows is not what this rank expects
+    if (Machine::get().failed()) return false;  // the data may be inconsistent
   }
   if (now == begun) return false;
   count.store(now, std::memory_order_release);

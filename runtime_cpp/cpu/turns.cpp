@@ -1,5 +1,5 @@
-// The seeded mode: one thing at a time. Rank threads hand one turn around; whoever has it lets the picker choose
-// among the threads that can go on and the streams that can make a step, until the choice falls on itself.
+// Seeded mode: one step at a time. Rank threads pass a turn around. The holder lets the picker choose among runnable threads and
+// streams, and runs stream steps, until the choice is itself.
 #include <algorithm>
 #include <chrono>
 
@@ -33,7 +33,7 @@ std::chrono::steady_clock::time_point Machine::deadline() const {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(config.timeout_seconds));
 }
 
-// Parks until the turn comes. The holder may be lost in something that the device cannot see.
+// Waits for the turn. The holder may be blocked outside the device, hence the timeout.
 void Machine::await_turn(Lock& lock, HostThread& me) {
   auto end = deadline();
   std::uint64_t seen = picker->steps();
@@ -53,7 +53,7 @@ void Machine::await_turn(Lock& lock, HostThread& me) {
 }
 
 bool Machine::wait_seeded(Lock& lock, HostThread& me) {
-  if (me.attached && turn_ != &me) {  // it has just come, and some other holds the turn or will be the first to
+  if (me.attached && turn_ != &me) {  // it has just attached, and another thread holds the turn or will get it first
     await_turn(lock, me);
     return !failed_;
   }
@@ -65,7 +65,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
         fail(deadlock_report());
         return false;
       }
-      // Another thread that has not attached may still come with what this one waits for.
+      // A thread that has not attached may still provide what this one waits for.
       hand_turn(nullptr);
       me.inside = false;
       waiting_.push_back(&me);
@@ -92,7 +92,7 @@ bool Machine::wait_seeded(Lock& lock, HostThread& me) {
   return false;
 }
 
-// The holder leaves: steps are made until some other thread can take over.
+// The holder leaves: makes steps until another thread can take over.
 void Machine::pass_turn_on(Lock& lock) {
   while (!failed_ && !attached_.empty()) {
     const std::vector<Candidate> all = choices(nullptr);
@@ -161,7 +161,7 @@ void Machine::attach(Lock& lock, int rank) {
   attached_.insert(place, &me);
   round_started_ = ++arrived_ >= expected_ranks();
   if (!seeded() || failed_) return;
-  if (round_started_) turn_ = &me;  // the last to come lets the picker choose who is first
+  if (round_started_) turn_ = &me;  // the last thread to attach lets the picker choose the first
   wait(lock, "its first turn", [] { return true; });
 }
 

@@ -1,4 +1,4 @@
-// The parallel mode: a pool of workers that runs stream heads as they become ready.
+// Parallel mode: a pool of workers that runs stream heads as they become ready.
 #include <algorithm>
 #include <chrono>
 
@@ -68,7 +68,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   std::uint64_t seen = progress_;
   while (!failed_ && !me.ready()) {
     if (me.wake.wait_until(lock, end) == std::cv_status::no_timeout) continue;
-    // Work that takes long is not a deadlock, and neither is a rank that is still making progress.
+    // Long-running work is not a deadlock, and neither is a rank that makes progress.
     if (seen == progress_ && running_ == 0 && ready_.empty() && !me.ready() && !failed_) {
       fail(deadlock_report() + "\n  (no progress for " + std::to_string(config.timeout_seconds) + " seconds)");
     }
@@ -79,7 +79,7 @@ bool Machine::wait_parallel(Lock& lock, HostThread& me) {
   return !failed_;
 }
 
-// When every rank thread has come, and those that are still here all wait, and nothing runs: nothing ever will.
+// Deadlock: every rank thread has attached, all remaining ones wait, and nothing is running.
 void Machine::find_deadlock() {
   if (failed_ || !round_started_ || attached_.empty() || running_ != 0 || !ready_.empty()) return;
   for (const HostThread* thread : attached_) {

@@ -1,4 +1,4 @@
-// The custom call of XLA by which JAX calls programs: hands the addresses of its arrays, and XLA's stream, to Python.
+// XLA custom call through which JAX calls programs. Passes array addresses and XLA's stream to Python.
 #include <cstdint>
 #include <vector>
 
@@ -8,7 +8,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// 0, or 1 with what went wrong in `problem`.
+// Returns 0, or 1 with an error message in `problem`.
 using Call = int (*)(int64_t key, void* const* arrays, void* stream, char* problem, int64_t bytes);
 Call call = nullptr;
 

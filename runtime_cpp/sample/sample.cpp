@@ -82,7 +82,7 @@ void Block::each(const std::function<void(int64_t, int64_t)>& visit) const {
   }
 }
 
-int sample_digit(uint64_t seed, uint64_t index) {  // by SplitMix64 (Steele, Lea and Flood 2014)
+int sample_digit(uint64_t seed, uint64_t index) {  // SplitMix64 (Steele, Lea and Flood 2014)
   uint64_t bits = ((seed << 40) + index + 1) * 0x9e3779b97f4a7c15;
   bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
   bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;

@@ -9,7 +9,7 @@ namespace hw {
 
 struct Arena::Memory {
   DeviceMemory current;
-  std::vector<DeviceMemory> of_graphs;  // that was outgrown
+  std::vector<DeviceMemory> of_graphs;  // outgrown, but graphs may use it
 };
 
 Arena::Arena() = default;

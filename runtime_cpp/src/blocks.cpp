@@ -7,7 +7,7 @@ namespace hw {
 namespace {
 
 struct Place : Blocks::Block {
-  std::vector<int64_t> start, length;  // in each dim of the tensor
+  std::vector<int64_t> start, length;  // per dim of the tensor
 };
 
 Place place_of(int64_t number, const std::vector<Cut>& dims) {
@@ -18,7 +18,7 @@ Place place_of(int64_t number, const std::vector<Cut>& dims) {
     block.start[i] = dims[i].start(at);
     block.length[i] = dims[i].start(at + 1) - block.start[i];
   }
-  // Before it are, in each dim, those that begin earlier there and have the same place in the dims before.
+  // Preceding blocks: for each dim, those that start earlier in it and have the same position in the dims before.
   for (size_t i = 0; i < ndim; ++i) {
     block.offset = block.offset * dims[i].size + block.count * block.start[i];
     block.count *= block.length[i];
@@ -36,11 +36,11 @@ Blocks::Blocks(std::initializer_list<Cut> dims) { dims_->cut = dims; }
 
 Blocks::Block Blocks::operator[](int64_t number) const { return place_of(number, dims_->cut); }
 
-// Rows that lie equally far from one another go in one call: those of the last two dims that are cut, and of what is between.
+// Equally spaced rows are copied in one call: the last two split dims and those between.
 cudaError_t Blocks::copy(const void* src, void* dst, size_t itemsize, bool packs, cudaStream_t stream) const {
   const std::vector<Cut>& dims = dims_->cut;
   int64_t blocks = 1;
-  size_t inner = 0, outer = 0;  // the last dim that is cut, and the one before
+  size_t inner = 0, outer = 0;  // the last split dim, and the one before
   for (size_t i = 0; i < dims.size(); ++i) {
     blocks *= dims[i].blocks;
     if (dims[i].blocks > 1) outer = std::exchange(inner, i);

@@ -1,4 +1,4 @@
-// The kernels of plans for products of few rows.
+// Kernels of plans for matmuls with few rows.
 #include "hostweave/few_rows.h"
 
 namespace hw {
@@ -20,7 +20,7 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
   });
 }
 
-// No templates: nvcc gives those no name that another file can launch them by.
+// Macros instead of templates: nvcc exports no names of template instances that another file could launch.
 #define HW_PRODUCT(name, T, Result, kTransposed, kThreads)                                                                     \
   __global__ void __launch_bounds__(kThreads, kLargeProductThreads / kThreads) name(FewRows<T, 1> p, ProductEnd<Result> end) { \
     multiply<kTransposed, kThreads>(p, end);                                                                                   \
@@ -28,7 +28,7 @@ __device__ void multiply(const FewRows<T, 1>& p, const ProductEnd<Result>& end) 
 #define HW_PRODUCTS(T, Result)                                     \
   HW_PRODUCT(multiply_few_rows, T, Result, false, kProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed, T, Result, true, kProductThreads)
-// What a block keeps of its warps is twice as much, which would leave the others less of the cache if one kernel were both.
+// Separate kernels: large blocks need twice the shared memory, which would reduce the L1 cache of the others.
 #define HW_LARGE_PRODUCTS(T, Result)                                                    \
   HW_PRODUCT(multiply_few_rows_by_large_blocks, T, Result, false, kLargeProductThreads) \
   HW_PRODUCT(multiply_few_rows_transposed_by_large_blocks, T, Result, true, kLargeProductThreads)

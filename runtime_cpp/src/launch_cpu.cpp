@@ -14,7 +14,7 @@ struct Dim {
   int64_t size, stride;
 };
 
-// The dims from the widest stride to the narrowest, neighbours merged that one stride covers.
+// Dims sorted by decreasing stride, with adjacent dims merged if one stride covers both.
 std::vector<Dim> merged(const Access<const void>& access) {
   std::vector<Dim> dims;
   if (access.count >= 0) dims.push_back({access.count, 1});
@@ -58,7 +58,7 @@ void add_ranges(const Access<const void>& access, size_t itemsize, std::vector<h
   }
 }
 
-// Where the kernel that this thread launches puts what it touches.
+// Destination of the accesses of the kernel that this thread is launching.
 thread_local std::optional<std::vector<hw_cpu_range>>* told = nullptr;
 
 }  // namespace

@@ -20,35 +20,35 @@
 namespace hw {
 namespace {
 
-constexpr uint32_t kAlignment = 16;              // of operands, that the fast kernels ask for
-constexpr size_t kMostPlans = 4096;              // of one product in a program, some 2 KiB each
-constexpr int kMeasured = 16;                    // algorithms of a product, of those that are recommended the first
-constexpr int kTimings = 7;                      // of each
-constexpr float kClearly = 0.98f;                // what differs by less may be as fast
-constexpr int64_t kScaledStep = 16;              // elements: k and n of products of 8-bit floats divide by it
-constexpr int64_t kScaledBlock = 128;            // elements that have a scale together
-constexpr int64_t kScalesStep = 4;               // scales of a row of blocks, a multiple of it
-constexpr size_t kColdBytes = size_t{64} << 20;  // more than caches hold
+constexpr uint32_t kAlignment = 16;              // operand alignment in bytes that fast kernels need
+constexpr size_t kMostPlans = 4096;              // maximum plans per matmul, about 2 KiB each
+constexpr int kMeasured = 16;                    // number of recommended algorithms that are measured
+constexpr int kTimings = 7;                      // timings per algorithm
+constexpr float kClearly = 0.98f;                // ratio below which an algorithm counts as faster
+constexpr int64_t kScaledStep = 16;              // k and n of 8-bit matmuls must be multiples of it
+constexpr int64_t kScaledBlock = 128;            // elements per scale
+constexpr int64_t kScalesStep = 4;               // the number of scales per row of blocks is a multiple of it
+constexpr size_t kColdBytes = size_t{64} << 20;  // larger than the caches
 
 struct Matrix {
   int64_t rows, columns, row_stride, column_stride;
 
   Matrix transposed() const { return {columns, rows, column_stride, row_stride}; }
-  // Whether the elements of a row lie side by side; otherwise those of a column do.
+  // True if rows are contiguous; otherwise columns are.
   bool row_major() const { return column_stride == 1 || columns == 1; }
-  int64_t span() const { return (rows - 1) * row_stride + (columns - 1) * column_stride + 1; }  // from the first to past the last
+  int64_t span() const { return (rows - 1) * row_stride + (columns - 1) * column_stride + 1; }  // extent in elements
   bool valid() const { return row_major() || row_stride == 1 || rows == 1; }
   int64_t leading_dimension() const {
     return row_major() ? std::max(rows == 1 ? 0 : row_stride, columns) : std::max(columns == 1 ? 0 : column_stride, rows);
   }
 };
 
-// A leading dim, and how far apart its matrices lie in each operand: 0 where the operand is broadcast.
+// A leading dim, and the stride of its matrices in each operand; 0 if the operand is broadcast.
 struct Batch {
   int64_t count = 1, a = 0, b = 0, c = 0;
 };
 
-// One strided-batched product, repeated over `outer`.
+// One strided-batched matmul, repeated over `outer`.
 struct Problem {
   Matrix a, b, c;
   Batch batch;
@@ -65,7 +65,7 @@ int64_t batch_stride(const Strided& x, int dim_from_last) {
   return i < 0 || x.shape[i] == 1 ? 0 : x.strides[i];
 }
 
-// The leading dims from the innermost out, neighbours merged where one stride covers both in all operands.
+// Leading dims, innermost first, with adjacent dims merged if one stride covers both in all operands.
 std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c) {
   std::vector<Batch> result;
   for (int dim = 3; dim <= c.shape.ndim; ++dim) {
@@ -83,7 +83,7 @@ std::vector<Batch> batches(const Strided& a, const Strided& b, const Strided& c)
   return result;
 }
 
-// Whether the rows of each matrix of the batch follow those of the one before.
+// True if the matrices of a batch are consecutive rows of one tall matrix.
 bool rows_follow(const Matrix& x, int64_t stride) { return x.rows == 1 || stride == x.rows * x.row_stride; }
 
 Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
@@ -91,7 +91,7 @@ Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
   const auto foldable = [&](const Batch& batch) {
     return batch.b == 0 && rows_follow(p.a, batch.a) && rows_follow(p.c, batch.c);
   };
-  if (!p.outer.empty() && foldable(p.outer.front())) {  // one tall product instead of a batch
+  if (!p.outer.empty() && foldable(p.outer.front())) {  // one tall matmul instead of a batch
     const Batch batch = p.outer.front();
     if (p.a.rows == 1) p.a.row_stride = batch.a, p.c.row_stride = batch.c;
     p.a.rows = p.c.rows = p.a.rows * batch.count;
@@ -114,7 +114,7 @@ Problem simplified(const Strided& a, const Strided& b, const Strided& c) {
 
 cublasLtMatrixLayout_t make_layout(cudaDataType_t dtype, const Matrix& x, int64_t batch_count, int64_t stride) {
   cublasLtMatrixLayout_t layout = nullptr;
-  const int64_t rows = x.row_major() ? x.columns : x.rows;  // cuBLASLt reads column by column
+  const int64_t rows = x.row_major() ? x.columns : x.rows;  // cuBLASLt is column-major
   const int64_t columns = x.row_major() ? x.rows : x.columns;
   HW_CHECK(cublasLtMatrixLayoutCreate(&layout, dtype, rows, columns, x.leading_dimension()));
   if (batch_count > 1) {
@@ -135,10 +135,10 @@ size_t size_of(cudaDataType_t dtype) {
 
 const void* shifted(const void* base, int64_t bytes) { return base ? static_cast<const char*>(base) + bytes : nullptr; }
 
-// Elements: larger weights cuBLASLt's kernels read as fast as those of few rows, or faster (`hostweave bench few_rows`).
+// Elements. For larger weights cuBLASLt is as fast or faster (`hostweave bench few_rows`).
 constexpr int64_t kMostWeights = int64_t{1} << 26;
 
-// Whether kernels of ours take the problem: one product of few whole rows.
+// True if the few-rows kernels support the problem: one matmul with few contiguous rows.
 bool has_few_rows(const Problem& p) {
   if (p.a.columns * p.b.columns > kMostWeights) return false;
   return p.a.rows <= kFewRows && p.a.columns > 0 && p.batch.count == 1 && p.outer.empty() && p.a.row_major() && p.c.row_major();
@@ -159,21 +159,21 @@ Strided::Strided(std::initializer_list<int64_t> sizes) : shape(sizes), strides(s
 }
 
 Algorithms& measured_algorithms() {
-  static auto& algorithms = *new Algorithms;  // which plans point to, however the process ends
+  static auto& algorithms = *new Algorithms;  // leaked, because plans refer to it until the process ends
   return algorithms;
 }
 
 struct MatmulPlan::Plan {
   Problem problem;
-  bool swapped = false;                      // the product that is computed is c' = b' a'
+  bool swapped = false;                      // computes c' = b' a'
   bool empty = false;                        // c has no elements
-  const FewRowsKernels* few_rows = nullptr;  // that compute it instead of cuBLASLt
+  const FewRowsKernels* few_rows = nullptr;  // used instead of cuBLASLt if not null
   cublasLtMatmulDesc_t description = nullptr;
   cublasLtMatrixLayout_t a_layout = nullptr, b_layout = nullptr, c_layout = nullptr;
   bool aligned_only = false;
   cublasLtMatmulAlgo_t recommended{}, unaligned{};
-  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or one that was measured
-  const void* zeros = nullptr;                         // the operands of an empty sum
+  const cublasLtMatmulAlgo_t* aligned = &recommended;  // or a measured one
+  const void* zeros = nullptr;                         // operands for k = 0
 
   ~Plan() {
     for (cublasLtMatrixLayout_t layout : {a_layout, b_layout, c_layout}) {
@@ -187,7 +187,7 @@ struct MatmulPlan::Plan {
     return cublasLtMatmulDescSetAttribute(description, attribute, &value, sizeof value);
   }
 
-  // k = 0: nothing to add up, which is what columns of zeros times rows of zeros come to. Returns how many zeros that takes.
+  // For k = 0, multiplies zeros of depth `depth` instead. Returns the number of zeros needed.
   int64_t multiply_zeros(int64_t depth) {
     problem.a = {problem.a.rows, depth, depth, 1};
     problem.b = {depth, problem.b.columns, 1, depth};
@@ -196,20 +196,20 @@ struct MatmulPlan::Plan {
     return depth * std::max(problem.a.rows, problem.b.columns);
   }
 
-  // Bytes of the scales of either operand, at most.
+  // Upper bound for the bytes of the scales of either operand.
   size_t most_scales() const {
     const int64_t blocks = problem.a.columns / kScaledBlock + kScalesStep;
     return sizeof(float) * std::max(problem.a.rows, problem.b.columns) * blocks;
   }
 
-  // Elements from the first to past the last of an operand, of the largest one.
+  // Largest extent of an operand, in elements.
   int64_t span() const {
     const Problem& p = problem;
     return std::max({p.a.span() + (p.batch.count - 1) * p.batch.a, p.b.span() + (p.batch.count - 1) * p.batch.b,
                      p.c.span() + (p.batch.count - 1) * p.batch.c});
   }
 
-  // What the algorithm hangs on, with these types and epilogue.
+  // Key of the problem for algorithm selection, including types and epilogue.
   std::string text(std::initializer_list<int> types) const {
     std::string result;
     for (const int type : types) result += std::to_string(type) + " ";
@@ -221,7 +221,7 @@ struct MatmulPlan::Plan {
     return result;
   }
 
-  // The first `most` that are recommended.
+  // The first `most` recommended algorithms.
   std::vector<cublasLtMatmulAlgo_t> find_algorithms(cublasLtHandle_t blas, uint32_t alignment, int most) const {
     cublasLtMatmulPreference_t preference = nullptr;
     HW_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -233,11 +233,11 @@ struct MatmulPlan::Plan {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment);
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment);
-    // What is measured is to be fast, but not by rounding the terms of a sum to 16 bits.
+    // Exclude split-k reductions in 16 bits, which would win by rounding partial sums.
     if (most > 1) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     std::vector<cublasLtMatmulHeuristicResult_t> results(most);
     int found = 0;
-    // The operands change places: what is row-major here is the transpose, column-major, there.
+    // Swapped operands: a row-major matrix is a column-major transpose.
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas, description, b_layout, a_layout, c_layout, c_layout,
                                                                  preference, most, results.data(), &found);
     cublasLtMatmulPreferenceDestroy(preference);
@@ -251,7 +251,7 @@ struct MatmulPlan::Plan {
 
 struct MatmulPlan::Plans {
   PlanCache<std::array<Strided, 3>, std::unique_ptr<Plan>> of{kMostPlans};
-  std::vector<DeviceMemory> zeros{};  // each twice as large as the one before, which a graph may still read
+  std::vector<DeviceMemory> zeros{};  // grows by doubling; graphs may still read the older ones
 };
 
 MatmulPlan::MatmulPlan(Rank& rank, cudaDataType_t operands, cudaDataType_t result, cublasLtEpilogue_t epilogue,
@@ -322,7 +322,7 @@ void MatmulPlan::describe(Plan& plan) const {
   plan.b_layout = make_layout(scaling_.operand_b, p.b, p.batch.count, p.batch.b);
   plan.c_layout = make_layout(result_, p.c, p.batch.count, p.batch.c);
   const auto find = [&](uint32_t alignment, int most) {
-    const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // whose address says how it is aligned
+    const void* const bias = reinterpret_cast<const void*>(uintptr_t{alignment});  // only its alignment matters
     if (has_bias()) HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias));
     return plan.find_algorithms(rank_.blas(), alignment, most);
   };
@@ -355,11 +355,11 @@ void MatmulPlan::describe_scales(Plan& plan) const {
   }
 #if !defined(CUBLAS_VERSION) || CUBLAS_VERSION >= 120800
   if (!plan.zeros) {
-    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scaling_.b));  // the operands change places
+    HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scaling_.b));  // operands are swapped
     HW_CHECK(plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scaling_.a));
   }
 #endif
-  const void* const any = reinterpret_cast<const void*>(uintptr_t{kAlignment});  // whose address says how it is aligned
+  const void* const any = reinterpret_cast<const void*>(uintptr_t{kAlignment});  // only its alignment matters
   HW_CHECK(set_scales(plan, {.scale_a = any, .scale_b = any}));
 }
 
@@ -370,7 +370,7 @@ cublasStatus_t MatmulPlan::set_scales(const Plan& plan, const Epilogue& epilogue
   return status == CUBLAS_STATUS_SUCCESS ? plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, of_a) : status;
 }
 
-// By its median, of products whose operands come from memory, as weights do. All of them have run then.
+// Selects by median time with cold caches, as for weights. All algorithms have run afterwards, so their kernels are loaded.
 cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t* algorithms, int count) const {
   const Stream stream = rank_.stream("ring", 0);
   HW_CHECK(cudaDeviceSynchronize());
@@ -384,7 +384,7 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
     plan.aligned = &algorithm;
     std::array<float, kTimings> times;
     cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first one loads kernels
+    for (int i = -1; i < kTimings && status == CUBLAS_STATUS_SUCCESS; ++i) {  // the first run loads kernels
       HW_CHECK(cudaMemsetAsync(other.reserve(kColdBytes), 0, kColdBytes, stream));
       HW_CHECK(cudaEventRecord(begin, stream));
       const void* const bias = has_bias() ? scratch : nullptr;
@@ -402,9 +402,9 @@ cublasLtMatmulAlgo_t MatmulPlan::fastest(Plan& plan, const cublasLtMatmulAlgo_t*
   return plan.recommended;
 }
 
-// The first launch of a kernel loads it, which takes milliseconds, and to load one beside an NCCL kernel that waits for another
-// rank can hang. So what the plan may launch runs once here, on memory that nobody looks at, when nothing else runs: also what
-// cuBLASLt launches where something is added to the product, as that may be another kernel.
+// CUDA loads a kernel lazily at its first launch, which takes milliseconds and can deadlock with an NCCL kernel that waits for
+// another rank. So every kernel that the plan may launch runs once here on scratch memory, while the device is idle. That
+// includes the variant that accumulates, which may be another kernel.
 void MatmulPlan::load_kernels([[maybe_unused]] const Plan& plan) const {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (plan.few_rows) {
@@ -441,7 +441,7 @@ cublasStatus_t MatmulPlan::multiply(const void* a, const void* b, void* c, Strea
   return outer == 0 ? one_batch(plan, a, b, c, stream, epilogue) : each_batch(outer, a, b, c, stream, epilogue);
 }
 
-// One call for each index of the leading dims that no stride covers.
+// One call per index of the leading dims that no stride covers.
 cublasStatus_t MatmulPlan::each_batch(size_t dims, const void* a, const void* b, void* c, Stream stream,
                                       Epilogue epilogue) const {
   if (dims == 0) return one_batch(*current_, a, b, c, stream, epilogue);
@@ -471,7 +471,7 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
     const bool launched = plan.few_rows->multiply({operands, end, transposed}, stream) == cudaSuccess;
     return launched ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
   }
-  const double scales[] = {scale, accumulate ? 1.0 : 0.0};  // of the product, and of what is added to it
+  const double scales[] = {scale, accumulate ? 1.0 : 0.0};  // alpha and beta
   const float float_scales[] = {static_cast<float>(scale), accumulate ? 1.0f : 0.0f};
   const bool in_double = compute_ == CUBLAS_COMPUTE_64F;
   const void* alpha = in_double ? static_cast<const void*>(scales) : float_scales;
@@ -482,7 +482,7 @@ cublasStatus_t MatmulPlan::one_batch(const Plan& plan, const void* a, const void
   const bool aligned = address % kAlignment == 0;
   if (!aligned && plan.aligned_only) [[unlikely]]
     return CUBLAS_STATUS_NOT_SUPPORTED;
-  if (has_bias()) {  // which is part of the description
+  if (has_bias()) {  // the bias pointer is part of the description
     const cublasStatus_t status = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
   }

@@ -13,8 +13,8 @@
 namespace hw {
 namespace {
 
-// From moment `first` to before moment `last` a buffer is in use. One that belongs to a single stream lends its bytes at once to
-// what is allocated on that stream next, and to all others from moment `visible_at` on.
+// Live range [first, last) of a buffer. If the buffer belongs to one stream, later buffers of that stream can reuse its bytes at
+// once, and all others from `visible_at` on.
 struct Use {
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
@@ -23,14 +23,14 @@ struct Use {
 
 struct Lifetime {
   size_t bytes = 0;
-  const void* pool = nullptr;  // of the stream that it belongs to; null: it belongs to all
+  const void* pool = nullptr;  // pool of the stream that owns it; null: all streams
   int64_t stream = 0;
-  bool in_window = false;   // of memory that peers reach, which has one layout on all ranks, whatever else each of them has
-  std::vector<Use> uses{};  // one after another
+  bool in_window = false;   // in peer memory, whose layout must be the same on all ranks
+  std::vector<Use> uses{};  // consecutive live ranges
 };
 
-constexpr size_t kPlace = 256;  // bytes, what cudaMalloc aligns to
-constexpr int kMoved = 8;       // buffers, at most, that an order of placement is changed by
+constexpr size_t kPlace = 256;  // alignment of cudaMalloc, in bytes
+constexpr int kMoved = 8;       // maximum number of buffers moved in a placement order
 
 size_t padded(size_t bytes) { return (bytes + kPlace - 1) / kPlace * kPlace; }
 
@@ -45,9 +45,9 @@ bool may_share(const Lifetime& a, const Lifetime& b) {
   });
 }
 
-// The most bytes that are in use at one moment: no placement needs less.
+// Lower bound for any placement: maximum of live bytes.
 size_t lower_bound(std::span<const Lifetime> buffers) {
-  std::map<int64_t, size_t> moments;  // when uses begin
+  std::map<int64_t, size_t> moments;  // moment -> live bytes
   for (const Lifetime& buffer : buffers) {
     for (const Use& use : buffer.uses) moments[use.first] = 0;
   }
@@ -62,8 +62,8 @@ size_t lower_bound(std::span<const Lifetime> buffers) {
   return most;
 }
 
-// Greedy: each buffer in turn goes to the smallest gap that fits between those placed before whose live ranges overlap its own.
-// In the order of sizes this is "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net
+// Greedy placement in the given order: each buffer goes to the smallest sufficient gap between placed buffers with overlapping
+// live ranges. In order of size this is "greedy by size" (Pisarchyk and Lee, Efficient memory management for deep neural net
 // inference, 2020).
 size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buffers, std::span<size_t> offsets) {
   size_t total = 0;
@@ -90,7 +90,7 @@ size_t place_in(const std::vector<size_t>& order, std::span<const Lifetime> buff
   return total;
 }
 
-// Counts the moments of these buffers alone, so that their places do not depend on what else there is.
+// Renumbers moments within these buffers, so that their placement does not depend on other buffers.
 void number_moments(std::span<Lifetime> buffers) {
   std::map<int64_t, int64_t> numbers;
   const auto for_each = [&](const auto& visit) {
@@ -108,8 +108,8 @@ void number_moments(std::span<Lifetime> buffers) {
   for_each([&](int64_t& moment) { moment = numbers[moment]; });
 }
 
-// Offsets for all buffers, multiples of kPlace: no two that are in use at once overlap. Returns the bytes that this takes, and
-// adds to the bound those that every placement takes.
+// Computes offsets, multiples of kPlace, such that live buffers do not overlap. Returns the total bytes and adds the lower bound
+// to `all_bounds`.
 size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_t& all_bounds) {
   std::vector<size_t> in_order(buffers.size());
   std::iota(in_order.begin(), in_order.end(), size_t{0});
@@ -140,7 +140,7 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
       best = &order;
       std::ranges::copy(tried, offsets.begin());
     }
-    const auto highest = std::ranges::max_element(order, {}, end_of);  // found no gap: next time it comes first
+    const auto highest = std::ranges::max_element(order, {}, end_of);  // it found no gap, so place it first next time
     if (highest != order.end()) std::rotate(order.begin(), highest, highest + 1);
   };
   for (auto* order : {&by_size, &by_area, &in_order}) {
@@ -152,13 +152,13 @@ size_t place(std::span<const Lifetime> buffers, std::span<size_t> offsets, size_
 
 }  // namespace
 
-// In the order of their first allocation.
+// Buffers in order of their first allocation.
 struct MemoryPlan::Buffers {
   int64_t now = 0;
   std::vector<void**> pointers;
   std::vector<Lifetime> lifetimes;
-  std::vector<size_t> offsets;  // where they are placed
-  size_t bound = 0;             // bytes that every placement takes
+  std::vector<size_t> offsets;  // placement
+  size_t bound = 0;             // lower bound in bytes
 };
 
 MemoryPlan::MemoryPlan() = default;
@@ -226,10 +226,9 @@ void MemoryPlan::set_pointers(void* memory, void* windows) const {
 
 }  // namespace hw
 
-// For tools that print a plan. An event is five numbers: 0 to allocate, 1 to free, 2 to join, 3 to allocate in a window; then the
-// first buffer and how many there are, the bytes of each, -1 for the workspace of matmuls, and the pool of streams that they
-// belong to, 0 for none. Buffers are numbered as they are first allocated. Writes the offset and the bytes of each, and the lower
-// bound; returns the bytes that all take together.
+// For tools that print a plan. An event has five numbers: kind (0 allocate, 1 free, 2 join, 3 allocate in a window), first
+// buffer, number of buffers, bytes of each (-1 for the cuBLASLt workspace), and pool of streams (0 for none). Buffers are
+// numbered in order of first allocation. Writes offset and bytes of each buffer, and the lower bound. Returns the total bytes.
 extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[5], int64_t buffer_count, uint64_t* offsets,
                                    uint64_t* bytes, uint64_t* bound) {
   hw::MemoryPlan plan;
@@ -244,7 +243,7 @@ extern "C" uint64_t hw_plan_memory(int64_t event_count, const int64_t (*events)[
       plan.join(pool);
     }
   }
-  const hw::MemoryPlan::Bytes total = plan.place();  // windows come first
+  const hw::MemoryPlan::Bytes total = plan.place();  // windows are placed first
   const hw::MemoryPlan::Buffers& placed = plan.buffers();
   for (size_t i = 0; i < placed.lifetimes.size(); ++i) {
     offsets[i] = placed.offsets[i] + (placed.lifetimes[i].in_window ? 0 : total.in_windows);

@@ -1,5 +1,5 @@
-// Peer memory on the CPU device, which has windows and counted signals: the words of a group are signals of which a rank gives
-// the next one when its peer has taken the one before.
+// Peer memory on the CPU device, by its windows and counted signals. A word corresponds to a signal that a rank gives only after
+// its peer has consumed the previous one.
 #include <hostweave_cpu.h>
 
 #include "hostweave/check.h"
@@ -59,7 +59,7 @@ void PeerGroup::free(void* data, const std::vector<Mapping>& mappings) {
 
 cudaError_t PeerGroup::signal(int64_t peer, int number, cudaStream_t stream) {
   const bool done = hw_cpu_set_signal(state_->comm, static_cast<int>(peer), number, stream) == ncclSuccess;
-  return done ? cudaSuccess : cudaErrorUnknown;  // the report of the device says why
+  return done ? cudaSuccess : cudaErrorUnknown;  // the device's report has the reason
 }
 
 cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream) {

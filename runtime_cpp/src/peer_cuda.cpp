@@ -1,6 +1,6 @@
-// Peer memory on GPUs: cudaIpc or peer access maps it, and cuStreamBatchMemOp writes and awaits the words.
+// Peer memory on GPUs: mapped by cudaIpc or by peer access; signals are cuStreamBatchMemOp operations on words.
 //
-// The ranks of a group meet in a file without a name, which the process that makes the id holds open until all have mapped it.
+// The ranks of a group meet in an anonymous file. The process that makes the id keeps the file open until all have mapped it.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -30,26 +30,26 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kRanks = 64;            // of a group, at most
-constexpr uint32_t kMappings = 4096;  // of a group that some rank has still mapped, at most
-constexpr auto kUnmapPatience = 5s;   // for the device to end what waited, and for peers to unmap memory after a failure
-constexpr auto kWordPhase = 50us;     // for which all words stay 0, or 1, while waits are ended
+constexpr int kRanks = 64;            // maximum ranks per group
+constexpr uint32_t kMappings = 4096;  // maximum mappings of a group that some rank still has
+constexpr auto kUnmapPatience = 5s;   // time for waiting work to end, and for peers to unmap memory, after a failure
+constexpr auto kWordPhase = 50us;     // time for which all words stay 0 or 1 during an abort
 constexpr char kOtherTransport[] = "; compile with transport=\"two_sided\"";
 
-// Memory that all ranks of a group map. It begins as zeros.
+// Shared segment of a group, initially zero.
 struct Segment {
   std::atomic<uint64_t> token;
-  std::atomic<int64_t> size;  // of the group, as the first rank to come has it
+  std::atomic<int64_t> size;  // size of the group, set by the first rank
   std::atomic<uint32_t> aborted;
-  std::atomic<uint32_t> met;  // how often ranks have come to a meeting
+  std::atomic<uint32_t> met;  // total arrivals at meetings
   struct Seat {
     std::atomic<uint32_t> taken;
     MemoryCard card;
     size_t bytes;
-    char why[256];  // why this rank does not reach the others
+    char why[256];  // reason why this rank cannot access the others
   } seats[kRanks];
-  std::atomic<uint32_t> unmapped[kMappings];  // by how many ranks, of each mapping
-  // Indexed by sender, receiver and number of the signal. The ranks of the group use the first words.
+  std::atomic<uint32_t> unmapped[kMappings];  // number of ranks that have unmapped each mapping
+  // Indexed by sender, receiver and signal number. The group uses the first words.
   alignas(4096) uint32_t words[kRanks * kRanks * PeerGroup::kNumbers];
 };
 
@@ -63,7 +63,7 @@ static_assert(sizeof(Maker) <= sizeof(ncclUniqueId));
 
 std::mutex made_mutex;
 
-std::map<uint64_t, int>& made() {  // files of this process, by token; guarded by made_mutex
+std::map<uint64_t, int>& made() {  // files of this process by token; guarded by made_mutex
   static auto* const all = new std::map<uint64_t, int>;
   return *all;
 }
@@ -76,7 +76,7 @@ void close_file_of(uint64_t token) {
   }
 }
 
-// Null if the file cannot be reached.
+// Returns null if the file cannot be opened.
 Segment* map_segment(const Maker& maker) {
   const std::string path = "/proc/" + std::to_string(maker.process) + "/fd/" + std::to_string(maker.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -99,14 +99,14 @@ decltype(cuStreamBatchMemOp)* batch_mem_op() {
   return call;
 }
 
-// The stream waits until a word has one value, and sets it to the other one.
+// Enqueues: wait until the word is `from`, then set it to `to`.
 cudaError_t turn(uint32_t* word, uint32_t from, uint32_t to, cudaStream_t stream) {
   CUstreamBatchMemOpParams ops[2] = {};
   ops[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
   ops[0].waitValue.address = reinterpret_cast<CUdeviceptr>(word);
   ops[0].waitValue.value = from;
   ops[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-  ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;  // after a memory barrier of the whole system
+  ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;  // preceded by a system-wide memory barrier
   ops[1].writeValue.address = reinterpret_cast<CUdeviceptr>(word);
   ops[1].writeValue.value = to;
   return static_cast<cudaError_t>(batch_mem_op()(stream, 2, ops, 0));
@@ -116,11 +116,11 @@ cudaError_t turn(uint32_t* word, uint32_t from, uint32_t to, cudaStream_t stream
 
 struct PeerGroup::State {
   Segment* segment = nullptr;
-  uint32_t* words = nullptr;  // as the device sees them
+  uint32_t* words = nullptr;  // device address
   int64_t rank = 0, size = 0;
   int device = 0;
   double timeout_seconds = 0;
-  uint32_t meetings = 0, mappings = 0;  // of this rank
+  uint32_t meetings = 0, mappings = 0;  // counts of this rank
   std::atomic<bool> stuck = false;      // after an abort
   bool in_process = true;               // all ranks are threads of this process
   std::string out_of_reach;
@@ -132,12 +132,12 @@ struct PeerGroup::State {
 
   size_t words_used() const { return static_cast<size_t>(size * size * kNumbers); }
   size_t word(int64_t sender, int64_t receiver, int number) const { return (sender * size + receiver) * kNumbers + number; }
-  // Counts the ranks that gave a mapping up, on top of those of earlier mappings with the same counter.
+  // Number of ranks that have released a mapping, plus those of earlier mappings with the same counter.
   std::atomic<uint32_t>& unmapped(uint32_t mapping) const { return segment->unmapped[mapping % kMappings]; }
   uint32_t unmapped_before(uint32_t mapping) const { return mapping / kMappings * static_cast<uint32_t>(size); }
   Segment::Seat& seat() const { return segment->seats[rank]; }
 
-  // Waits for all ranks. Throws ExecutionError if some do not come, or if the group is aborted.
+  // Barrier of all ranks. Throws ExecutionError on a timeout or abort.
   void meet(const char* what) {
     const auto end = Clock::now() + std::chrono::duration<double>(timeout_seconds);
     const uint32_t all = static_cast<uint32_t>(size) * ++meetings;
@@ -152,7 +152,7 @@ struct PeerGroup::State {
     }
   }
 
-  // Has all ranks see what each has written to its seat, until they meet again.
+  // Lets every rank read what the others wrote to their seats, between two barriers.
   template <class Look>
   void exchange(const char* what, const Look& look) {
     meet(what);
@@ -160,7 +160,7 @@ struct PeerGroup::State {
     meet(what);
   }
 
-  // Why this rank cannot use the words on its device.
+  // Reason why this rank cannot use the words on its device, or "".
   std::string try_words() {
     if (!batch_mem_op()) return "the driver has no stream memory operations";
     void* seen = nullptr;
@@ -173,7 +173,7 @@ struct PeerGroup::State {
     words = static_cast<uint32_t*>(seen);
     cudaStream_t stream = nullptr;
     HW_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    const size_t own = word(rank, rank, 0);  // which no program uses
+    const size_t own = word(rank, rank, 0);  // unused by programs
     cudaError_t error = turn(words + own, 0, 1, stream);
     if (error == cudaSuccess) error = turn(words + own, 1, 0, stream);
     if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
@@ -182,11 +182,12 @@ struct PeerGroup::State {
     return error == cudaSuccess ? "" : std::string("stream memory operations fail here: ") + cudaGetErrorString(error);
   }
 
-  // Why this rank cannot map the memory of the others, of which all have allocated some.
+  // Reason why this rank cannot map the others' test allocations, or "".
   std::string try_memory() const {
     for (int64_t peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
-      if (in_process && segment->seats[peer].card.device == device)  // cudaMalloc of one would wait for what waits for the other
+      if (in_process &&
+          segment->seats[peer].card.device == device)  // cudaMalloc of one rank would wait for work that waits for the other
         return "rank " + std::to_string(peer) + " is a thread on the same GPU; run each rank as a process of its own";
       void* const opened = open_memory(seat().card, segment->seats[peer].card);
       if (!opened) return "the GPU has no access to that of rank " + std::to_string(peer) + " of the channel";
@@ -198,14 +199,14 @@ struct PeerGroup::State {
 
 namespace {
 
-// Memory that was given up, and is freed when the peers have unmapped it.
+// Released memory, to be freed after the peers have unmapped it.
 struct GivenUp {
   void* data = nullptr;
   int device = 0;
   struct Part {
-    std::shared_ptr<void> keeps;  // the segment
+    std::shared_ptr<void> keeps;  // keeps the segment
     const std::atomic<uint32_t>*unmapped, *aborted;
-    uint32_t all;  // what `unmapped` is when no rank has it mapped
+    uint32_t all;  // value of `unmapped` when no rank has it mapped
   };
   std::vector<Part> parts = {};
   Clock::time_point since = Clock::now();
@@ -224,8 +225,8 @@ std::vector<GivenUp>& given_up() {  // guarded by given_up_mutex
   return *all;
 }
 
-// Frees memory of the current device that peers have unmapped meanwhile. That of another device is left to its rank: to free
-// it waits for work there that may wait for this thread.
+// Frees memory of the current device that peers have unmapped. Memory of another device is left to its rank, because cudaFree
+// would wait for work there, which may wait for this thread.
 void free_what_is_unmapped() {
   int device = 0;
   HW_CHECK(cudaGetDevice(&device));
@@ -240,7 +241,7 @@ void free_what_is_unmapped() {
   for (const GivenUp& one : done) free_shared(one.data);
 }
 
-// A mapping's record of each peer's memory.
+// A mapped peer's memory.
 struct Opened {
   MemoryCard own;
   std::vector<std::pair<MemoryCard, void*>> peers;
@@ -372,7 +373,7 @@ cudaError_t PeerGroup::wait_signal(int64_t peer, int number, cudaStream_t stream
   return turn(state_->words + state_->word(peer, state_->rank, number), 1, 0, stream);
 }
 
-// Sets all words to 0 and to 1 in turn until the device has nothing left to do: each wait sees the value that it waits for.
+// Toggles all words between 0 and 1 until the device is idle, so that each wait sees its value.
 void PeerGroup::abort() {
   const std::shared_ptr<State> state = state_;
   state->segment->aborted = 1;

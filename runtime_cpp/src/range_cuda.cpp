@@ -10,7 +10,7 @@ Range::Range(const char* name) { nvtxRangePushA(name); }
 Range::~Range() { nvtxRangePop(); }
 
 }  // namespace hw
-#else  // `hostweave doctor` says that it is missing
+#else  // without NVTX; `hostweave doctor` reports that
 
 namespace hw {
 

@@ -13,7 +13,7 @@ namespace hw {
 
 namespace {
 
-// What communicates beside matmuls, and copies for that, does not stand in line behind all of their tiles.
+// High priority for communication that overlaps with matmuls, so that it does not queue behind all of their tiles.
 int priority_of(const std::string& stream) {
   if (stream != "comm" && stream != "puts" && stream != "arrivals") return 0;
   int least = 0, greatest = 0;
@@ -110,7 +110,7 @@ Handle& Rank::handle(const char* library) { return pools_->handles[library]; }
 Stream Rank::stream(const char* name, int i) {
   std::vector<Stream>& streams = pools_->streams[name];
   if (streams.size() <= static_cast<size_t>(i)) streams.resize(i + 1);
-  Stream& stream = streams[i];  // where one of these two failed, it is tried again
+  Stream& stream = streams[i];  // retried if one of the two creations failed
   if (!stream.handle) HW_CHECK(cudaStreamCreateWithPriority(&stream.handle, cudaStreamNonBlocking, priority_of(name)));
   if (!stream.workspace) HW_CHECK(cudaMalloc(&stream.workspace, kWorkspaceBytes));
   return stream;

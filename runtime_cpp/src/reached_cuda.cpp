@@ -17,7 +17,7 @@
 namespace hw {
 namespace {
 
-// Calls a function of the driver, which programs are not linked with.
+// Calls a driver function by name, because programs are not linked to the driver.
 template <class Function, class... Args>
 void call_driver(const char* name, const Args&... args) {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
@@ -39,7 +39,7 @@ std::map<void*, Mapped>& mapped() {  // guarded by mapped_mutex
   return *all;
 }
 
-// Grants read and write access to the device of the memory and to all devices that reach it.
+// Read and write access for the memory's device and for all devices that can access it.
 std::vector<CUmemAccessDesc> access_of(int device) {
   int count = 0;
   HW_CHECK(cudaGetDeviceCount(&count));
@@ -87,7 +87,7 @@ MemoryCard card_of_rank() {
 }
 
 void* allocate_shared(size_t bytes, bool in_process) {
-  bytes = whole_pieces(bytes);  // to which handles refer, and which devices map
+  bytes = whole_pieces(bytes);  // granularity of handles and mappings
   if (in_process) return allocate_mapped(bytes);
   void* data = nullptr;
   HW_CHECK(cudaMalloc(&data, bytes));
@@ -112,7 +112,7 @@ void free_shared(void* data) {
 
 MemoryCard with_memory(MemoryCard card, void* data) {
   card.data = data;
-  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();  // then other processes do not reach it
+  if (cudaIpcGetMemHandle(&card.handle, data) != cudaSuccess) cudaGetLastError();  // other processes then cannot access it
   return card;
 }
 

@@ -48,7 +48,8 @@ cudaError_t CallOrder::end_call(cudaStream_t caller) {
   if (!capturing_) return cudaEventRecord(last_call_[0], caller);
   if (of_kernels) return cudaSuccess;
   if (const cudaError_t error = cudaEventRecordWithFlags(last_call_[0], caller, cudaEventRecordExternal)) return error;
-  return cudaEventRecord(in_capture_[0], caller);  // after the node before: of two calls in one graph the later one records last
+  return cudaEventRecord(in_capture_[0],
+                         caller);  // after the previous node, so that the later of two calls in one graph records last
 }
 
 struct Streams::Pool {

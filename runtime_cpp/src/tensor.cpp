@@ -28,7 +28,7 @@ std::string dtype_name(cudaDataType_t dtype) {
   return found == dtypes().end() ? "dtype " + std::to_string(dtype) : found->second.name;
 }
 
-// "bf16[M/8, K]" and {any, 512} give "bf16[*, 512]".
+// For example "bf16[*, 512]" for {any, 512}.
 std::string type_name(const std::string& dtype, const Shape& shape) {
   std::string dims;
   for (int i = 0; i < shape.ndim; ++i) {

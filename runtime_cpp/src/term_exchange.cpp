@@ -18,7 +18,7 @@ namespace {
 
 std::mutex words_mutex;
 
-// By communicator the word that its kernels look at while they wait, in memory of the host.
+// Communicator -> abort word in host memory, which its waiting kernels poll.
 std::map<ncclComm_t, uint32_t*>& words() {  // guarded by words_mutex
   static auto* const all = new std::map<ncclComm_t, uint32_t*>;
   return *all;
@@ -33,7 +33,7 @@ struct TermExchange::Shared {
   int multiprocessors = 1;
   DeviceMemory gathered;
 
-  // Lasts as long as the rank.
+  // Lives as long as the rank.
   static Shared& of(Rank& rank, const Channel& channel) {
     Handle& handle = rank.handle(("terms of " + std::to_string(reinterpret_cast<uintptr_t>(&channel))).c_str());
     if (!handle.handle) handle = {new Shared, [](void* shared) { delete static_cast<Shared*>(shared); }};
@@ -51,7 +51,7 @@ void TermExchange::Shared::connect(const Channel&) {}
 
 namespace {
 
-// What each rank has of these bytes, in their order.
+// All-gathers a small object.
 template <class T>
 std::vector<T> gather(const Channel& channel, const T& own) {
   std::vector<T> all(channel.size());
@@ -69,14 +69,14 @@ std::vector<T> gather(const Channel& channel, const T& own) {
 
 }  // namespace
 
-// The memory stays until the process ends: peers may have it open, and to free it then is not defined.
+// The memory is never freed, because peers may still have it open.
 void TermExchange::Shared::connect(const Channel& channel) {
   const size_t bytes = sizeof(Packet) * 2 * channel.size() * kPackets;
   const MemoryCard rank = card_of_rank();
   bool in_process = true;
   for (const MemoryCard& card : gather(channel, rank)) in_process = in_process && card.process == rank.process;
   void* const landing = allocate_shared(bytes + 2 * sizeof(uint32_t), in_process);
-  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before anybody knows of it
+  HW_CHECK(cudaMemset(landing, 0, bytes + 2 * sizeof(uint32_t)));  // before peers know the address
   HW_CHECK(cudaDeviceSynchronize());
   uint32_t* aborted = nullptr;
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&aborted), sizeof *aborted));
@@ -126,7 +126,7 @@ const void* TermExchange::gathered(const void* own, int64_t bytes, cudaStream_t 
     throw ExecutionError("a term of " + std::to_string(bytes) + " bytes is too large for a kernel to reduce; the most are " +
                          std::to_string(kExchangeBytes));
   }
-  if (bytes == 0) return this;  // anything but null: no exchange, as nobody would wait for it
+  if (bytes == 0) return this;  // any non-null pointer; no exchange is needed
   if (shared_.in_packets) return nullptr;
   HW_CHECK(ncclAllGather(own, shared_.gathered.data(), bytes, ncclUint8, channel_.comm(), stream));
   return shared_.gathered.data();

@@ -25,10 +25,10 @@ extern "C" ncclResult_t ncclCommQueryProperties(ncclComm_t, ncclCommProperties_t
 namespace hw {
 namespace {
 
-// What all programs of a rank that use a channel's windows share.
+// State shared by all programs of a rank that use a channel's windows.
 struct WindowUsers {
-  CallOrder calls;       // signals are counted by channel, so that calls follow one another
-  bool aborted = false;  // the communicator is gone, and its windows with it
+  CallOrder calls;       // signals are counted per channel, so calls must be ordered
+  bool aborted = false;  // the communicator and its windows are gone
 };
 
 std::mutex users_mutex;
@@ -61,7 +61,7 @@ int loaded_nccl() {
 }
 #endif
 
-// Before 2.30 a captured wait is for one count, and a launch that repeats it does not wait.
+// Before NCCL 2.30 a captured wait is for a fixed count, so replays do not wait.
 void expect_signals_in_graphs() {
 #ifndef HOSTWEAVE_CPU_DEVICE
   if (loaded_nccl() < NCCL_VERSION(2, 30, 7)) too_old("NCCL 2.30.7 or later in a CUDA graph");
@@ -98,7 +98,7 @@ struct WindowArena::Windows {
       for (Memory& outgrown : of_graphs_) release(std::move(outgrown));
       release(std::move(memory_));
     } catch (const std::exception&) {
-      // Nothing more can be done for a device that does not even free.
+      // Nothing can be done if the device cannot free.
     }
   }
 
@@ -138,19 +138,19 @@ struct WindowArena::Windows {
     return memory_.registered[found - channels_.begin()];
   }
 
-  // What peers do with this memory they have told by signals, which the calls have waited for.
+  // Peers no longer access this memory: their signals were awaited by the calls.
   void release(Memory memory) const {
     if (!memory.data || is_aborted()) return;
     HW_CHECK(cudaDeviceSynchronize());
     release_window(memory.data, memory.registered);
   }
 
-  // True if the channels are of the transport peer.
+  // True if the channels use transport peer.
   bool by_peers() const {
     return std::ranges::all_of(channels_, [](const Channel* channel) { return !channel->size() || channel->peers(); });
   }
 
-  // Whether peers may be gone for which a stream waits for ever, so that nothing that it uses can be freed.
+  // True after an abort: a stream may wait for a peer forever, so nothing that it uses can be freed.
   bool is_aborted() const {
     return std::ranges::any_of(users_, [](const auto& users) { return users->aborted; }) ||
            std::ranges::any_of(channels_,
@@ -158,10 +158,10 @@ struct WindowArena::Windows {
   }
 
   std::vector<const Channel*> channels_;
-  std::vector<std::shared_ptr<WindowUsers>> users_;  // of the channels that this rank is in
+  std::vector<std::shared_ptr<WindowUsers>> users_;  // one per channel of this rank
   Memory memory_;
-  DeviceMemory rest_;              // what peers do not reach
-  std::vector<Memory> of_graphs_;  // memory that was outgrown
+  DeviceMemory rest_;              // memory that peers do not access
+  std::vector<Memory> of_graphs_;  // outgrown memory that graphs may use
   std::vector<DeviceMemory> rest_of_graphs_;
 };
 
@@ -235,7 +235,7 @@ std::string why_out_of_reach(const Channel& channel) {
 }
 
 std::string why_no_windows(const Channel& channel) {
-  if (channel.peers()) return "";  // whose ranks tried it when they met
+  if (channel.peers()) return "";  // its ranks tested access when they connected
   void* const data = allocate_window(&channel, kPiece);
   std::string why;
   Registered made;
@@ -294,7 +294,7 @@ void abort_with_windows(const std::vector<ncclComm_t>& comms) {
       all_users().erase(found);
     }
   }
-  // Side by side: NCCL waits for the graphs of each, and a launch of one may be waiting for another.
+  // In parallel, because NCCL waits for the graphs of each communicator, and launches of one may wait for another.
   int device = 0;
   (void)cudaGetDevice(&device);
   std::vector<std::thread> aborts;

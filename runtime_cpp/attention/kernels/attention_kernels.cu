@@ -1,4 +1,4 @@
-// The kernels of HW_DTYPE, for heads of up to HW_HEAD elements.
+// Attention kernels for HW_DTYPE and heads of up to HW_HEAD elements.
 #include "hostweave/attention_kernels.h"
 #include "hostweave/types.h"
 
@@ -6,9 +6,9 @@ namespace hw {
 
 using f32 = float;
 
-constexpr int kBlocks = sizeof(HW_DTYPE) == 2 && HW_HEAD <= 128 ? 2 : 1;  // that a multiprocessor has at once
+constexpr int kBlocks = sizeof(HW_DTYPE) == 2 && HW_HEAD <= 128 ? 2 : 1;  // blocks per multiprocessor
 
-// No templates: nvcc gives those no name that another file can launch them by. For heads of up to so many elements.
+// Macros instead of templates: nvcc exports no names of template instances that another file could launch.
 
 // The paragraphs below are compiled each by itself.
 

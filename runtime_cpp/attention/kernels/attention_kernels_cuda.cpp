@@ -1,4 +1,4 @@
-// The kernels of HW_DTYPE, for heads of up to HW_HEAD elements, as programs name them.
+// Table of the attention kernels for HW_DTYPE and heads of up to HW_HEAD elements.
 #include "hostweave/attention.h"
 #include "hostweave/attention_kernel.h"
 #include "hostweave/launch.h"

@@ -1,4 +1,4 @@
-// Stream capture: what a stream would enqueue becomes nodes of a graph, which a launch enqueues.
+// Stream capture: calls on a stream become nodes of a graph, which a launch enqueues.
 #pragma once
 #include <functional>
 #include <map>
@@ -10,40 +10,39 @@
 
 namespace hostweave::cpu {
 
-// Puts it on a stream. The status of what it calls.
+// Enqueues a node's op on a stream, and returns the status.
 using Enqueue = std::function<int(Lock&, Stream&)>;
 
 struct Node {
-  std::size_t lane;  // of the streams that were captured; 0 is the one that the graph is launched on
+  std::size_t lane;  // index among the captured streams; 0 is the launch stream
   Enqueue enqueue;
   Place place;
-  // Nodes before it: the last one of its lane, and those of other lanes that it waits for where it enqueues nothing itself.
+  // Predecessors: the last node of its lane, and nodes of other lanes that the lane waits for.
   std::vector<std::size_t> after;
 };
 
-// A capture that is going on, or is over.
+// An active or finished capture.
 struct Capture {
   unsigned long long id;
   cudaStreamCaptureMode mode;
-  const HostThread* thread;      // that began it
+  const HostThread* thread;      // thread that began it
   std::vector<Stream*> streams;  // by lane
   std::vector<Node> nodes;
-  std::map<std::size_t, std::size_t> last;  // node of each lane
+  std::map<std::size_t, std::size_t> last;  // last node of each lane
   bool invalid = false;
   bool over = false;
 };
 
-// Adds a node where the stream is being captured. Null: it is not, so enqueue as usual.
+// Adds a node if the stream is being captured. Returns nullopt otherwise; enqueue as usual then.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
 
-// The same for cudaEventRecord and cudaStreamWaitEvent, whose nodes say what waits for what.
+// The same for cudaEventRecord and cudaStreamWaitEvent, whose nodes define dependencies.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);
 std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool external);
 
-// For calls that may not be made while something is captured, as the calling thread's mode has it: the error, after which the
-// capture is of no use.
+// For calls that are forbidden during capture in the calling thread's mode: returns the error and invalidates the capture.
 std::optional<cudaError_t> forbidden_in_capture(const char* call);
-// For calls that ask or wait for this stream.
+// The same for calls that query or wait for this stream.
 std::optional<cudaError_t> forbidden_in_capture(const char* call, const Stream& stream);
 
 }  // namespace hostweave::cpu
@@ -55,6 +54,6 @@ struct CUgraph_st {
 
 struct CUgraphExec_st {
   std::vector<hostweave::cpu::Node> nodes;
-  std::vector<hostweave::cpu::Stream*> lanes;  // of its own; none for lane 0
-  hostweave::cpu::OpPtr last;                  // of the last launch: a graph runs once at a time
+  std::vector<hostweave::cpu::Stream*> lanes;  // internal streams; none for lane 0
+  hostweave::cpu::OpPtr last;                  // end of the last launch; launches of a graph do not overlap
 };

@@ -1,4 +1,4 @@
-// Communicators: the ranks of a process group, and where their collectives, sends and recvs meet.
+// Communicators: the ranks of a process group, and the matching of their collectives, sends and recvs.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -20,33 +20,33 @@ namespace hostweave::cpu {
 
 enum class CommKind { all_gather, all_reduce, reduce_scatter, broadcast, reduce, send_recv };
 
-// What all ranks of a collective, or both of a send with its recv, ask for alike.
+// Properties of a collective, or of a send and its recv, that must agree on all ranks.
 struct Asked {
   CommKind kind = CommKind::send_recv;
   std::size_t count = 0;
   ncclDataType_t type = ncclFloat32;
   ncclRedOp_t reduction = ncclSum;
-  int root = -1;  // of broadcast and reduce
+  int root = -1;  // for broadcast and reduce
 
   std::size_t bytes() const { return count * type_size(type); }
   bool reduces() const { return kind == CommKind::all_reduce || kind == CommKind::reduce_scatter || kind == CommKind::reduce; }
-  // Whether what this seat ends with depends on what that seat began with; NCCL orders nothing else.
+  // True if the result at seat `to` depends on the input of seat `from`. NCCL guarantees no other order.
   bool data_flows(int from, int to) const {
     if (kind == CommKind::send_recv) return from == 0 && to == 1;
     if (kind == CommKind::broadcast) return from == root;
     if (kind == CommKind::reduce) return to == root;
     return true;
   }
-  // In bytes: where in what a seat sends the part for another begins, and in what it receives the part of another.
+  // Byte offsets of the part for another seat in the send buffer, and of the part from another seat in the receive buffer.
   std::size_t sent_at(int to) const { return kind == CommKind::reduce_scatter ? to * bytes() : 0; }
   std::size_t received_at(int from) const { return kind == CommKind::all_gather ? from * bytes() : 0; }
 };
 
-// A collective, or a send with its recv: where the ops of several ranks meet.
+// A collective, or a send with its recv, in which ops of several ranks are matched.
 struct Match : Asked {
   enum class State { open, running, done };
   struct Seat {
-    Stream* stream = nullptr;  // from issue to end
+    Stream* stream = nullptr;  // from issue to completion
     bool issued = false;
     const void* send = nullptr;
     void* recv = nullptr;
@@ -55,34 +55,34 @@ struct Match : Asked {
     OpName issued_as;
   };
 
-  const char* name = "";  // of the calls
+  const char* name = "";  // name of the call
   const ProcessGroup* process_group = nullptr;
-  std::vector<Seat> seats;        // by rank; of a send_recv: 0 sends, 1 receives
-  std::vector<int> seat_ranks;    // the devices behind the seats, for reports
-  std::vector<std::byte> buffer;  // what a buffered send left behind
+  std::vector<Seat> seats;        // by rank; for send_recv: 0 sends, 1 receives
+  std::vector<int> seat_ranks;    // device of each seat, for reports
+  std::vector<std::byte> buffer;  // data of a buffered send
   bool buffered = false;
   State state = State::open;
   std::size_t begun = 0;
 
   bool complete() const { return begun == seats.size(); }
-  // Whether the op at this seat has nothing left to wait for.
+  // True if the op at this seat can complete.
   bool satisfied(int seat) const {
     if (kind == CommKind::send_recv && seat == 0 && buffered) return true;
     return complete() && state != State::running;
   }
-  // Whether more than one rank takes part.
+  // True if more than one rank takes part.
   bool is_shared() const {
     return std::adjacent_find(seat_ranks.begin(), seat_ranks.end(), std::not_equal_to<>()) != seat_ranks.end();
   }
-  void exchange();  // moves the data; every seat's buffers are valid and nobody else touches them
+  void exchange();  // moves the data; all seats' buffers are valid and not accessed by others
 };
 
-// The memory that all ranks of a process group have registered in one call.
+// Memory that all ranks of a process group registered in one collective call.
 struct Windows {
   std::vector<char*> bases;  // by rank
   std::size_t bytes = 0;
   int arrived = 0;
-  std::vector<Mapping> mappings;  // of what other processes registered
+  std::vector<Mapping> mappings;  // mappings of other processes' memory
 };
 
 struct ProcessGroup {
@@ -90,7 +90,7 @@ struct ProcessGroup {
 
   int size() const { return static_cast<int>(devices.size()); }
 
-  // Whether all ranks have issued the same, so that a failure elsewhere leaves the process group as it was.
+  // True if all ranks have issued the same operations, so a failure elsewhere leaves the process group usable.
   bool in_step() const {
     if (shared) return shared->pending == 0;
     const auto met = [](const auto& entry) { return entry.second.sends.empty() && entry.second.recvs.empty(); };
@@ -100,14 +100,14 @@ struct ProcessGroup {
   }
 
   const char* name = "";
-  std::shared_ptr<SharedGroup> shared;  // where the ranks are processes; the matches and counts here are for threads
-  std::vector<int> devices;             // by rank; -1 until it has come
+  std::shared_ptr<SharedGroup> shared;  // if ranks are processes; the matches and counts below are for threads
+  std::vector<int> devices;             // by rank; -1 before it has joined
   int arrived = 0;
-  bool stopped = false;  // by a failure: the ranks no longer agree on what was issued
-  // Collectives match by how many each rank has issued before; sends and recvs by order for a pair of ranks.
+  bool stopped = false;  // after a failure: ranks may have issued different operations
+  // Collectives match by the number that each rank has issued before; sends and recvs match in order per pair of ranks.
   std::map<std::uint64_t, std::shared_ptr<Match>> collectives;
   struct Channel {
-    std::deque<std::shared_ptr<Match>> sends, recvs;  // issued, and waiting for the other side
+    std::deque<std::shared_ptr<Match>> sends, recvs;  // unmatched
   };
   std::map<std::pair<int, int>, Channel> channels;  // (sender, receiver)
   struct Split {
@@ -122,19 +122,19 @@ struct ProcessGroup {
   };
   std::map<int, Split> split_calls;
   std::map<std::tuple<int, int, int>, std::shared_ptr<SignalCount>> signals;  // by sender, receiver and number
-  std::map<int, std::shared_ptr<Windows>> registrations;                      // that some rank has still to come to
-  std::vector<int> registered;                                                // windows of each rank
-  std::vector<int> splits;                                                    // split calls of each rank
-  std::vector<std::uint64_t> issued;                                          // collectives of each rank
+  std::map<int, std::shared_ptr<Windows>> registrations;                      // registrations that some rank has not joined yet
+  std::vector<int> registered;                                                // number of windows by rank
+  std::vector<int> splits;                                                    // number of split calls by rank
+  std::vector<std::uint64_t> issued;                                          // number of collectives by rank
 };
 
-// The making of communicators, and groups of calls.
-ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // known, and not stopped by a failure
-void wait_for_ops(Lock& lock, ncclComm_t comm);                       // all that this rank has issued through it
+// Creation of communicators, and groups of calls.
+ncclResult_t check_usable(const std::string& call, ncclComm_t comm);  // valid, and not stopped by a failure
+void wait_for_ops(Lock& lock, ncclComm_t comm);                       // all that this rank has issued
 bool in_group();
 void wait_at_group_end(std::shared_ptr<ProcessGroup> process_group);
-ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all its ranks have come
-// The work of an op that waits for other processes.
+ncclResult_t wait_for_process_group(Lock& lock, const ProcessGroup& process_group);  // until all ranks have joined
+// Work of an op that waits for other processes.
 std::function<void()> across_processes(std::shared_ptr<SharedGroup> shared, std::function<void(SharedGroup&)> work);
 
 }  // namespace hostweave::cpu
@@ -143,6 +143,7 @@ struct ncclComm {
   std::shared_ptr<hostweave::cpu::ProcessGroup> process_group;
   int rank = 0;
   int device = 0;
-  hostweave::cpu::OpPtr last;                                  // issued through it on this rank
-  std::shared_ptr<bool> in_graphs = std::make_shared<bool>();  // of which nodes of graphs that use it have copies
+  hostweave::cpu::OpPtr last;  // last op of this rank
+  std::shared_ptr<bool> in_graphs =
+      std::make_shared<bool>();  // shared with graph nodes that use the communicator, as a reference count
 };

@@ -1,4 +1,4 @@
-// The last error of a thread, with a text that says more than its code.
+// Last error of each thread, with a detailed text.
 #pragma once
 #include <string>
 
@@ -8,12 +8,12 @@
 
 namespace hostweave::cpu {
 
-// Each keeps the text for this thread and returns the code.
+// Store the text for this thread and return the code.
 cudaError_t error(cudaError_t code, std::string text);
 ncclResult_t error(ncclResult_t code, std::string text);
 cublasStatus_t error(cublasStatus_t code, std::string text);
 
-// Unless a number is from 0 to below `count`: "call: peer 9 of 8".
+// Returns an error such as "call: peer 9 of 8" unless 0 <= number < count.
 template <class Code>
 Code expect_below(int count, const char* what, int number, const std::string& call, Code otherwise) {
   if (number >= 0 && number < count) return Code{};
@@ -24,7 +24,7 @@ cudaError_t cuda_not_supported(const std::string& what);
 ncclResult_t nccl_not_supported(const std::string& what);
 cublasStatus_t blas_not_supported(const std::string& what);
 
-// For calls after a failure that stops all ranks: the code of each library for it, with the report.
+// Errors for calls after a failure that stops all ranks, with the report.
 cudaError_t cuda_stopped();
 ncclResult_t nccl_stopped();
 cublasStatus_t blas_stopped();

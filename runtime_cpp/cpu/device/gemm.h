@@ -1,4 +1,4 @@
-// General matrix products on row- or column-major matrices of the supported types, by OpenBLAS or any CBLAS.
+// GEMM on column-major matrices of the supported types, by OpenBLAS or any CBLAS.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,13 +20,13 @@ struct Operand {  // column-major
   Operand from(std::int64_t row, std::int64_t column = 0) const { return {type, ld, shift(at, column * ld + row, type)}; }
 };
 
-// The scales of an operand of 8-bit floats, whose elements along k lie side by side.
+// Scales of an 8-bit operand that is contiguous along k.
 struct Scales {
   const float* at = nullptr;
   std::int32_t mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
   std::int64_t outer = 0, k = 0;  // sizes of the operand
 
-  static constexpr std::int64_t kBlock = 128, kStep = 4;  // rows of scales of BLK128x128 are padded to multiples of kStep
+  static constexpr std::int64_t kBlock = 128, kStep = 4;  // BLK128x128 pads rows of scales to multiples of kStep
   std::int64_t blocks() const { return (k + kBlock - 1) / kBlock; }
   std::int64_t pitch() const { return (blocks() + kStep - 1) / kStep * kStep; }
   std::int64_t count() const {
@@ -49,8 +49,8 @@ struct Gemm {  // D = epilogue(alpha op(A) op(B) + beta C)
   double alpha = 1, beta = 0;
   Operand a, b, c, d;
   enum class Activation { none, relu, gelu } activation = Activation::none;
-  Scales scales_a, scales_b;   // where A and B are of 8-bit floats
-  const void* bias = nullptr;  // of the type of D, one element for each row of it
+  Scales scales_a, scales_b;   // if A and B are 8-bit floats
+  const void* bias = nullptr;  // has the type of D, one element per row
 };
 
 void run(Gemm gemm);

@@ -1,4 +1,4 @@
-// Which op touched which bytes last, to find accesses that nothing orders.
+// Last accesses of each byte range, for race detection.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -23,8 +23,8 @@ class History {
     Range range;
   };
 
-  // Notes the accesses of an op whose beginning knows `clock`, and returns the first earlier access that it conflicts
-  // with and does not know of.
+  // Records the accesses of an op that starts with `clock`. Returns the first conflicting earlier access that does not happen
+  // before it.
   std::optional<Conflict> note(const Ranges& ranges, const Access& access, const Clock& clock);
   void forget(std::uintptr_t begin, std::uintptr_t end);
   void clear() { segments_.clear(); }
@@ -33,7 +33,7 @@ class History {
   struct Segment {
     std::uintptr_t end;
     std::optional<Access> write;
-    std::vector<Access> reads;  // since that write, one for a lane
+    std::vector<Access> reads;  // reads since that write, at most one per lane
   };
   using Segments = std::map<std::uintptr_t, Segment>;
 

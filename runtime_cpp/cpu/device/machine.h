@@ -1,9 +1,9 @@
-// The simulated machine: devices, streams and host threads, and the one scheduler that runs them.
+// The simulated machine: devices, streams, host threads, and their scheduler.
 //
-// Everything here is guarded by one mutex, except the work of ops and the exchange of data, which run without it.
-// An op begins (declares its accesses, poisons its outputs, takes its seat in collectives) and ends (wakes who waits);
-// in between others can see it in flight. Two modes share that: workers.cpp runs what is ready on a pool of threads,
-// turns.cpp lets a seed choose one step at a time among streams and host threads.
+// One mutex guards everything, except the work of ops and data exchange, which run without it. An op begins (declares accesses,
+// poisons outputs, takes its seats in collectives) and ends (wakes waiters); in between others can see it in flight. There are
+// two modes: workers.cpp runs ready ops on a thread pool, and turns.cpp lets a seed choose one step at a time among streams and
+// host threads.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -35,10 +35,10 @@ struct HostThread {
   int device = 0;
   bool attached = false;
   int rank = -1;
-  bool inside = false;  // of a call to the device
+  bool inside = false;  // inside a device call
   bool waiting = false;
-  std::function<bool()> ready;  // what it waits for
-  std::string waits_for;        // in words
+  std::function<bool()> ready;  // condition that it waits for
+  std::string waits_for;        // its description
   std::condition_variable wake;
   std::uint64_t priority = 0;
   Place place;
@@ -48,28 +48,28 @@ HostThread& this_thread();
 
 struct ProcessGroup;  // communicator.h
 
-// --- device memory, and pinned memory of the host: who owns which bytes
+// --- allocations: device memory and pinned host memory
 
-constexpr int kHost = -1;  // in place of a device
+constexpr int kHost = -1;  // pseudo-device of host memory
 
 struct Allocation {
   std::size_t bytes;
   int device;
-  std::size_t mapped;  // bytes of a mapping of its own, 0 when on the heap
-  int file = -1;       // behind that mapping, which other processes map, too
+  std::size_t mapped;  // bytes of its own mapping; 0 for heap memory
+  int file = -1;       // file of that mapping, if other processes can map it
 };
 
 class Memory {
  public:
-  // Filled with 0xff bytes, which is NaN in every float type, and `shared` where other processes can map it. Null when there is
-  // none left.
+  // Allocates memory filled with 0xff bytes, which is NaN in every float type. With `shared`, other processes can map it. Returns
+  // null if memory is exhausted.
   void* allocate(std::size_t bytes, int device, bool shared);
   void release(void* pointer);
-  // The allocation that holds this address, if the device made it.
+  // Allocation that contains this address, or null.
   const Allocation* find(std::uintptr_t address, std::uintptr_t* base = nullptr) const;
-  const Allocation* at(const void* pointer) const;  // the one that begins here
-  std::uint64_t live_bytes() const;                 // of all devices
-  std::uint64_t made() const { return made_; }      // ever
+  const Allocation* at(const void* pointer) const;  // allocation that begins here
+  std::uint64_t live_bytes() const;                 // on all devices
+  std::uint64_t made() const { return made_; }      // total number of allocations
 
  private:
   std::map<std::uintptr_t, Allocation> allocations_;
@@ -87,19 +87,19 @@ class Machine {
   bool checking() const { return checking_; }
   bool ordered_launches() const { return ordered_launches_; }
   bool buffered_sends() const { return buffered_sends_; }
-  const char* configure(const hw_cpu_config& wanted);  // null, or what is wrong
+  const char* configure(const hw_cpu_config& wanted);  // null, or an error message
   bool failed() const { return failed_; }
   const std::string& report() const { return report_; }
   void fail(std::string report);  // stops all ranks
 
   // --- streams and ops
-  // Null when there is no such stream (any more).
+  // Null if the stream does not exist or was destroyed.
   Stream* find_stream(cudaStream_t handle, int device = this_thread().device);
   Stream* create_stream(unsigned flags);
   void destroy_stream(Stream* stream);
   Stream& legacy_stream(int device);
   std::vector<OpPtr> tails(int device);  // the last op of every stream of a device
-  void learn_retired(int device);        // the calling host now knows what this device's destroyed streams did
+  void learn_retired(int device);        // joins the clocks of this device's destroyed streams to the calling host's
   void enqueue(Lock& lock, OpPtr op, Stream& stream);
 
   // --- host threads
@@ -107,28 +107,28 @@ class Machine {
   void detach(Lock& lock);
   void enter(Lock& lock);
   void leave(Lock& lock);
-  // Blocks until ready() holds, which is asked with the lock held; false after a failure.
+  // Blocks until ready() returns true; it is called with the lock held. Returns false after a failure.
   bool wait(Lock& lock, std::string waits_for, std::function<bool()> ready);
   void scheduling_point(Lock& lock);
   void pause(Lock& lock);
   void wait_for_running_work(Lock& lock);
-  void progress();                                     // something changed that a host thread may wait for
-  void learn(int device, const ClockSnapshot& clock);  // the host of this device now knows this much
+  void progress();                                     // wakes host threads to check their conditions
+  void learn(int device, const ClockSnapshot& clock);  // joins a clock to that of the device's host
   ClockSnapshot& host_clock(int device) { return host_side(device).clock; }
   std::size_t host_lane(int device) { return host_side(device).lane; }
 
   // --- work
-  // Runs run(begin, end) for pieces of 0..count, `piece` long, on idle workers too. Called by the work of an op.
+  // Runs run(begin, end) for pieces of 0..count of length `piece`, also on idle workers. Called by the work of an op.
   using RunPiece = std::function<void(std::size_t begin, std::size_t end)>;
   void split(std::size_t count, std::size_t piece, const RunPiece& run);
   std::size_t idle_workers();
-  // While it lives, this worker waits as long as another process takes, and somebody else does its work.
+  // RAII: marks this worker as blocked on another process, so that another worker replaces it.
   struct Blocked {
     Blocked();
     ~Blocked();
   };
 
-  // --- faults that tests ask for
+  // --- fault injection for tests
   void fail_call(std::string call, int nth) {
     faulty_call_ = std::move(call);
     calls_to_fault_ = nth;
@@ -147,12 +147,12 @@ class Machine {
   std::vector<std::weak_ptr<ProcessGroup>> process_groups;
   std::optional<Picker> picker;
 
-  // Why an op on this device must not touch these bytes, if it must not: they belong to another device, or run past the
-  // end of what was allocated.
+  // Reason why an op on this device must not access these bytes: they belong to another device, or exceed an allocation. nullopt
+  // if it may.
   std::optional<std::string> illegal_access(const Ranges& ranges, int device, bool peers_allowed);
-  std::set<std::pair<int, int>> peer_access;  // of a device to a peer
+  std::set<std::pair<int, int>> peer_access;  // (device, peer)
 
-  std::uint64_t copied_bytes = 0;  // between buffers of devices, ever
+  std::uint64_t copied_bytes = 0;  // total bytes copied between device buffers
 
   std::uint64_t ops_done() const { return ops_done_; }
   std::size_t live_streams() const { return live_streams_; }
@@ -163,7 +163,7 @@ class Machine {
   struct HostSide {
     std::size_t lane;
     ClockSnapshot clock;
-    Clock retired;  // of streams that were destroyed: synchronising the device covers them too
+    Clock retired;  // clock of destroyed streams, which device synchronisation also covers
   };
   struct Split {
     const RunPiece& run;
@@ -177,7 +177,7 @@ class Machine {
   Stream& new_stream(int device, int number);
 
   // machine.cpp
-  void evaluate(Stream& stream);  // puts it into the ready list if its head can make a step
+  void evaluate(Stream& stream);  // adds it to the ready list if its head op can make a step
   void advance(Lock& lock, Stream& stream);
   void begin(Stream& stream, Op& op);
   std::optional<OpName> over_another_channel(const Stream& stream, const Op& op, std::uint32_t epoch);
@@ -200,31 +200,31 @@ class Machine {
   bool wait_seeded(Lock& lock, HostThread& me);
   void step(Lock& lock, Stream* stream);
   void await_turn(Lock& lock, HostThread& me);
-  std::chrono::steady_clock::time_point deadline() const;  // of who sees no progress from now on
+  std::chrono::steady_clock::time_point deadline() const;  // deadline for progress, from now
   int expected_ranks() const { return config.ranks > 0 ? config.ranks : config.devices; }
   void hand_turn(HostThread* thread);
   void pass_turn_on(Lock& lock);
   std::vector<Candidate> choices(HostThread* me);
 
   bool checking_ = false, ordered_launches_ = true, buffered_sends_ = false;
-  std::atomic<bool> failed_ = false;  // asked without the lock by what waits for other processes
+  std::atomic<bool> failed_ = false;  // read without the lock by waits for other processes
   std::string report_;
   std::uint64_t ops_done_ = 0, progress_ = 0;
 
   std::unordered_map<Stream*, std::unique_ptr<Stream>> streams_;
-  std::vector<std::vector<Stream*>> by_device_;  // [device][i], the legacy stream first
+  std::vector<std::vector<Stream*>> by_device_;  // [device][i], legacy stream first
   std::size_t live_streams_ = 0;
   std::vector<std::size_t> free_lanes_;
-  // What each device has begun to communicate: of each channel the last of each lane.
+  // Begun communications of each device: the last one by channel and lane.
   std::unordered_map<int, std::map<std::pair<const ProcessGroup*, std::size_t>, History::Access>> posted_;
   std::size_t lanes_ = 0;
   std::unordered_map<int, HostSide> hosts_;
   std::vector<Stream*> ready_;
 
   std::vector<HostThread*> attached_;  // by rank
-  std::vector<HostThread*> waiting_;   // in parallel mode, attached or not
+  std::vector<HostThread*> waiting_;   // waiting threads in parallel mode, attached or not
   int arrived_ = 0;                    // rank threads that attached in this round
-  bool round_started_ = false;         // all came; the round ends when all have left
+  bool round_started_ = false;         // set when all have attached; cleared when all have detached
   HostThread* turn_ = nullptr;
   std::condition_variable turn_free_;
 
@@ -232,7 +232,7 @@ class Machine {
   std::condition_variable workers_wake_, workers_idle_;
   std::vector<Split*> splits_;
   std::size_t idle_workers_ = 0, blocked_workers_ = 0;
-  std::size_t running_ = 0;  // threads that run work or an exchange, without the lock
+  std::size_t running_ = 0;  // threads that run work or an exchange without the lock
   bool stopping_ = false;
 
   std::string faulty_call_;
@@ -241,10 +241,10 @@ class Machine {
   std::unordered_set<std::string> interned_;
 };
 
-// Copies on idle workers too, as Machine::split does.
+// memcpy that also uses idle workers.
 void copy_bytes(void* to, const void* from, std::size_t bytes);
 
-// One call of the API: holds the lock and, in seeded mode, the turn.
+// One API call: holds the lock and, in seeded mode, the turn.
 class Call {
  public:
   Call() : lock(Machine::get().mutex) { Machine::get().enter(lock); }
@@ -256,15 +256,15 @@ class Call {
   Lock lock;
 };
 
-// --- what the CUDA calls share
+// --- helpers of the CUDA calls
 
 cudaError_t no_such_stream(cudaStream_t stream, const char* call);
-// Enqueues an op that touches memory of the stream's device, or also of its peers.
+// Enqueues an op that accesses memory of the stream's device, and of peers if allowed.
 cudaError_t submit(Lock& lock, OpPtr op, cudaStream_t stream, bool peers_allowed = false);
 // Blocks the host until these ops are done.
 cudaError_t wait_for(Lock& lock, const std::vector<OpPtr>& ops, const char* what);
 cudaError_t wait_for_device(Lock& lock, int device);
-// Memory of this thread's device that ranks reach which are processes.
+// Memory of this thread's device that ranks in other processes can map.
 cudaError_t allocate_for_windows(void** pointer, std::size_t bytes);
 
 }  // namespace hostweave::cpu

@@ -1,4 +1,4 @@
-// What is enqueued: ops with the bytes that they touch, the streams that hold them, the events that name a point of a stream.
+// Enqueued work: ops with their memory accesses, streams, and events.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -18,9 +18,9 @@ namespace hostweave::cpu {
 struct Match;
 struct Capture;
 
-// --- vector clocks: what is known to have happened before a point of a stream or of a rank's host threads
+// --- vector clocks: happens-before of points on streams and host threads
 
-// One counter for every stream and every device's host side ("lane"). A missing counter is zero.
+// One counter per lane: a stream, or the host side of a device. A missing counter is zero.
 class Clock {
  public:
   std::uint32_t at(std::size_t lane) const { return lane < counters_.size() ? counters_[lane] : 0; }
@@ -39,15 +39,15 @@ class Clock {
 
 using ClockSnapshot = std::shared_ptr<const Clock>;
 
-// --- the bytes that an op reads or writes
+// --- byte ranges of accesses
 
-struct Range {  // `rows` pieces of `bytes` bytes, `pitch` apart
+struct Range {  // `rows` pieces of `bytes` bytes with stride `pitch`
   std::uintptr_t begin = 0;
   std::size_t bytes = 0;
   std::size_t rows = 1;
   std::size_t pitch = 0;
   bool write = false;
-  bool scratch = false;  // written, but nobody reads what is left there
+  bool scratch = false;  // written, but its contents are not used afterwards
 
   bool empty() const { return bytes == 0 || rows == 0; }
   std::uintptr_t end() const { return empty() ? begin : begin + (rows - 1) * pitch + bytes; }
@@ -67,43 +67,43 @@ inline Range write_of(const void* pointer, std::size_t bytes, std::size_t rows =
 
 // --- ops
 
-struct Place {  // of a call in the program; the strings are interned, so that reports may outlive the program
+struct Place {  // source position of a call; strings are interned, so that reports can outlive the program
   const char* file = nullptr;
   int line = 0;
   const char* call = nullptr;
 };
 
-// How reports speak of an op. Small, because the access history keeps one for every range.
+// Description of an op for reports. Small, because the access history stores one per range.
 struct OpName {
   int device = 0;
   int stream = 0;
-  const char* kind = "";           // "all_reduce", "copy", a kernel's name
+  const char* kind = "";           // "all_reduce", "copy", or a kernel's name
   const char* process_group = "";  // the communicator's name, for communications
-  int subject = -1;                // which argument of the call holds what the op produces or sends
+  int subject = -1;                // argument of the call that the op writes or sends
   Place place;
 
   std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)
 };
 
-struct Part {  // an op's role in a collective, a send or a recv
+struct Part {  // an op's part in a collective, send or recv
   std::shared_ptr<Match> match;
   int index;
 };
 
 struct Stream;
 
-// The signals of one rank to another under one number: how many are there, and what the ranks have enqueued.
+// Signals from one rank to another under one number: arrived and enqueued counts.
 struct SignalCount {
-  int sender = 0;  // devices
+  int sender = 0;  // device numbers
   int number = 0;
-  std::uint64_t given = 0, awaited = 0;           // enqueued
-  std::uint64_t value = 0;                        // of the last one that is there
-  std::map<std::uint64_t, ClockSnapshot> clocks;  // what was known when the count came to be this
+  std::uint64_t given = 0, awaited = 0;           // enqueued counts
+  std::uint64_t value = 0;                        // number of arrived signals
+  std::map<std::uint64_t, ClockSnapshot> clocks;  // sender's clock at each count
   std::vector<Stream*> waiters;
 
   bool settled() const { return given == awaited && given == value; }
 };
-struct SignalTurn {  // the n-th signal of a count
+struct SignalTurn {  // n-th signal of a SignalCount
   std::shared_ptr<SignalCount> count;
   std::uint64_t number;
 };
@@ -112,14 +112,14 @@ struct Op {
   OpName name;
   Stream* stream = nullptr;
   Ranges ranges;
-  std::function<void()> work;              // runs without the scheduler's lock; none for markers and communications
-  std::vector<Part> parts;                 // a communication group: all of it begins and ends as one
-  std::vector<std::shared_ptr<Op>> after;  // must be done before this begins
-  std::vector<SignalTurn> awaits;          // must be there before this begins
-  std::vector<SignalTurn> gives;           // when it ends
-  ClockSnapshot host_clock;                // what the enqueuing host knew
-  ClockSnapshot clock;                     // what this op's begin knew, then what its end knows
-  std::vector<Stream*> waiters;            // streams whose head waits for this op
+  std::function<void()> work;              // runs without the lock; empty for markers and communication
+  std::vector<Part> parts;                 // members of a communication group, which begin and end together
+  std::vector<std::shared_ptr<Op>> after;  // must end before this begins
+  std::vector<SignalTurn> awaits;          // must arrive before this begins
+  std::vector<SignalTurn> gives;           // given at its end
+  ClockSnapshot host_clock;                // clock of the enqueuing host
+  ClockSnapshot clock;                     // clock at its begin, later at its end
+  std::vector<Stream*> waiters;            // streams whose head op waits for this op
   std::chrono::steady_clock::time_point finished;
   bool begun = false;
   bool done = false;
@@ -139,14 +139,14 @@ struct Stream {
   int number = 0;  // 0 is the legacy default stream
   unsigned flags = 0;
   bool destroyed = false;
-  bool scheduled = false;  // in the ready list, or being run
+  bool scheduled = false;  // in the ready list, or running
   const Op* blocked_on = nullptr;
   std::deque<OpPtr> queue;
-  OpPtr last;  // the op enqueued last, done or not
+  OpPtr last;  // last enqueued op
   std::size_t lane = 0;
   Clock clock;
   std::uint64_t rank_in_picker = 0;
-  std::shared_ptr<Capture> capture;  // null: calls enqueue
+  std::shared_ptr<Capture> capture;  // null: not being captured
   std::size_t capture_lane = 0;
 
   bool legacy() const { return number == 0; }
@@ -156,8 +156,8 @@ struct Stream {
 struct Event {
   int device = 0;
   bool timed = true;
-  OpPtr record;                      // the last one; a wait binds to it when it is called
-  std::shared_ptr<Capture> capture;  // in which it was recorded last, as this node
+  OpPtr record;                      // last record; a wait binds to it at the time of the call
+  std::shared_ptr<Capture> capture;  // capture in which it was recorded last, as this node
   std::size_t node = 0;
 };
 

@@ -1,4 +1,4 @@
-// Who goes next in the seeded mode.
+// Choice of the next step in seeded mode.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,11 +11,11 @@ struct HostThread;
 struct Stream;
 
 struct Candidate {
-  HostThread* host;  // of a rank, or null
+  HostThread* host;  // host thread of a rank, or null
   Stream* stream;    // or null
   int device;
-  int number;               // of the stream
-  std::uint64_t* priority;  // the owner keeps it; 0 until the picker has drawn one
+  int number;               // stream number
+  std::uint64_t* priority;  // stored by the owner; 0 until the picker draws one
 };
 
 class Picker {
@@ -24,9 +24,9 @@ class Picker {
 
   Picker(std::uint64_t seed, int kind);  // kind: hw_cpu_picker
   std::size_t pick(const std::vector<Candidate>& candidates);
-  // Somebody who polls goes behind all others, or they would never run.
+  // Gives a polling candidate the lowest priority, so that others can run.
   void demote(std::uint64_t& priority) { priority = --lowest_; }
-  // A bit of the seed, for the knobs that it decides.
+  // A bit of the seed, for settings that the seed decides.
   bool coin(int which) const { return (mixed_ >> which) & 1; }
   std::size_t draw(std::size_t n) { return static_cast<std::size_t>(random_() % n); }
   std::uint64_t steps() const { return steps_; }
@@ -38,8 +38,8 @@ class Picker {
   std::mt19937_64 random_;
   std::uint64_t mixed_;
   Kind kind_;
-  std::uint64_t change_every_ = 0;     // a priority changes about once in so many steps; 0 never
-  std::uint64_t lowest_ = 1ull << 32;  // drawn priorities are above, demoted ones below
+  std::uint64_t change_every_ = 0;     // mean number of steps between priority changes; 0: never
+  std::uint64_t lowest_ = 1ull << 32;  // drawn priorities are above it, demoted ones below
   std::uint64_t steps_ = 0;
   std::uint64_t hash_ = 14695981039346656037ull;
 };

@@ -1,7 +1,6 @@
-// Communicators whose ranks are processes of one host, which meet in memory that all of them map.
+// Communicators whose ranks are processes of one host, by shared memory.
 //
-// That memory is anonymous: the others open it by the number of the process that made it and of its file, and the kernel frees
-// it with the last process that has it, however these end.
+// The memory is an anonymous file. Others open it by process id and file descriptor, and the OS frees it with the last process.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -14,7 +13,7 @@
 
 namespace hostweave::cpu {
 
-// A file without a name, of this process or of another one.
+// An anonymous file of this or another process.
 struct SharedFile {
   std::int64_t process = 0;
   int file = -1;
@@ -26,20 +25,20 @@ struct Unmap {
 };
 using Mapping = std::unique_ptr<char[], Unmap>;
 
-Mapping map(int file, std::size_t bytes);  // null where it cannot be mapped
-int new_shared_file(std::size_t bytes);    // -1 where there is none left
-// Maps a file of another process of this host. Null where that has ended, or cannot be reached.
+Mapping map(int file, std::size_t bytes);  // null on failure
+int new_shared_file(std::size_t bytes);    // -1 on failure
+// Maps a file of another process of this host. Null if that process has ended or is inaccessible.
 Mapping map_shared(const SharedFile& file, std::size_t bytes);
 
-// What is sent to a peer, or received from it, one piece after another.
+// Data to send to a peer or receive from it, in consecutive pieces.
 struct Piece {
   char* data;
   std::size_t bytes;
-  std::function<void()> then;  // when all of it has come
+  std::function<void()> then;  // called when the piece is complete
 };
 struct Traffic {
   explicit Traffic(int ranks) : out(ranks), in(ranks) {}
-  std::vector<std::deque<Piece>> out, in;  // by peer
+  std::vector<std::deque<Piece>> out, in;  // pieces by peer
 
   void send(int peer, const void* data, std::size_t bytes) {
     add(out[peer], {static_cast<char*>(const_cast<void*>(data)), bytes, {}});
@@ -55,28 +54,28 @@ struct Traffic {
   }
 };
 
-// One rank's view of the memory where the ranks of a communicator meet. Its calls that wait return false after a failure.
+// One rank's view of a communicator's shared memory. Blocking calls return false after a failure.
 class SharedGroup {
  public:
-  static constexpr int kRanks = 64, kSignals = 64;  // at most
-  static constexpr int kCounts = 3 * kSignals;      // of each rank for each other one
+  static constexpr int kRanks = 64, kSignals = 64;  // maximum
+  static constexpr int kCounts = 3 * kSignals;      // counters per pair of ranks
 
-  // The file for a new communicator, or -1.
+  // Creates the file of a new communicator; -1 on failure.
   static int make(std::uint64_t token);
-  // Null, and why, where the file cannot be reached or the others came as another number of ranks.
+  // Returns null and sets `problem` if the file is inaccessible or the number of ranks differs.
   static std::unique_ptr<SharedGroup> join(const SharedFile& file, std::uint64_t token, int rank, int size, int device,
                                            std::string& problem);
 
-  bool wait_for_all(double seconds);  // false, too, where they do not come
+  bool wait_for_all(double seconds);  // false also on a timeout
   int arrived() const;
   int device_of(int rank) const;
 
-  // Moves all of it, beside what other ranks send and receive.
+  // Transfers all pieces, concurrently with those of other ranks.
   bool move(Traffic& traffic);
   void give_signal(int to, int number);
   bool await_signals(int from, int number, std::uint64_t count);
 
-  // Ops that are enqueued and not done: what the ranks have issued is the same where there are none.
+  // Number of unfinished ops. If it is 0, all ranks have issued the same operations.
   std::atomic<int> pending = 0;
 
  private:
@@ -89,11 +88,11 @@ class SharedGroup {
   std::atomic<std::uint64_t>& signals(int from, int to, int number) const;
   bool push(int to, std::deque<Piece>& pieces);
   bool pull(int from, std::deque<Piece>& pieces);
-  // Has copy(place in the ring, data, bytes) move what it can of the pieces, from where `count` is to before `end`.
+  // Moves parts of pieces by copy(ring position, data, bytes), from `count` up to `end`.
   template <class Copy>
   bool advance(std::atomic<std::uint64_t>& count, std::uint64_t end, int peer, std::deque<Piece>& pieces, const Copy& copy);
   void wake(int rank);
-  // Asks `done` again whenever another rank has moved something, and now and then.
+  // Calls `done` after each progress of another rank, and periodically.
   bool wait(const std::function<bool()>& done);
 
   Mapping mapping_;

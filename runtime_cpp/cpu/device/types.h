@@ -1,4 +1,4 @@
-// Element types: sizes, names and distances.
+// Element types: names, sizes and pointer arithmetic.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr Type kTypes[ncclNumTypes] = {
 constexpr Type type_of(ncclDataType_t type) {
   return type >= 0 && type < ncclNumTypes ? kTypes[type] : Type{"an unknown type", 0};
 }
-constexpr std::size_t type_size(ncclDataType_t type) { return type_of(type).size; }  // 0: not supported
+constexpr std::size_t type_size(ncclDataType_t type) { return type_of(type).size; }  // 0: unsupported
 constexpr const char* type_name(ncclDataType_t type) { return type_of(type).name; }
 
 constexpr std::size_t type_size(cudaDataType_t type) {
@@ -28,7 +28,7 @@ constexpr std::size_t type_size(cudaDataType_t type) {
   return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : type == CUDA_R_16F || type == CUDA_R_16BF ? 2 : 0;
 }
 
-// So many elements further on.
+// Advances a pointer by elements.
 inline void* shift(const void* base, std::int64_t elements, cudaDataType_t type) {
   return base ? const_cast<char*>(static_cast<const char*>(base)) + elements * static_cast<std::int64_t>(type_size(type))
               : nullptr;

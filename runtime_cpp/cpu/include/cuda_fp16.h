@@ -12,7 +12,7 @@ struct __half {
   __half(int value) : __x(round(static_cast<float>(value))) {}
   operator float() const { return widen(__x); }
 
-  // Both directions let the float unit round and renormalise, without a branch, so that loops over them vectorise.
+  // Branch-free conversions that use the FPU for rounding and normalisation, so that loops vectorise.
   static unsigned short round(float value) {
     const std::uint32_t bits = bits_of(value), doubled = bits + bits;
     const float magnitude = float_of(bits & 0x7fffffffu);

@@ -1,12 +1,12 @@
-// The two 8-bit floats of CUDA's cuda_fp8.h: to them the nearest value, ties to even, and the largest where it is too small for
-// the number (CUDA's __NV_SATFINITE); NaN stays NaN. By built-in functions: every program includes this, and <cmath> is long.
+// The two 8-bit floats of CUDA's cuda_fp8.h. Conversion rounds to nearest even and saturates (__NV_SATFINITE); NaN stays NaN.
+// Uses builtins, because every program includes this header and <cmath> compiles slowly.
 #pragma once
 
 typedef unsigned char __nv_fp8_storage_t;
 
 namespace hostweave_cpu_fp8 {
 
-// kHasInfinity says whether the highest exponent means infinity and NaN alone.
+// kHasInfinity: the highest exponent encodes only infinity and NaN.
 template <int kMantissa, int kBias, bool kHasInfinity>
 struct Float {
   __nv_fp8_storage_t __x;

@@ -7,7 +7,7 @@
 #include "library_types.h"
 
 #define CUDART_VERSION 12040
-#define HOSTWEAVE_CPU_DEVICE 1  // tells this header from the real one
+#define HOSTWEAVE_CPU_DEVICE 1  // distinguishes this header from CUDA's
 
 extern "C" {
 
@@ -51,7 +51,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-// Of a capture this gives status and id, and nothing of its graph.
+// Returns only status and id of a capture, not its graph.
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus* status, unsigned long long* id = 0,
                                      cudaGraph_t* graph = 0, const cudaGraphNode_t** dependencies = 0,
                                      const cudaGraphEdgeData** edgeData = 0, size_t* numDependencies = 0);

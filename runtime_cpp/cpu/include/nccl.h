@@ -39,7 +39,7 @@ typedef enum {
 #define NCCL_SPLIT_NOCOLOR -1
 #define NCCL_API_MAGIC 0xcafebeef
 
-// NCCL only ever appends to this struct, and `size` tells how much of it the caller knows.
+// NCCL only appends to this struct; `size` is the size that the caller was compiled with.
 typedef struct ncclConfig_v21700 {
   size_t size;
   unsigned int magic;

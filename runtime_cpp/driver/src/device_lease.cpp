@@ -18,17 +18,17 @@ struct Devices {
   std::condition_variable free;
   std::string party;
   Schedule schedule;
-  int turns = 0;                               // of that party, now
-  std::map<std::string, std::string> stopped;  // parties, and why
-  std::queue<std::function<void()>> releases;  // that wait for a turn
+  int turns = 0;                               // current leases of that party
+  std::map<std::string, std::string> stopped;  // party -> reason
+  std::queue<std::function<void()>> releases;  // waiting for the devices
   bool has_reaper = false;
 };
-Devices& devices = *new Devices;  // its reaper outlives main
+Devices& devices = *new Devices;  // leaked: its reaper thread outlives main
 
 const std::string kReaper = "what is freed";
-thread_local bool is_freeing = false;  // this thread has the turn that all it does is a part of
+thread_local bool is_freeing = false;  // this thread holds the lease of a release
 
-// Releases one thing, with the lock held and nobody having a turn.
+// Runs one release. The lock is held and no lease exists.
 void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& release) {
   devices.turns = 1;
   devices.party = kReaper;
@@ -36,14 +36,14 @@ void release(std::unique_lock<std::mutex>& lock, const std::function<void()>& re
   try {
     target::configure({}, 1);
   } catch (const std::exception&) {
-    // What the last round left behind is freed as well as may be.
+    // Best effort after a failed round.
   }
   lock.unlock();
   is_freeing = true;
   try {
     release();
   } catch (const std::exception&) {
-    // Nothing more can be done for what does not free, and others wait for the turn.
+    // Nothing can be done about a failed release, and others wait for the devices.
   }
   is_freeing = false;
   lock.lock();

@@ -1,9 +1,9 @@
-// A memset as a kernel.
+// Memset as a kernel.
 #include "hostweave/kernel.h"
 
 namespace hw {
 
-// Of four bytes, again and again.
+// Repeats a pattern of four bytes.
 __global__ void fill_bytes(unsigned char* to, int64_t bytes, uint32_t value) {
   const int64_t wide = aligned(to) ? bytes / 16 : 0;
   for (const int64_t i : over_grid(wide)) reinterpret_cast<Values<uint32_t, 4>*>(to)[i] = filled<4>(value);

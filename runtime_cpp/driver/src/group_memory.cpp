@@ -11,7 +11,7 @@
 namespace hw {
 namespace {
 
-// Of all ranks of a group, whatever meshes its programs are for.
+// Key of the channel of all ranks of a group, independent of meshes.
 constexpr char kGroup[] = "group", kRank[] = "rank";
 
 }  // namespace
@@ -48,7 +48,7 @@ GroupMemory::~GroupMemory() {
     HW_CHECK(cudaDeviceSynchronize());
     release_window(data_, {registered_});
   } catch (const std::exception&) {
-    // Nothing more can be done for a device that does not even free.
+    // Nothing can be done if the device cannot free.
   }
 }
 

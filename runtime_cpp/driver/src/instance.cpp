@@ -13,9 +13,9 @@
 namespace hw {
 namespace {
 
-constexpr size_t kGraphs = 16;  // of one program
+constexpr size_t kGraphs = 16;  // maximum cached graphs per program
 
-// Lets this thread ask for events while another one captures: what it asks is no part of that.
+// Lets this thread query events while another thread captures.
 class BesideCaptures {
  public:
   BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -25,7 +25,7 @@ class BesideCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// A stream for one capture, that other threads do not disturb.
+// A stream for one capture, isolated from other threads.
 class CapturedStream {
  public:
   CapturedStream() { HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
@@ -35,7 +35,7 @@ class CapturedStream {
 
   operator cudaStream_t() const { return stream_; }
 
-  // What `enqueue` enqueues there.
+  // Captures the work that `enqueue` enqueues.
   cudaGraph_t capture(const std::function<void()>& enqueue) const {
     HW_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     cudaGraph_t graph = nullptr;
@@ -54,7 +54,7 @@ class CapturedStream {
   cudaStream_t stream_ = nullptr;
 };
 
-// Makes a call that is captured: where it fails, nothing was enqueued.
+// Runs a call during capture. After a failure nothing was enqueued.
 template <class Call>
 auto captured(const Call& call) {
   try {
@@ -78,7 +78,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-Pulse::Pulse() : Pulse(nullptr) {  // so that what is there already is freed where the rest cannot be made
+Pulse::Pulse() : Pulse(nullptr) {  // delegates, so that members are freed if the rest fails
   HW_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&begun_), sizeof *begun_));
   HW_CHECK(cudaMalloc(reinterpret_cast<void**>(&set_), sizeof *begun_));
@@ -93,7 +93,7 @@ Pulse::~Pulse() {
   if (stream_) cudaStreamDestroy(stream_);
 }
 
-// Beside the call, which does not wait for it.
+// On a forked stream, so that the call does not wait for it.
 void Pulse::begin(cudaStream_t caller) {
   HW_CHECK(cudaEventRecord(fork_[0], caller));
   HW_CHECK(cudaStreamWaitEvent(stream_, fork_[0], 0));
@@ -123,7 +123,7 @@ void Progress::end(cudaStream_t caller) {
   enqueuing_ = false;
   if (newest_.call != 0) {
     const BesideCaptures beside;
-    advance();  // which may show the one before as done, whose mark this call would take
+    advance();  // first, because this call reuses the mark of a finished one
   }
   Mark& mark = older_.call == 0 ? older_ : newest_;
   HW_CHECK(cudaEventRecord(events_[mark.event], caller));
@@ -184,7 +184,7 @@ Instance::~Instance() {
     program_.calls.destroy(instance_);
     progress_.reset();
   } catch (const std::exception&) {
-    // Nothing more can be done for a device that does not even free.
+    // Nothing can be done if the device cannot free.
   }
 }
 
@@ -202,7 +202,8 @@ std::vector<Shape> Instance::prepare(const std::vector<Input>& inputs, cudaStrea
   }
   member_.rank().set_measures(measures_);
   program_.calls.prepare(instance_, inputs_.data(), outputs.data());
-  // Windows grow on all ranks at once, and a rank that captures uses the new ones: no other may launch for the old ones then.
+  // Windows grow on all ranks together, and a capturing rank uses the new ones, so graphs for the old ones are dropped on all
+  // ranks.
   if (std::vector<void*> now = memory(); now != memory_) {
     memory_ = std::move(now);
     seen_.clear();
@@ -260,7 +261,7 @@ void Instance::launch(const Graph& graph, cudaStream_t caller) const {
 std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<void*>& inputs,
                                          const std::vector<void*>& outputs) {
   member_.expect_working();
-  const Member::Use use(member_);  // the other ranks need not be here
+  const Member::Use use(member_);  // no other rank is needed
   take(table, inputs, outputs);
   return capture_taken();
 }
@@ -288,7 +289,7 @@ void Instance::or_stop(const std::function<void()>& work) {
   try {
     work();
     target::finish();
-  } catch (const std::exception& error) {  // while in use: the others must not go on before they are stopped
+  } catch (const std::exception& error) {  // inside the Use: stop the other ranks before they continue
     const std::string report = target::report();
     member_.stop(!report.empty() ? report
                                  : "rank " + std::to_string(member_.rank().index()) + ": " + program_.name + ": " + error.what());

@@ -9,7 +9,7 @@
 namespace hw {
 namespace {
 
-// The part of the driver's API that loads a cubin for all devices. CUDA's runtime has it only from 12.8 on.
+// Driver API that loads a cubin for all devices. The CUDA runtime has it only since 12.8.
 struct Driver {
   using Library = struct CUlib_st*;
   using LoadData = int (*)(Library*, const void* code, void*, void*, unsigned, void*, void*, unsigned);
@@ -25,7 +25,7 @@ struct Driver {
 cudaError_t load_kernel(JitKernel& kernel) {
   static std::mutex mutex;
   static const Driver driver;
-  static std::map<const void*, Driver::Library> libraries;  // by cubin; they stay, as the modules of programs do
+  static std::map<const void*, Driver::Library> libraries;  // by cubin; never unloaded, like the modules of programs
 
   const std::lock_guard lock(mutex);
   if (!kernel.function) {
@@ -34,12 +34,12 @@ cudaError_t load_kernel(JitKernel& kernel) {
     if (fresh) {
       if (const int error = driver.load(&entry->second, kernel.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0)) {
         libraries.erase(entry);
-        return static_cast<cudaError_t>(error);  // the runtime's numbers are the driver's
+        return static_cast<cudaError_t>(error);  // runtime and driver share error codes
       }
     }
     if (const int error = driver.get(&kernel.function, entry->second, kernel.name)) return static_cast<cudaError_t>(error);
   }
-  cudaFuncAttributes attributes;  // asking for them loads the kernel on this device
+  cudaFuncAttributes attributes;  // querying attributes loads the kernel on this device
   return cudaFuncGetAttributes(&attributes, kernel.function);
 }
 

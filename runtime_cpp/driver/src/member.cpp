@@ -17,10 +17,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kGrace = 2s;      // for a call to end by itself before its channels are aborted under it
-constexpr auto kPatience = 10s;  // for NCCL to give communicators up: a graph that the application has captured may keep it
+constexpr auto kGrace = 2s;      // time for a running call to end before its channels are aborted
+constexpr auto kPatience = 10s;  // time for NCCL to destroy communicators; a graph of the application may block it
 
-// On a thread of its own with the device, which whoever waits for it may leave behind.
+// Runs work on its own thread with the device current. The caller may stop waiting for it.
 std::future<void> in_background(int device, std::function<void()> work) {
   std::packaged_task<void()> task([device, work = std::move(work)] {
     const OnDevice current(device);
@@ -159,7 +159,7 @@ std::string Member::out_of_reach(const ProgramTable& program) {
 void Member::abort(const std::string& reason) {
   aborted_ = true;
   stop(reason);
-  std::unique_lock use(in_use_, kGrace);  // without it the call is inside NCCL, which only another thread can end
+  std::unique_lock use(in_use_, kGrace);  // on timeout the call is inside NCCL, which only another thread can end
   std::vector<ncclComm_t> comms;
   std::vector<std::future<void>> done;
   {
@@ -167,7 +167,7 @@ void Member::abort(const std::string& reason) {
     comms.swap(owned_);
     for (const auto& peers : peers_) done.push_back(in_background(device(), [group = peers.get()] { group->abort(); }));
   }
-  // Launches that wait for other ranks end first: only then has a graph gone that is destroyed, and NCCL waits for it.
+  // First end launches that wait for other ranks: only then is a destroyed graph gone, and NCCL waits for that.
   done.push_back(in_background(device(), [comms] { target::abort(comms); }));
   if (use || use.try_lock_for(kGrace)) destroy_graphs();
   const auto end = std::chrono::steady_clock::now() + kPatience;
@@ -210,7 +210,7 @@ void Member::expect_not_stopped() const {
   if (const std::string reason = stopped(); !reason.empty()) throw ExecutionError(reason);
 }
 
-// The turn comes first: whoever frees what a member holds has one already.
+// The lease comes first, because a thread that frees a member's resources already holds one.
 Member::Use::Use(Member& member) {
   if (target::kOneParty) turn_.emplace(member.group_, member.with_processes({}), static_cast<int>(member.rank_.size()));
   lock_ = std::unique_lock(member.in_use_);

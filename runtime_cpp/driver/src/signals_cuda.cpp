@@ -1,12 +1,12 @@
-// Ends waits for the signals of a peer that is gone.
+// Ends waits for signals of a peer that is gone.
 //
-// NCCL has streams wait for values in memory of the device (cuStreamBatchMemOp), which ncclCommAbort leaves as they are. Where
-// that memory is, a captured wait tells; whoever fills it with a large value ends them all.
+// NCCL makes streams wait for values in device memory (cuStreamBatchMemOp); ncclCommAbort does not end these waits. A captured
+// wait reveals the address. Filling that memory with a large value ends all waits.
 #include "signals_cuda.h"
 
 #include <dlfcn.h>
 #include <nccl.h>
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // which has signals with the communicator
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0) && !defined(HOSTWEAVE_CPU_DEVICE)  // creates signals with the communicator
 #define HOSTWEAVE_FINDS_SIGNALS
 #include <cuda.h>
 #endif
@@ -28,15 +28,15 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kLarge = 0x7f;    // in each byte: more than any count
-constexpr auto kPatience = 5s;  // for the device to end what waited
+constexpr int kLarge = 0x7f;    // per byte; larger than any count
+constexpr auto kPatience = 5s;  // time for the device to finish waiting work
 
-// Where signals arrive that streams wait for.
+// Memory in which signals of a communicator arrive.
 struct Signals {
   void* data = nullptr;
   size_t bytes = 0;
   int device = 0;
-  cudaStream_t stream = nullptr;  // to write them
+  cudaStream_t stream = nullptr;  // for writing them
 };
 
 std::mutex known_mutex;
@@ -53,7 +53,7 @@ Function* driver_call(const char* name) {
   return driver ? reinterpret_cast<Function*>(dlsym(driver, name)) : nullptr;
 }
 
-// What the first wait for a value in a graph waits for.
+// Address of the first value wait in a graph.
 CUdeviceptr awaited(cudaGraph_t graph) {
   static auto* const params_of = driver_call<decltype(cuGraphBatchMemOpNodeGetParams)>("cuGraphBatchMemOpNodeGetParams");
   size_t count = 0;
@@ -68,7 +68,7 @@ CUdeviceptr awaited(cudaGraph_t graph) {
 }
 #endif
 
-// Gives all signals, until the device has nothing left to do or has had its time.
+// Sets all signals until the device is idle or the time is over.
 void give(const std::vector<Signals>& signals) {
   if (signals.empty()) return;
   const auto idle = std::make_shared<std::atomic<bool>>(false);
@@ -78,7 +78,7 @@ void give(const std::vector<Signals>& signals) {
     *idle = true;
   }).detach();
   const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (!*idle && std::chrono::steady_clock::now() < end) {  // again: what peers still give overwrites it
+  while (!*idle && std::chrono::steady_clock::now() < end) {  // repeatedly, because late signals of peers overwrite it
     for (const Signals& one : signals) {
       if (cudaStreamQuery(one.stream) == cudaSuccess) cudaMemsetAsync(one.data, kLarge, one.bytes, one.stream);
     }
@@ -96,7 +96,7 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   int least = 0, greatest = 0;
   HW_CHECK(cudaGetDevice(&found.device));
   HW_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  // Of a priority that no other stream has, so that it stands in no queue behind those that wait.
+  // A priority that no other stream has, so that it does not queue behind waiting streams.
   HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
   HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;
@@ -128,7 +128,7 @@ void abort(const std::vector<ncclComm_t>& comms) {
   }
   int device = 0;
   (void)cudaGetDevice(&device);
-  std::thread beside([&] {  // NCCL waits for its graphs, whose launches may be waiting for signals
+  std::thread beside([&] {  // NCCL waits for its graphs, whose launches may wait for signals
     cudaSetDevice(device);
     abort_with_windows(others);
   });

@@ -1,4 +1,4 @@
-// Waits for the signals of a peer that is gone.
+// Ends waits for signals of a peer that is gone.
 #pragma once
 #include <nccl.h>
 
@@ -6,7 +6,7 @@
 
 namespace hw::target {
 
-// Notes where the signals of a new communicator arrive, with its device current, so that `abort` can give them.
+// Records where the signals of a new communicator arrive, so that `abort` can set them. Its device must be current.
 void find_signals(ncclComm_t comm, const ProcessGroup& process_group);
 
 }  // namespace hw::target

@@ -14,17 +14,17 @@
 namespace hw {
 namespace {
 
-// An array of no elements has an address, too.
+// Empty arrays need an address too.
 size_t at_least_one(size_t bytes) { return std::max<size_t>(bytes, 1); }
 
-// Has copies from that GPU go directly, not through the host's memory, where the machine can do that.
+// Enables direct copies from that GPU, instead of through host memory, if the machine supports it.
 void see(int device, int peer) {
   int can = 0;
   HW_CHECK(cudaDeviceCanAccessPeer(&can, device, peer));
   if (!can) return;
   const cudaError_t cudaDeviceEnablePeerAccess = ::cudaDeviceEnablePeerAccess(peer, 0);
   if (cudaDeviceEnablePeerAccess == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // an earlier call, NCCL or the host application has done it
+    cudaGetLastError();  // already enabled by an earlier call, NCCL or the application
   } else {
     HW_CHECK(cudaDeviceEnablePeerAccess);
   }
@@ -48,7 +48,7 @@ StagedCalls::~StagedCalls() {
     fetched_.clear();
     cudaStreamDestroy(caller_);
   } catch (const std::exception&) {
-    // Nothing more can be done for a device that does not even free.
+    // Nothing can be done if the device cannot free.
   }
 }
 
@@ -64,15 +64,14 @@ void StagedCalls::prepare(std::vector<Call> calls) {
   }
 }
 
-// Inputs that lie on GPUs of other ranks are copied into memory of their own, which the call uses.
+// Copies inputs on GPUs of other ranks to local memory.
 //
-// A copy between two GPUs may take a place in queues of both, with the copies of other ranks from the same GPU. Were it
-// enqueued between calls, a rank's copy for a later call, which waits for its own earlier calls, could stand there before
-// another rank's copy for an earlier one, without which those do not end: their collectives need every rank. Here no
-// collective is under way: all ranks have fetched before any of them is called, and copies wait for nothing but copies.
-// Afterwards each GPU is used by its own rank alone and but for collectives waits for no other one. All ranks enqueue the
-// collectives in one order, and each what they need before them, so a GPU that took everything from one queue
-// (CUDA_DEVICE_MAX_CONNECTIONS=1) would come through, too.
+// A copy between two GPUs may occupy queues of both, shared with copies of other ranks from the same GPU. If copies were enqueued
+// between calls, this deadlock would be possible. A rank's copy for a later call waits for its own earlier calls. It could queue
+// before another rank's copy for an earlier call, whose collectives need every rank. So all ranks fetch before any call, when no
+// collective is running, and copies wait only for copies. Afterwards each GPU is used by its own rank alone and waits for others
+// only in collectives. All ranks enqueue these in one order, after everything they need, so even a single hardware queue
+// (CUDA_DEVICE_MAX_CONNECTIONS=1) cannot deadlock.
 void StagedCalls::fetch(size_t call) {
   std::vector<Array>& inputs = calls_[call].inputs;
   fetched_[call].resize(inputs.size());
@@ -90,7 +89,7 @@ void StagedCalls::fetch(size_t call) {
   if (any) HW_CHECK(cudaStreamSynchronize(caller_));
 }
 
-// An array on this device is used where it is, if it is aligned as programs take it.
+// Arrays on this device are used in place if they are sufficiently aligned.
 std::vector<void*> StagedCalls::place(std::vector<DeviceMemory>& staging, const std::vector<Array>& arrays) const {
   staging.resize(arrays.size());
   std::vector<void*> placed;
@@ -119,7 +118,7 @@ void StagedCalls::copy_out(size_t call) const {
 
 void StagedCalls::meet() const { target::meet(static_cast<int>(instance_.member().rank().size())); }
 
-// Waits for the calls, then for what a wrong program may have left on streams that nobody joined.
+// Waits for the calls, then for work that an incorrect program left on unjoined streams.
 void StagedCalls::finish() const {
   instance_.member().synchronize(caller_);
   HW_CHECK(cudaDeviceSynchronize());
@@ -147,7 +146,7 @@ std::vector<Timing> StagedCalls::measure(const Schedule& schedule, int warmups, 
   using Clock = std::chrono::steady_clock;
   std::vector<Timing> timings;
   instance_.in_use(schedule, [&] {
-    const Gate::Opening at_end(gate);  // nothing may be held where a rank fails
+    const Gate::Opening at_end(gate);  // releases the streams if a rank fails
     const Event begin(cudaEventDefault), end(cudaEventDefault);
     Marks marks;
     copy_in(0);

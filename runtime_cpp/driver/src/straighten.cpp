@@ -8,7 +8,7 @@
 namespace hw {
 namespace {
 
-// A set of nodes: a bit for each.
+// Bit set of nodes.
 class Nodes {
  public:
   explicit Nodes(size_t nodes) : words_(uint64_t{0}, nodes / 64 + 1) {}
@@ -21,7 +21,7 @@ class Nodes {
   std::valarray<uint64_t> words_;
 };
 
-// By node.
+// Incoming edges by node.
 std::vector<std::vector<Edge>> edges_to(const std::vector<Edge>& edges, size_t nodes) {
   std::vector<std::vector<Edge>> result(nodes);
   for (const Edge& edge : edges) result[edge.to].push_back(edge);
@@ -46,7 +46,7 @@ std::vector<size_t> topological_order(const std::vector<Edge>& edges, size_t nod
   return order;
 }
 
-// Leads the edges around a node.
+// Removes a node and connects its predecessors to its successors.
 void leave_out(size_t node, std::vector<Edge>& edges) {
   const auto gone = std::ranges::partition(edges, [&](const Edge& edge) { return edge.from != node && edge.to != node; });
   const std::vector<Edge> of_node(gone.begin(), gone.end());
@@ -60,7 +60,7 @@ void leave_out(size_t node, std::vector<Edge>& edges) {
   }
 }
 
-// Of each node those that have ended when it begins, and those that have when it ends.
+// For each node, the nodes that have ended when it starts and when it ends.
 class Ended {
  public:
   Ended(const std::vector<Edge>& edges, size_t nodes) : begins_(nodes, Nodes(nodes)), ends_(begins_) {
@@ -75,7 +75,7 @@ class Ended {
     }
   }
 
-  // Whether the edge alone has a node end before another begins.
+  // True if the edge `before` alone guarantees that `node` has ended when the edge's target starts.
   bool has(size_t node, const Edge& before) const {
     return begins_[before.from].has(node) || (before.kind == Edge::full && ends_[before.from].has(node));
   }

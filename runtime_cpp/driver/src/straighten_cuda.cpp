@@ -14,7 +14,7 @@ __global__ void fill_bytes(unsigned char* to, int64_t bytes, uint32_t value);
 
 namespace {
 
-constexpr int kFirstWithKindsOfEdges = 12030;  // version of the driver
+constexpr int kFirstWithKindsOfEdges = 12030;  // driver version
 
 #if CUDART_VERSION >= 13000
 constexpr auto get_edges = cudaGraphGetEdges;
@@ -36,7 +36,7 @@ std::vector<cudaGraphNode_t> nodes_of(cudaGraph_t graph) {
   return nodes;
 }
 
-// Edges as CUDA has them.
+// Edges in CUDA's representation.
 struct CudaEdges {
   std::vector<cudaGraphNode_t> from, to;
   std::vector<cudaGraphEdgeData> data;
@@ -56,13 +56,13 @@ Edge::Kind kind_of(const cudaGraphEdgeData& data) {
   return data.from_port == cudaGraphKernelNodePortProgrammatic ? Edge::programmatic : Edge::other;
 }
 
-// A value as memory has it, again and again, in elements of 1, 2 or 4 bytes.
+// Repeats a value of 1, 2 or 4 bytes to fill 4 bytes.
 uint32_t repeated(uint32_t value, unsigned element_size) {
   if (element_size == 1) return (value & 0xff) * 0x01010101;
   return element_size == 2 ? (value & 0xffff) * 0x00010001 : value;
 }
 
-// A kernel that does what a memset does, without edges so far; null where that has rows with gaps.
+// Kernel node equivalent to a memset node, still without edges; null for a 2-D memset with gaps.
 cudaGraphNode_t kernel_for(cudaGraphNode_t memset, cudaGraph_t graph, cudaStream_t idle) {
   cudaMemsetParams p;
   HW_CHECK(cudaGraphMemsetNodeGetParams(memset, &p));
@@ -106,7 +106,7 @@ class Straightening {
     }
   }
 
-  // Changes as few edges as it can: those between kernels that are needed stay as they are.
+  // Changes as few edges as possible; needed edges between kernels stay.
   void lay_edges() {
     const CudaEdges given = edges_of(graph_);
     std::vector<bool> stays(given.data.size());
@@ -133,7 +133,7 @@ class Straightening {
   const LaunchEvents& events() const { return events_; }
 
  private:
-  // The runtime API has no type for a node of stream memory operations, and returns an error.
+  // For nodes of stream memory operations the runtime API returns an error instead of a type.
   bool is(size_t node, cudaGraphNodeType wanted) const {
     cudaGraphNodeType type;
     if (cudaGraphNodeGetType(nodes_[node], &type) == cudaSuccess) return type == wanted;
@@ -141,7 +141,8 @@ class Straightening {
     return false;
   }
 
-  // Each once: what a graph waits for was recorded before its launch, or by itself, in an order that its edges keep.
+  // Each event once: an event that the graph awaits was recorded before its launch, or by the graph itself in the order of its
+  // edges.
   static void add(cudaEvent_t event, std::vector<cudaEvent_t>& events) {
     if (std::ranges::find(events, event) == events.end()) events.push_back(event);
   }
@@ -158,7 +159,7 @@ class Straightening {
   cudaGraph_t graph_;
   std::vector<cudaGraphNode_t> nodes_;
   std::vector<bool> left_out_;
-  std::vector<cudaGraphNode_t> now_;  // of each node itself, or the kernel in its place
+  std::vector<cudaGraphNode_t> now_;  // each node, or the kernel that replaces it
   LaunchEvents events_;
 };
 
@@ -166,8 +167,8 @@ class Straightening {
 
 void prepare_to_straighten() { HW_CHECK(load(fill_bytes)); }
 
-// NCCL has nodes wait for its events and record them, so that what is launched keeps its order with calls that are not. A launch
-// that does so before and after the whole graph keeps it, too.
+// NCCL adds nodes that await and record its events, to order launches with plain calls. Doing this before and after the whole
+// graph keeps that order.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle) {
   int driver = 0;
   HW_CHECK(cudaDriverGetVersion(&driver));

@@ -1,4 +1,4 @@
-// What the two targets do differently for the ranks of this process: target_cpu.cpp or target_cuda.cpp is linked.
+// Target-specific operations; target_cpu.cpp or target_cuda.cpp implements them.
 #pragma once
 #include <nccl.h>
 
@@ -12,10 +12,10 @@
 
 namespace hw::target {
 
-// Throws ExecutionError unless this machine has `ranks` devices. Also takes the schedule: called before the ranks begin a round.
+// Sets the schedule before the ranks start a round. Throws ExecutionError unless this machine has `ranks` devices.
 void configure(const Schedule& schedule, int ranks);
 
-// While it lives, the thread acts for this rank on the device of the same number.
+// RAII: this thread acts for a rank, on the device of the same number.
 class Attached {
  public:
   explicit Attached(int rank);
@@ -23,27 +23,27 @@ class Attached {
   Attached(Attached&&) = delete;
 };
 
-// Waits for all ranks where the device watches them: were one done before another has come, it could not tell that the other
-// waits for ever.
+// Barrier of all ranks if the device detects deadlocks. If one rank left before another came, a deadlock of the latter would go
+// undetected.
 void meet(int ranks);
-// Blocks until the stream is done. False: not done yet, ask again, so that the caller can look whether it is to stop.
+// Blocks until the stream is done. False: not done yet; call again after checking for a stop request.
 bool synchronize(cudaStream_t stream);
-// What the device says of the failure that stopped all ranks, else "".
+// The device's report of the failure that stopped all ranks, or "".
 std::string report();
-// Makes every blocked or later call of every rank fail, where the device can do that.
+// Makes every blocked or later call of every rank fail, if the device supports it.
 void stop(const std::string& reason);
 
-// Whether the devices must serve one group after another.
+// True if only one group at a time may use the devices.
 extern const bool kOneParty;
-// Whether anything uses the device already.
+// True if the device has been initialised.
 bool is_set_up(int device);
-// The device of a rank that is the `local`-th of its host.
+// Device of the rank with index `local` on its host.
 int device_for(int64_t index, int64_t local);
-// Every rank of the process group calls it, with its device current. Throws ExecutionError where some do not in time.
+// Collective in the process group, with the device current. Throws ExecutionError if some ranks do not come in time.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds);
-// Aborts communicators, on a thread that has their device: what streams wait for on them ends, also where a peer is gone.
+// Aborts communicators, with their device current. Ends waits of streams on them, even if a peer is gone.
 void abort(const std::vector<ncclComm_t>& comms);
-// What a call of a program on a member waits for: on the CPU target for its device, elsewhere for nothing.
+// Waits at the end of a call: for the device on the CPU target, not at all on CUDA.
 void finish();
 
 }  // namespace hw::target

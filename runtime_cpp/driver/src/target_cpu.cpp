@@ -17,7 +17,7 @@ void check(int status) {
 
 }  // namespace
 
-// The device starts afresh for a seeded round, so that a seed gives the same schedule whatever ran before.
+// A seeded round resets the device, so that the schedule depends only on the seed.
 void configure(const Schedule& schedule, int ranks) {
   static std::optional<Schedule> last;
   static int last_ranks = 0, devices = 8;
@@ -42,7 +42,7 @@ void configure(const Schedule& schedule, int ranks) {
 Attached::Attached(int rank) {
   if (hw_cpu_attach(rank) == 0) return;
   const std::string report = hw_cpu_last_report();
-  hw_cpu_detach();  // where another rank has failed meanwhile, this one is attached all the same
+  hw_cpu_detach();  // attach reports a failure of another rank, but has attached this one
   throw ExecutionError(report);
 }
 
@@ -50,7 +50,7 @@ Attached::~Attached() { hw_cpu_detach(); }
 
 void meet(int ranks) { check(hw_cpu_barrier(ranks)); }
 
-// Of all streams, so that what a program without a join leaves behind is reported in this round.
+// Waits for all streams, so that work that a program left unjoined is reported in this round.
 bool synchronize(cudaStream_t) {
   HW_CHECK(cudaDeviceSynchronize());
   return true;
@@ -66,7 +66,7 @@ bool is_set_up(int) { return true; }
 
 int device_for(int64_t index, int64_t) { return static_cast<int>(index); }
 
-// The device itself gives up, with a report, when nothing moves for as long as the schedule says.
+// No timeout here: the device fails with a report after the schedule's time without progress.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int, double) {
   ncclComm_t comm = nullptr;
   HW_CHECK(ncclCommInitRank(&comm, static_cast<int>(process_group.size), id, static_cast<int>(process_group.rank_in_group)));

@@ -23,7 +23,7 @@ int count_devices() {
   return devices;
 }
 
-// A communicator in the making, and the thread that makes it.
+// State of a communicator that a thread is creating.
 struct Making {
   std::mutex mutex;
   std::condition_variable changed;
@@ -83,9 +83,9 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
   if (process_group.transport == Transport::one_sided) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.numRmaSig = 64;                          // numbers of signals
-    config.rmaEagerInit = 1;                        // at once, as no collective but registrations follows
-    config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the bytes
+    config.numRmaSig = 64;                          // signal numbers per peer
+    config.rmaEagerInit = 1;                        // eager, because only registrations follow
+    config.nvlsHostMode = ncclNvlsHostModeDisable;  // copy engines move the data
     return ncclCommInitRankConfig(comm, ranks, id, rank, &config);
   }
 #endif
@@ -94,7 +94,7 @@ ncclResult_t make(ncclComm_t* comm, const ProcessGroup& process_group, const ncc
 
 }  // namespace
 
-// NCCL waits for the others as long as it takes, so a thread waits for NCCL, and is left behind where that takes too long.
+// NCCL waits for the other ranks without a timeout, so a thread makes the call and is abandoned after a timeout.
 ncclComm_t make_channel(const ProcessGroup& process_group, const ncclUniqueId& id, int device, double timeout_seconds) {
   const auto making = std::make_shared<Making>();
   std::thread([=] {
@@ -129,7 +129,7 @@ namespace {
 
 using WaitValue = int (*)(cudaStream_t stream, uint64_t address, uint32_t value, unsigned flags);
 
-// Waits until the value at an address is at least the one that is given (flags = 0).
+// cuStreamWaitValue32: waits until the value at an address is at least the given one (flags = 0).
 WaitValue wait_value() {
   static void* const driver = dlopen("libcuda.so.1", RTLD_NOW);
   static const auto wait = driver ? reinterpret_cast<WaitValue>(dlsym(driver, "cuStreamWaitValue32_v2")) : nullptr;
@@ -140,7 +140,7 @@ WaitValue wait_value() {
 
 Gate::Gate(int ranks) : ranks_(ranks) {
   if (!wait_value()) return;
-  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&opened_), sizeof *opened_));  // which all devices reach
+  HW_CHECK(cudaMallocHost(reinterpret_cast<void**>(&opened_), sizeof *opened_));  // accessible from all devices
   open(0);
 }
 
@@ -149,7 +149,7 @@ Gate::~Gate() {
 }
 
 void Gate::hold(cudaStream_t stream, uint32_t round) const {
-  if (!opened_ || round == 0) return;  // the first call may still wait for the device, as while a channel is set up
+  if (!opened_ || round == 0) return;  // the first call may block on the device, such as for channel setup
   const int error = wait_value()(stream, reinterpret_cast<uint64_t>(opened_), round, 0);
   if (error)
     throw ExecutionError("measure: cuStreamWaitValue32 has failed with error " + std::to_string(error) + " of the driver");

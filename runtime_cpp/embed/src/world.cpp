@@ -64,7 +64,7 @@ void World::join(const char* mesh, const char* axes, Transport transport, int co
   id = agree(color, rank_in_group, id);
   if (color == kNone) return;
   if (transport == Transport::peer) {
-    constexpr double kSeconds = 300;  // for the others to come
+    constexpr double kSeconds = 300;  // timeout for the other ranks
     PeerGroup& peers = *peers_.emplace_back(std::make_unique<PeerGroup>(id, rank_in_group, size, kSeconds));
     if (const std::string& why = peers.why_out_of_reach(); !why.empty()) throw ExecutionError("transport peer: " + why);
     rank_.add_channel(mesh, axes, {peers, rank_in_group, size}, transport);
@@ -73,7 +73,7 @@ void World::join(const char* mesh, const char* axes, Transport transport, int co
   rank_.add_channel(mesh, axes, {communicator(id, rank_in_group, int(size)), rank_in_group, size}, transport);
 }
 
-// The id that the first rank of this rank's process group offers.
+// Id offered by the first rank of this rank's process group.
 ncclUniqueId World::agree(int color, int rank_in_group, const ncclUniqueId& own) {
   struct Offer {
     int color, rank_in_group;

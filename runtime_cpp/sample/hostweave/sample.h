@@ -1,4 +1,4 @@
-// What main.cpp of an exported program needs besides the program: ranks as threads, tensors and times.
+// Support for main.cpp of an exported program: ranks as threads, tensors, and timing.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,50 +23,50 @@ struct Setting {
   int64_t* value;
 };
 
-// Reads arguments such as "M=1024" to where the settings of these names are; at --help prints the settings and ends the process.
-// Throws std::invalid_argument for others.
+// Parses arguments such as "M=1024" into the settings. --help prints the settings and exits. Throws std::invalid_argument for
+// unknown arguments.
 void read(int argc, char** argv, const std::vector<Setting>& settings);
 
-// Runs `rank` for each rank in a thread of its own. Ends the process where one throws, as the others wait for it.
+// Runs `rank` for each rank in its own thread. Exits if one throws, because the others would wait for it.
 void run_ranks(int count, const std::function<void(int)>& rank);
 
 // Throws std::runtime_error unless the condition holds.
 void expect(bool condition, const std::string& what);
 inline void expect(bool condition, const Name& name, const char* what) { expect(condition, text_of(name) + ": " + what); }
 
-// A dim of a global tensor, of which a rank has one of `shards` shards; in zigzag two of twice as many pieces, one from either
-// end.
+// A dim of a global tensor, of which a rank holds one of `shards` shards. In zigzag it holds two of 2 * shards pieces, one from
+// either end.
 struct Dim {
   int64_t size, shards = 1, index = 0;
   bool zigzag = false;
 };
 
-enum class Part { kLocal, kGlobal };  // a rank's block of a global tensor, or all of it
+enum class Part { kLocal, kGlobal };  // local block, or global tensor
 
-// Where a block lies in its global tensor.
+// Position of a block in its global tensor.
 class Block {
  public:
   Block(Part part, std::initializer_list<Dim> dims);
   const Shape& shape() const { return shape_; }
   const Shape& global() const { return global_; }
   int64_t count() const;
-  // Calls `visit` for each element, with its index in the block and in the global tensor.
+  // Calls visit(index in the block, index in the global tensor) for each element.
   void each(const std::function<void(int64_t, int64_t)>& visit) const;
 
  private:
-  Shape shape_, global_, begin_, shift_;  // the last: how much further in the global tensor the second half of a dim lies
+  Shape shape_, global_, begin_, shift_;  // shift_: additional global offset of the second half of a dim
 };
 
-// A number from 0 to 7, the same for the same seed and index.
+// Pseudorandom number from 0 to 7, determined by seed and index.
 int sample_digit(uint64_t seed, uint64_t index);
 
-// How far floats may be from the reference: so many unit roundoffs of its greatest value.
+// Tolerance for floats, in unit roundoffs of the largest reference value.
 struct Tolerance {
   int64_t roundoffs;
   double unit;
 };
 
-// Throws std::runtime_error unless the elements of the block are those of the reference, which is a global tensor.
+// Throws std::runtime_error unless the block equals its part of the global reference within the tolerance.
 void expect_close(const Name& name, const Block& block, const std::function<double(int64_t)>& element,
                   const std::function<double(int64_t)>& reference, const Tolerance& tolerance);
 
@@ -82,8 +82,7 @@ class DeviceTensor {
 
   operator Tensor() const { return tensor_; }
 
-  // Integers from 1 to 8, or odd eighths between -1 and 1. An element of the global tensor is the same in every block that has
-  // it.
+  // Integers from 1 to 8, or odd eighths between -1 and 1. Values depend on the global index, so replicas are equal.
   void randomize(uint64_t seed) {
     std::vector<T> values(block_.count());
     block_.each([&](int64_t i, int64_t global) {
@@ -99,7 +98,7 @@ class DeviceTensor {
     HW_CHECK(cudaMemcpy(result.data(), tensor_.data, bytes(), cudaMemcpyDeviceToHost));
     return result;
   }
-  // Throws std::runtime_error unless it is a block of the reference, the bytes of a global tensor.
+  // Throws std::runtime_error unless it equals its block of the reference, which is the bytes of a global tensor.
   void expect_close(const Name& name, const std::vector<char>& reference, Tolerance tolerance) const {
     if (std::is_integral_v<T>) tolerance.roundoffs = 0;
     const std::vector<char> own = to_host();
@@ -124,12 +123,12 @@ class DeviceTensor {
   Tensor tensor_;
 };
 
-// Medians of some calls.
+// Median times of several calls.
 struct Times {
   double device_ms, enqueue_us;
 };
 
-// Times calls that enqueue on `stream`. All ranks begin each call together.
+// Times calls that enqueue on `stream`. All ranks start each call together.
 Times measure(const std::function<void()>& call, cudaStream_t stream, std::barrier<>& meet, int64_t repetitions);
 
 }  // namespace hw::sample

@@ -1,4 +1,4 @@
-// What the binding knows of a generated program: one table of entry points. binding.cpp of a program defines it.
+// Interface between the binding and a generated program: one table of entry points, defined in the program's binding.cpp.
 #pragma once
 #include <cstring>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace hw {
 
 class Rank;
 
-// An array of what a program's table lists. Compilers take as long over a std::span as over the rest of a binding.
+// Array view for the table. std::span would double the compile time of a binding.
 template <class T>
 class List {
  public:
@@ -45,11 +45,11 @@ struct SubmeshChannel {
   const char* mesh;  // "mesh(x=2 of ranks 2, 3)"
   const char* axes;  // along which the ranks of the process group differ: "x"
   List<Axis> mesh_axes;
-  List<int64_t> ranks;  // of the program, in the order of their coordinates
+  List<int64_t> ranks;  // ranks of the program, in the order of their coordinates
   Transport transport = Transport::two_sided;
 };
 
-// What a program takes, or gives: tensors of its dtypes.
+// Number and dtypes of a program's inputs or outputs.
 struct Arguments {
   size_t count;
   void (*write)(Tensor* tensors);
@@ -62,39 +62,39 @@ struct Arguments {
   }
 };
 
-// What can be done with a program.
+// Entry points of a program.
 struct Calls {
   Arguments inputs, outputs;
-  void* (*create)(Rank& rank);  // streams, events and channels of this rank
+  void* (*create)(Rank& rank);  // makes streams, events and plans; finds this rank's channels
   void (*destroy)(void* program);
-  // Checks dtypes and sizes of the inputs, allocates and plans for them, and gives the local shapes of the outputs. Enqueues
-  // nothing. Every rank prepares before any rank runs.
+  // Checks dtypes and sizes of the inputs, allocates and plans for them, and returns the local output shapes. Enqueues nothing.
+  // Every rank prepares before any rank runs.
   void (*prepare)(void* program, const Tensor* inputs, Shape* outputs);
-  // Only enqueues, for inputs as they were prepared. Ordered after what `caller` holds, and `caller` is ordered after it.
+  // Enqueues the program in order on `caller`, for inputs of the prepared shapes.
   void (*run)(void* program, const Tensor* inputs, const Tensor* outputs, cudaStream_t caller);
-  // The work of a call of the program stands between these two on `caller`, as of CallOrder; `run` enqueues them, too.
+  // Enclose the work of a call on `caller`; see CallOrder. `run` enqueues them too.
   cudaError_t (*begin_call)(void* program, cudaStream_t caller) = nullptr;
   cudaError_t (*end_call)(void* program, cudaStream_t caller) = nullptr;
-  // Of the memory that the program allocated for its temporaries a part, or nothing; tests fill it with NaN before a call.
+  // Part `part` of the memory for temporaries, or null. Tests fill it with NaN before a call.
   void* (*arena)(void* program, size_t part, size_t* bytes);
 };
 
 struct ProgramTable {
-  int abi;           // kAbi of the headers that the program was compiled against
-  const char* name;  // the user's name of the program
+  int abi;           // kAbi of the headers used to compile the program
+  const char* name;  // name of the user's function
   const char* mesh;  // "mesh(dp=2, tp=4)"
-  int world;         // how many ranks the program is for
-  List<Axis> axes;   // of the mesh, the last one fastest
+  int world;         // number of ranks
+  List<Axis> axes;   // of the mesh; the last axis varies fastest
   List<MeshChannel> channels;
   List<SubmeshChannel> submesh_channels;
-  bool prepares_together = false;  // ranks wait for one another when they prepare
+  bool prepares_together = false;  // prepare is collective
   Calls calls;
 };
 
 constexpr int kAbi = 12;
 
-// An array of tensors under the names of a program's Inputs or Outputs, a struct of as many. Compilers take long over a list of
-// hundreds of them.
+// Reinterprets an array of tensors as a program's Inputs or Outputs struct. Initialising hundreds of members one by one would
+// compile slowly.
 template <class Named>
 Named named(const Tensor* tensors) {
   static_assert(std::is_trivially_copyable_v<Named>);
@@ -103,7 +103,7 @@ Named named(const Tensor* tensors) {
   return result;
 }
 
-// The tensors of such a struct.
+// Number and dtypes of the tensors of such a struct.
 template <class Named>
 constexpr Arguments arguments_of() {
   if constexpr (std::is_empty_v<Named>) return {0, [](Tensor*) {}};
@@ -113,7 +113,7 @@ constexpr Arguments arguments_of() {
           }};
 }
 
-// The calls of a program, given its class and the structs of its arguments.
+// Entry points of a program, from its class and its argument structs.
 template <class Program, class Inputs, class Outputs, class OutputShapes>
 constexpr Calls calls_of() {
   static_assert(std::is_trivially_copyable_v<OutputShapes>);

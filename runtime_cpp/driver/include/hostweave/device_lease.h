@@ -1,4 +1,4 @@
-// Whose turn it is on the devices of this process.
+// Exclusive use of the devices of this process.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -7,39 +7,39 @@
 
 namespace hw {
 
-// How the CPU device runs ranks and their streams. The CUDA target has no choice.
+// Schedule of the CPU device for ranks and streams. CUDA ignores it.
 struct Schedule {
-  bool seeded = false;  // one thing at a time, chosen by the seed, instead of everything at once
-  uint64_t seed = 0;    // this and the rest as in hw_cpu_config
+  bool seeded = false;  // one operation at a time in an order chosen by the seed, instead of in parallel
+  uint64_t seed = 0;    // this and the following fields are as in hw_cpu_config
   int picker = 0;
   int ordered_launches = -1;
   int buffered_sends = -1;
   int check_dependencies = -1;
-  double timeout_seconds = 120;  // without progress, after which a call is given up
-  bool processes = false;        // the ranks are processes, of which this one has one
+  double timeout_seconds = 120;  // time without progress after which a call fails
+  bool processes = false;        // ranks are processes, one of them this one
 
   bool operator==(const Schedule&) const = default;
 };
 
-// While it lives, the devices serve one party: the ranks of a group that are in this process, which have their turns together.
-// Other parties wait, and so do ranks of the same party that want another schedule: two parties on the same devices could
-// deadlock. The first turn configures the devices for the party.
+// RAII lease of the devices for one party: the ranks of a group in this process, which share the lease. Other parties wait, and
+// so do ranks of the same party that want another schedule, because two parties on the same devices could deadlock. The first
+// lease configures the devices for the party.
 class DeviceLease {
  public:
-  // Waits for the turn, or for at most so many seconds, and then does not have it.
+  // Waits for the lease, at most for `seconds`. After a timeout the object holds no lease.
   DeviceLease(const std::string& party, const Schedule& schedule, int ranks, std::optional<double> seconds = {});
   ~DeviceLease();
   DeviceLease(DeviceLease&&) = delete;
 
   bool held() const { return held_; }
 
-  // Makes every blocked or later run of the party fail, where the devices can do that. The first reason counts.
+  // Makes every blocked or later run of the party fail, if the devices support it. The first reason counts.
   static void stop(const std::string& party, const std::string& reason);
-  // Why the party was stopped, or "".
+  // Reason why the party was stopped, or "".
   static std::string stopped(const std::string& party);
 
-  // Frees what some party holds on the devices, in a turn of its own: now, or by another thread when nobody has a turn.
-  // Whoever frees may be a rank that others wait for in theirs, so it does not wait. First come, first freed.
+  // Frees device resources of a party under a lease of its own: now, or later on another thread when no lease is held. Does not
+  // wait, because other ranks may wait for the calling rank. Releases run in FIFO order.
   static void free(std::function<void()> release);
 
  private:

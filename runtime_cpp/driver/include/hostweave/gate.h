@@ -1,4 +1,4 @@
-// Has calls of all ranks begin together: `measure`.
+// Starts calls of all ranks at the same time, for `measure`.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,22 +7,22 @@
 
 namespace hw {
 
-// Holds streams of all ranks, so that what is enqueued on them meanwhile begins on all devices together, and without the host.
-// Where the host is the device it holds nothing.
+// Holds streams of all ranks, so that work enqueued meanwhile starts on all devices at once, without launch overhead. Does
+// nothing on the CPU target.
 class Gate {
  public:
   explicit Gate(int ranks);
   ~Gate();
   Gate(Gate&&) = delete;
 
-  // What comes later on the stream waits until all ranks have enqueued this round. The first one is not held.
+  // Later work on the stream waits until all ranks have enqueued this round. Round 0 is not held.
   void hold(cudaStream_t stream, uint32_t round) const;
-  // Each rank says so, from round 1 on, of one round after another.
+  // Each rank calls it once per round.
   void enqueued(uint32_t round) {
     if (round > 0 && ++enqueued_ == ranks_ * round) open(round);
   }
 
-  struct Opening {  // for good, at its end
+  struct Opening {  // opens the gate permanently when destroyed
     explicit Opening(const Gate& opened) : gate(opened) {}
     ~Opening() { gate.open(); }
     Opening(Opening&&) = delete;
@@ -34,7 +34,7 @@ class Gate {
 
   uint32_t ranks_;
   std::atomic<uint32_t> enqueued_ = 0;
-  uint32_t* opened_ = nullptr;  // the last round, in memory of the host that devices read
+  uint32_t* opened_ = nullptr;  // last opened round, in host memory that devices read
 };
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-// Memory of this rank that the other ranks of its group read and write where it lies.
+// Memory of this rank that the other ranks of its group access in place.
 #pragma once
 #include <nccl.h>
 
@@ -12,14 +12,13 @@ namespace hw {
 
 class GroupMemory {
  public:
-  // Makes the channel of all ranks of the group, if there is none. All ranks call it together. Gives why they cannot reach each
-  // other's memory, the same on all; "" where they can.
+  // Collective: makes the channel of all ranks of the group, if there is none. Returns the reason why they cannot access each
+  // other's memory, the same on all ranks, or "".
   static std::string connect(Member& member, const ncclUniqueId& id, double timeout_seconds);
 
-  // All ranks make it together, after `connect`, with as many bytes. The member outlives it.
+  // Collective, after `connect`, with equal sizes. The member must outlive it.
   GroupMemory(Member& member, size_t bytes);
-  // Waits for what the device has in flight. Where the group has failed a stream may wait for a peer for ever, and nothing is
-  // freed.
+  // Waits for the device. After a failure of the group nothing is freed, because a stream may wait for a peer forever.
   ~GroupMemory();
   GroupMemory(GroupMemory&&) = delete;
 

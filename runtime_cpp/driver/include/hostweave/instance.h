@@ -19,11 +19,11 @@
 
 namespace hw {
 
-// Whether a stream is being captured, or was until a call failed.
+// True if a stream is being captured, or its capture was invalidated by a failed call.
 bool is_captured(cudaStream_t stream);
 
-// What shows from outside how far the launches of a graph have come: a word that each one sets as it begins, and an event that it
-// records as it ends.
+// Progress of launches of a graph that the application makes: a word that each launch sets at its start, and an event that it
+// records at its end.
 class Pulse {
  public:
   Pulse();
@@ -33,7 +33,7 @@ class Pulse {
 
   void begin(cudaStream_t caller);
   void end(cudaStream_t caller);
-  // Whether a launch is under way, and none has begun since the last look.
+  // True if a launch is running and none has started since the last call.
   bool stands_still();
 
  private:
@@ -45,26 +45,26 @@ class Pulse {
   Events fork_{1}, join_{1}, done_{1};
 };
 
-// How far the calls of a program have come. One thread makes the calls, any may look.
+// Progress of a program's calls. One thread makes the calls; any thread may look.
 class Progress {
  public:
   struct State {
     int64_t made;            // calls
-    int64_t done;            // of them
-    double waiting_seconds;  // since the first that is not done was made; 0 where all are
+    int64_t done;            // finished calls
+    double waiting_seconds;  // age of the oldest unfinished call; 0 if there is none
   };
 
   void begin();
-  // The call is enqueued on `caller`. Throws ExecutionError.
+  // Marks the end of a call that was enqueued on `caller`. Throws ExecutionError.
   void end(cudaStream_t caller);
-  // Of calls that somebody captures, and launches without telling. `look` has the time since one of these was seen to go on.
+  // Pulse of graphs that the application captured and launches by itself. `look` reports the time since their last progress.
   Pulse& pulse() { return pulse_; }
   State look();
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A call whose end an event marks. Two are enough: when the older is done, the newest becomes the older. Of more calls in
-  // flight, those between the two are not known to be done before the newest is.
+  // A call with an event at its end. Two marks suffice: when the older one is done, the newest becomes the older. Completion of
+  // calls between the two is only seen with the newest.
   struct Mark {
     int event;
     int64_t call = 0;
@@ -80,14 +80,14 @@ class Progress {
   bool enqueuing_ = false;
   Clock::time_point began_{};
   Pulse pulse_;
-  Clock::time_point moved_{};  // when launches of graphs were last seen to go on, or to be done
+  Clock::time_point moved_{};  // last time that graph launches made progress or were done
 };
 
-// A call as a graph. The member, which ends it when it is aborted, outlives it.
+// A call as a CUDA graph. The member must outlive it, and destroys it on abort.
 class Graph {
  public:
-  // Takes over what was captured on a stream, on which there is no work. It is there when this returns: were a launch to upload
-  // it, it could stand behind what waits for other ranks.
+  // Takes over a captured graph. The stream must be idle. Uploads the graph before returning, because an upload at launch could
+  // queue behind work that waits for other ranks.
   Graph(Member& member, cudaGraph_t graph, cudaStream_t stream);
   ~Graph();
   Graph(Graph&&) = delete;
@@ -100,57 +100,57 @@ class Graph {
   LaunchEvents events_;
 };
 
-// The inputs of many calls: what is bound in all of them, and nothing where a call has an input of its own.
+// Inputs of many calls: bound addresses, and null for inputs that each call passes.
 class Table {
  public:
   explicit Table(std::vector<std::optional<void*>> bound) : bound_(std::move(bound)) {}
 
-  // Throws ArgumentError unless `inputs` are as many as are not bound.
+  // Throws ArgumentError unless the number of `inputs` is that of the unbound ones.
   void fill(const std::vector<void*>& inputs, std::vector<Tensor>& tensors) const;
 
  private:
   std::vector<std::optional<void*>> bound_;
 };
 
-// When a call is launched as a graph.
+// Policy for launching calls as graphs.
 enum class Graphs {
   never,
-  noted,     // not yet: which arrays come again is known from then on
-  repeated,  // where its arrays are those of a call before
+  noted,     // not yet, but records which arrays repeat
+  repeated,  // if the arrays are those of an earlier call
   all,
 };
 
 class Instance {
  public:
-  // The member outlives it, and has the channels of the program. With `measures` it takes the fastest algorithms of products.
+  // The member must outlive it and have the program's channels. With `measures`, matmuls use the fastest measured algorithms.
   Instance(Member& member, const ProgramTable& program, bool measures = false);
   ~Instance();
   Instance(Instance&&) = delete;
 
   struct Input {
-    Shape shape;         // of this rank's block
-    Shape global_shape;  // of the global array, or of no dims where all ranks hold blocks of one shape
+    Shape shape;         // local shape
+    Shape global_shape;  // global shape; no dims if all ranks hold blocks of one shape
 
     bool operator==(const Input&) const = default;
   };
-  // Gets ready for such inputs. Returns the local shapes of the outputs. Throws ArgumentError where they do not fit the
-  // program, CaptureError where `caller`, whose call this is for, is being captured: nothing can be allocated then.
+  // Prepares for inputs of these shapes. Returns the local output shapes. Throws ArgumentError if they do not fit the program,
+  // and CaptureError if `caller` is being captured, because nothing can be allocated then.
   std::vector<Shape> prepare(const std::vector<Input>& inputs, cudaStream_t caller);
   // Calls the program with contiguous arrays of the shapes of the last `prepare`: those of the table, and `inputs`. On CUDA it
-  // only enqueues; on the CPU target it returns when the rank is done. Where it is a graph that is not there yet, it is captured.
-  // Throws CaptureError where that fails, or a call while `caller` is being captured, which fails nothing else.
+  // only enqueues; on the CPU target it returns when the rank is done. A call that is to be a graph is captured first if needed.
+  // Throws CaptureError if that fails, or if the call fails while `caller` is being captured; the program remains usable.
   void run(const Schedule& schedule, const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs,
            cudaStream_t caller, Graphs graphs);
-  // The same call as a graph. Throws CaptureError.
+  // Captures the same call as a graph. Throws CaptureError.
   std::unique_ptr<Graph> capture(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Launches a call that was captured, as `run` enqueues it.
+  // Launches a captured call, ordered like a `run`.
   void launch(const Schedule& schedule, const Graph& graph, cudaStream_t caller);
 
-  // Of StagedCalls, which makes several calls in one use of the member. Where `work` fails, the other ranks are told.
+  // Runs `work` in one use of the member; for StagedCalls, which makes several calls. A failure is reported to the other ranks.
   void in_use(const Schedule& schedule, const std::function<void()>& work);
-  // Which arrays the next call is with.
+  // Sets the arrays of the next call.
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
-  // Makes a call, which `work` enqueues by `enqueue`.
+  // Makes a call; `work` enqueues it by `enqueue`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
   void enqueue(cudaStream_t caller) const { program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller); }
   // Fills the program's temporaries with NaN.
@@ -158,14 +158,14 @@ class Instance {
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  Progress::State progress();  // asked from any thread
-  // How many graphs of calls it keeps.
+  Progress::State progress();  // callable from any thread
+  // Number of cached graphs.
   int64_t graphs() const;
-  // How many calls that are noted had arrays of which it has no note.
+  // Number of recorded calls whose arrays were new.
   int64_t unseen() const { return unseen_; }
 
  private:
-  // The arrays of a call, and its graph where it was launched as one.
+  // Arrays of a call, and its graph if it was launched as one.
   struct Seen {
     std::vector<void*> data;
     std::shared_ptr<const std::vector<Input>> shapes;
@@ -174,9 +174,9 @@ class Instance {
 
   void enqueue_captured(cudaStream_t caller);
   std::unique_ptr<Graph> capture_taken();
-  void launch(const Graph& graph, cudaStream_t caller) const;  // in its place among the calls
-  const Graph* graph_of_taken(Graphs graphs);                  // null: the call is none
-  std::vector<void*> memory() const;                           // for temporaries
+  void launch(const Graph& graph, cudaStream_t caller) const;  // ordered among the calls
+  const Graph* graph_of_taken(Graphs graphs);                  // null: a plain call
+  std::vector<void*> memory() const;                           // addresses of the temporaries' memory
   void or_stop(const std::function<void()>& work);
 
   Member& member_;
@@ -184,10 +184,10 @@ class Instance {
   bool measures_;
   void* instance_ = nullptr;
   std::vector<Tensor> inputs_, outputs_;
-  std::shared_ptr<const std::vector<Input>> shapes_;  // of the inputs; one object for all calls that are seen to have them
+  std::shared_ptr<const std::vector<Input>> shapes_;  // input shapes; one object for all calls that have them
   std::optional<Progress> progress_;
-  std::list<Seen> seen_;       // the last one first
-  std::vector<void*> memory_;  // that their graphs use
+  std::list<Seen> seen_;       // most recent first
+  std::vector<void*> memory_;  // memory that their graphs use
   int64_t unseen_ = 0;
 };
 

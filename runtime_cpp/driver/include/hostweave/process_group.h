@@ -1,4 +1,4 @@
-// Which ranks share the channels of a program.
+// Process groups of a program's channels.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,22 +8,22 @@
 
 namespace hw {
 
-// The ranks of a mesh that share a channel, seen from one of them.
+// Ranks of a mesh that share a channel, seen from one of them.
 struct ProcessGroup {
-  std::string mesh;  // "mesh(pp=2, dp=2, tp=4)"
-  std::string axes;  // along which they differ: "dp, tp"
-  std::string key;   // of all process groups of all meshes: "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1", with the coordinates they have
-                     // in common
-  int64_t rank_in_group = 0;  // its coordinates along the axes, the last one fastest
+  std::string mesh;           // "mesh(pp=2, dp=2, tp=4)"
+  std::string axes;           // along which they differ: "dp, tp"
+  std::string key;            // unique among all process groups of all meshes, with the common coordinates:
+                              // "mesh(pp=2, dp=2, tp=4) dp, tp, pp=1"
+  int64_t rank_in_group = 0;  // row-major in the coordinates along the axes
   int64_t size = 1;
-  std::vector<int64_t> ranks = {};  // of the world, in the order that they have in the group
+  std::vector<int64_t> ranks = {};  // world ranks, in the order of the group
   Transport transport = Transport::two_sided;
 
-  // The axes, and the transport where it is another than usual.
+  // The axes, and the transport unless it is the default.
   std::string name() const { return transport == Transport::two_sided ? axes : axes + " " + name_of(transport); }
 };
 
-// The process groups of `rank` whose channels the program uses.
+// Process groups of `rank` whose channels the program uses.
 std::vector<ProcessGroup> process_groups_of(const ProgramTable& program, int64_t rank);
 
 }  // namespace hw

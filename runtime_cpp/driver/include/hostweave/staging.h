@@ -1,4 +1,4 @@
-// Calls of a program on one rank with arrays that lie anywhere, by way of its device's memory.
+// Calls of a program on one rank with arrays in any memory, staged through the memory of its device.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,18 +15,18 @@ namespace hw {
 struct Array {
   void* data = nullptr;
   size_t bytes = 0;
-  int device = -1;  // -1: in host memory. Outputs are there or on the rank's GPU, inputs on any
+  int device = -1;  // -1: host memory. Outputs are in host memory or on the rank's GPU, inputs anywhere
 };
 
 struct Timing {
   double enqueue_us;            // host time of the program's `run`
-  double total_ms;              // from the first to the last of its work on the device
-  std::vector<float> marks_ms;  // from the first of it to each mark of a program that has some
+  double total_ms;              // device time from the first to the last work
+  std::vector<float> marks_ms;  // times from the first work to each mark
 };
 
 class StagedCalls {
  public:
-  // Which outlives it.
+  // The instance must outlive it.
   explicit StagedCalls(Instance& instance);
   ~StagedCalls();
   StagedCalls(StagedCalls&&) = delete;
@@ -34,19 +34,17 @@ class StagedCalls {
   struct Call {
     std::vector<Array> inputs, outputs;
   };
-  // Takes memory for these calls, all of the shapes that the instance was prepared for, and fetches inputs from GPUs of other
-  // ranks. All ranks prepare before any rank runs.
+  // Allocates memory for these calls, all of the prepared shapes, and fetches inputs from GPUs of other ranks. All ranks prepare
+  // before any rank runs.
   void prepare(std::vector<Call> calls);
-  // Makes the calls one after another and waits for the last. The host waits for nothing in between: inputs are copied in, and
-  // outputs out, on the stream that the program is called on. With `poison` that stream first fills the outputs and the program's
-  // temporaries with NaN.
+  // Makes the calls one after another and waits for the last; the host does not wait in between. Inputs and outputs are copied on
+  // the stream of the call. With `poison`, that stream first fills outputs and temporaries with NaN.
   void run(const Schedule& schedule, bool poison);
-  // The times of `repetitions` calls as the first one, after `warmups` others. Ranks begin each call together, with the inputs in
-  // place.
+  // Times `repetitions` repetitions of the first call after `warmups` others. Ranks start each call together, with staged inputs.
   std::vector<Timing> measure(const Schedule& schedule, int warmups, int repetitions, Gate& gate);
 
  private:
-  // Where the device has the arrays of a call.
+  // Device addresses of the arrays of a call.
   struct Placed {
     std::vector<void*> inputs, outputs;
   };

@@ -1,5 +1,5 @@
-// Graphs of captured calls as they are launched fastest. A row of kernels takes the host little more than one of them; forks,
-// joins and nodes of other kinds take it time, each.
+// Optimisation of captured graphs for launch time. A chain of kernels launches nearly as fast as one kernel; every fork, join and
+// node of another kind costs host time.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,28 +12,28 @@ namespace hw {
 // An edge of a graph: node `to` waits for node `from`.
 struct Edge {
   enum Kind {
-    full,          // `to` begins when `from` has ended
-    programmatic,  // `to` begins when `from` lets it, and ends after it
-    other,         // `to` begins when `from` has begun
+    full,          // `to` starts after the end of `from`
+    programmatic,  // programmatic dependent launch
+    other,         // `to` starts after the start of `from`
   };
   size_t from, to;
   Kind kind = full;
-  std::optional<size_t> given{};  // which one it is of those that a graph has already
+  std::optional<size_t> given{};  // index among the existing edges of a graph
 };
 
-// The edges of a graph without the nodes that are left out, where what was before one of those is before what was behind it; and
-// without edges that the others imply.
+// Edges of the graph without the left-out nodes, with their predecessors connected to their successors, and without redundant
+// edges (transitive reduction).
 std::vector<Edge> straightened(std::vector<Edge> edges, const std::vector<bool>& left_out);
 
-// What a launch of a graph stands between, on the stream that it is launched on.
+// Events to await before and to record after a launch of the graph, on its stream.
 struct LaunchEvents {
   std::vector<cudaEvent_t> awaited, recorded;
 };
 
-// Loads what `straighten` needs on the current device, before any rank runs.
+// Loads the kernels that `straighten` uses on the current device. Call it before any rank runs.
 void prepare_to_straighten();
-// Puts a straightened graph in the place of a captured one; its launches stand between these events then. Leaves a graph that
-// it cannot straighten as it is. `idle` is for a capture.
+// Replaces a captured graph by an optimised one, whose launches must await and record the returned events. Leaves a graph
+// unchanged if it cannot be optimised. `idle` is an idle stream for a capture.
 LaunchEvents straighten(cudaGraph_t& graph, cudaStream_t idle);
 
 }  // namespace hw

@@ -1,4 +1,4 @@
-// How the C API of a program is made of its C++ API.
+// Helpers that implement a program's C API on its C++ API.
 #pragma once
 #include "hostweave/hostweave.h"
 #include "hostweave/tensor.h"
@@ -10,7 +10,7 @@ struct hw_world {
 
 namespace hw::c {
 
-// Calls `work`, and makes of what it throws a status and the text of hw_last_error.
+// Calls `work`, and converts exceptions to a status and the text of hw_last_error.
 hw_status guarded(void (*work)(void* closure), void* closure);
 
 template <class Work>

@@ -1,6 +1,6 @@
-/* The C API that exported programs share. Each program adds its own functions: programs/NAME/c_api.h.
+/* Common C API of exported programs. Each program adds its own functions in programs/NAME/c_api.h.
  *
- * A call returns HW_OK or an error, whose text hw_last_error() has. A world and its programs are used by one thread at a time,
+ * A call returns HW_OK or an error code; hw_last_error() returns the text. Use a world and its programs from one thread at a time,
  * with the device of the world current. */
 #ifndef HOSTWEAVE_H
 #define HOSTWEAVE_H
@@ -13,22 +13,22 @@ extern "C" {
 
 typedef enum hw_status {
   HW_OK = 0,
-  HW_ARGUMENT_ERROR = 1,  /* an array of the wrong dtype, shape or device; nothing was enqueued */
-  HW_EXECUTION_ERROR = 2, /* a call of CUDA, NCCL or cuBLASLt failed, or the program is not prepared for these sizes */
-  HW_CAPTURE_ERROR = 3,   /* the call could not be captured; nothing else has failed */
-  HW_OTHER_ERROR = 4      /* such as no memory on the host */
+  HW_ARGUMENT_ERROR = 1,  /* an array has the wrong dtype, shape or device; nothing was enqueued */
+  HW_EXECUTION_ERROR = 2, /* a CUDA, NCCL or cuBLASLt call failed, or the program is not prepared for these sizes */
+  HW_CAPTURE_ERROR = 3,   /* the call could not be captured; the program remains usable */
+  HW_OTHER_ERROR = 4      /* such as out of host memory */
 } hw_status;
 
-/* The text of the last error of this thread, "" if there was none. Valid until the thread's next call. */
+/* Text of the last error of this thread, or "". Valid until the thread's next call. */
 const char* hw_last_error(void);
 
-/* Numbers of cudaDataType_t. */
+/* Values of cudaDataType_t. */
 typedef enum hw_dtype {
   HW_F32 = 0,
   HW_F64 = 1,
   HW_F16 = 2,
   HW_I8 = 3,
-  HW_U8 = 8, /* bool, too */
+  HW_U8 = 8, /* also bool */
   HW_I32 = 10,
   HW_U32 = 12,
   HW_BF16 = 14,
@@ -47,16 +47,16 @@ typedef struct hw_shape {
   int64_t dims[HW_MAX_DIMS];
 } hw_shape;
 
-/* A contiguous array on a device, which the caller owns. */
+/* A contiguous array on a device, owned by the caller. */
 typedef struct hw_tensor {
   void* data;
   hw_dtype dtype;
-  hw_shape shape; /* of this rank's block */
+  hw_shape shape; /* local shape */
   int device;
-  hw_shape global_shape; /* of the global tensor; of no dims if all ranks have blocks of one shape */
+  hw_shape global_shape; /* global shape; ndim 0 if all ranks have blocks of equal shape */
 } hw_tensor;
 
-/* The id of a world: one rank makes it, and gives it to all. */
+/* Id of a world. One rank makes it and sends it to all. */
 typedef struct hw_id {
   char bytes[128];
 } hw_id;
@@ -64,15 +64,15 @@ typedef struct hw_id {
 /* One rank of a world. */
 typedef struct hw_world hw_world;
 
-/* Ranks are threads of this process, each with a device of its own. Fails if this host has fewer devices; the CPU target makes
- * them. Call it once, before all other calls. */
+/* Ranks are threads of this process, one device each. Fails if this host has fewer devices; the CPU target creates them. Call it
+ * once, before all other calls. */
 hw_status hw_use_devices(int count);
-/* Each rank is a process. Every process calls it once, before all other calls. */
+/* Ranks are processes. Every process calls it once, before all other calls. */
 hw_status hw_use_processes(void);
 hw_status hw_new_id(hw_id* id);
-/* Joins the world. All ranks call it at the same time. Makes the device current. */
+/* Collective: joins the world. Makes the device current. */
 hw_status hw_world_create(const hw_id* id, int device, int rank, int size, hw_world** world);
-/* After the programs that were made with it. */
+/* Destroy the programs of the world first. */
 hw_status hw_world_destroy(hw_world* world);
 
 #ifdef __cplusplus
