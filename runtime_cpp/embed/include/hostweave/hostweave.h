@@ -1,7 +1,7 @@
 /* Common C API of exported programs. Each program adds its own functions in programs/NAME/c_api.h.
  *
- * A call returns HW_OK or an error code; hw_last_error() returns the text. Use a world and its programs from one thread at a time,
- * with the device of the world current. */
+ * A call returns HW_OK or an error code; hw_last_error() returns the text. Use a world and its programs from one thread at a
+ * time, with the device of the world current. */
 #ifndef HOSTWEAVE_H
 #define HOSTWEAVE_H
 
