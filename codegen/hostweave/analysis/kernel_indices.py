@@ -110,7 +110,7 @@ def _joined(op: Op, types: dict[str, TensorType]) -> tuple[list[list[Dim]], dict
 def _update_of(kernel: Kernel) -> Op | None:
     """The op that writes a part of its operand in place. Returns None if the kernel has none.
 
-    Raises NotOneKernel if another op also reads that operand, or the kernel has further results.
+    Raises NotOneKernel if another op reads that operand or reduces, or if the kernel has further results.
     """
     update = next((op for op in kernel.ops if OPS[op.kind].updates), None)
     if update is None:
@@ -175,7 +175,7 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 
 
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
-    """True if a kernel reads an input only at the index of the result's element that it computes, so that both may share memory.
+    """True if each element of a result depends only on the element of an input at the same index. Both may then share memory.
 
     A reduction reads its operands before the kernel writes. Values that vary only along kept dims are unsafe: other threads may still read
     them.

@@ -216,7 +216,7 @@ def _first_row(steps: Steps, shard: Size, shards: int) -> Expr:
 
 
 def chunk_shape(steps: Steps, mesh: Mesh, value: Value, dim: int) -> tuple[Size, ...]:
-    """Shape of such a chunk."""
+    """Shape of the chunk that `chunk` views."""
     shape = value.type.local_shape(mesh, steps.uneven)
     size = shape[dim]
     shards: tuple[Size, ...] = ()

@@ -80,7 +80,7 @@ def attended_alone(fusion: Fusion) -> Iterator[tuple[Op, Op | None]]:
 
 
 def gathered_keys(fusion: Fusion) -> Iterator[GatheredKeys]:
-    """Such attention ops with gathered keys. If causal, their rows are sharded like the keys."""
+    """Attention ops of `attended_alone` with gathered keys and values. If causal, their rows are sharded like the keys."""
     producer, types = {op.result.name: op for op in fusion.ops}, {name: value.type for name, value in fusion.values().items()}
     for op, _ in attended_alone(fusion):
         query, *others = op.tensors

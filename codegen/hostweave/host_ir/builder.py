@@ -48,7 +48,9 @@ class Builder:
         self.hoists_views = True  # views may leave the loop that is being built; False in a loop of several meshes
         # during an asynchronous communication, collects copies that need not delay the next one
         self.aside: list[tree.Instruction] | None = None
-        self.sums: list[Callable[[], None]] | None = None  # and sums of its results, left to the kernel that uses them
+        self.sums: list[Callable[[], None]] | None = (
+            None  # during an asynchronous communication, collects sums of its results for the kernel that uses them
+        )
         self._taken: set[str] = set()
         self._indices: list[str] = []  # names of loop indices, by loop depth
         self._depth = 0

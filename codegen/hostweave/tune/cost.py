@@ -200,7 +200,7 @@ def in_kernel(ranks: int, size: float) -> float:
 
 
 def most_in_kernel(machine: Machine, ranks: int) -> int:
-    """Largest size in bytes, a power of 2, at which that takes less time than a collective; 0 if none does."""
+    """Largest size in bytes, a power of 2, at which `in_kernel` is faster than a collective. 0 if it never is."""
     sizes = (ir.EXCHANGE_BYTES >> halved for halved in range(ir.EXCHANGE_BYTES.bit_length()))
     return next((size for size in sizes if in_kernel(ranks, size) < communication(machine, "all_reduce", ranks, size)), 0)
 

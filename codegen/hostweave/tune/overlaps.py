@@ -33,9 +33,9 @@ PRODUCTS = ("matmul", "scaled_matmul", "attention", "attention_backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A reshard that can run in chunks next to matmuls. `dim` is the dim that the chunks cut, of their results or of its own.
+    """A reshard that can run in chunks next to matmuls. Chunks cut `dim` of its result and of theirs.
 
-    If the reshard gathers keys, `matmuls` is the attention, and the values are gathered in the same loop.
+    If the reshard gathers keys, `matmuls` is the attention, and `dim` is a dim of the keys. The values are gathered in the same loop.
     """
 
     reshard: Op
@@ -249,7 +249,7 @@ def product_by_shards(gather: Op, fusion: Fusion) -> Op | None:
 
 
 def _shards_product(op: Op, fusion: Fusion, sizes: Mapping[str, int], ranks: int) -> Op | None:
-    """The same matmul, if all its sizes are known and the ranks share its columns evenly."""
+    """Result of `product_by_shards`, if all sizes are known and the ranks share its columns evenly. None otherwise."""
     product = product_by_shards(op, fusion) if op.kind == "all_gather" else None
     if product is None:
         return None

@@ -32,7 +32,7 @@ from hostweave.types.zigzag import Zigzag
 
 
 def join_blocks_of_keys(fusion: Fusion, options: Options) -> Fusion:
-    """Avoids gathering keys. They are still gathered if the queries are sharded too, for windows, if lengths end a mask, and in zigzag."""
+    """Avoids gathering keys, except in four cases: sharded queries, a window, lengths with a causal mask, and keys in zigzag."""
     return _Joining(fusion).rewritten()
 
 

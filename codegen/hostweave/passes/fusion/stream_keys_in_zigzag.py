@@ -27,7 +27,7 @@ from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
 
 
 def stream_keys_in_zigzag(fusion: Fusion, options: Options) -> Fusion:
-    """Records a choice for each such attention at known sizes, if it is the only consumer of its keys and values."""
+    """Records a choice for each causal attention in zigzag at known sizes that is the only consumer of its keys and values."""
     if options.overlap == "off":
         return fusion
     numbering = _Numbering(fusion, options)

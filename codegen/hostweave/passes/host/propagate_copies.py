@@ -145,8 +145,10 @@ class _Copy:
         return place.number > self.loop.number and self.loop not in place.around
 
     def _overwritten(self, later: list[Place], copied: set[str]) -> tuple[int, set[str]]:
-        """The first kernel that overwrites all of the copy with its result, and the views of that result. Otherwise the end of the program
-        and no views."""
+        """The number of the first kernel that overwrites all of the copy, and the views of its result.
+
+        If none does, the number of the program's end, and no views.
+        """
         writes = ((p, copied.intersection(tree.names(p.instruction, "write"))) for p in later)
         place, names = next(((p, names) for p, names in writes if names), (self.place, set[str]()))
         is_kernel = place.instruction.work == "compute" and place.around == self.place.around

@@ -54,7 +54,7 @@ def _on_streams(i: tree.Instruction, program: ir.HostProgram) -> tuple[ir.For, i
 
 
 def _goes_on(program: ir.HostProgram) -> bool:
-    """True if every rank reaches its end when it posts its communications one after another, as channels in turn do."""
+    """True if no rank blocks when each rank posts its communications one after another, as ordered channels require."""
     try:
         for instances in (instantiate(program, sizes) for sizes in sizes_to_check(program)):
             deque(run(order(instances, meetings(instances))), maxlen=0)
