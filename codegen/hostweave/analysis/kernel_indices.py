@@ -177,8 +177,8 @@ def may_overwrite(i: tree.Instruction, kernels: Mapping[str, Kernel], read: str,
 def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
     """True if each element of a result depends only on the element of an input at the same index. Both may then share memory.
 
-    A reduction reads its operands before the kernel writes. Values that vary only along kept dims are unsafe: other threads may still read
-    them.
+    A reduction reads its operands before the kernel writes. A value that varies only along kept dims is safe if it is used after the
+    reduction alone: then the thread that writes an element is the one that reads it.
     """
     read, written = kernel.inputs[source], kernel.results[result]
     if kernel.exchanges and read.name in kernel.exchanges.tensors:  # any thread may send any element of it
@@ -202,4 +202,15 @@ def reads_own_index(kernel: Kernel, source: int, result: int) -> bool:
         and read.type.shape == written.type.shape
         and walked.indices[read.name] == walked.indices[written.name]
     )
-    return same and (not walked.reduced or walked.is_whole(written.name))
+    return same and (not walked.reduced or walked.is_whole(written.name) or not _is_walked_by_all(read.name, kernel, walked))
+
+
+def _is_walked_by_all(read: str, kernel: Kernel, walked: Iteration) -> bool:
+    """True if all threads of a reduction use an input, as it enters a value that differs along what is reduced."""
+    made = {read}
+    for op in kernel.ops:
+        if not made.isdisjoint(op.tensors):
+            if walked.is_whole(op.result.name):
+                return True
+            made.add(op.result.name)
+    return False

@@ -90,6 +90,7 @@ class Joint:
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)
         graph.results = [*self._of_results, *of_gradients]
+        graph.labels = [*("" for _ in self._of_results), *(name_of(f"gradient.{origin.name}") for _, origin in given)]
         return graph
 
     @property
