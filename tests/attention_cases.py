@@ -1,4 +1,4 @@
-"""What tests of attention have in common: operands whose heads the ranks share, in groups, and what torch gives in float64."""
+"""Shared cases of attention tests: grouped operands whose heads are sharded, and float64 references by torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hostweave.types.tensor import DType
 
 
 def grouped(ranks: int, t: DType) -> dict[str, Any]:
-    """Queries of twice as many heads as keys and values, whose heads are larger."""
+    """Attention with twice as many query heads as key and value heads, and larger value heads."""
     sizes = {"q": (4, "S", 16), "k": (2, "T", 16), "v": (2, "T", 24)}
     return {name: t["B", f"{heads * ranks}@x", rows, size] for name, (heads, rows, size) in sizes.items()}
 
 
 def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """A causal attention of rows that are as long on all ranks, to keys and values that lie alike."""
+    """Causal attention with equal numbers of rows on all ranks; rows, keys and values are in zigzag."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys)
@@ -31,7 +31,7 @@ def in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
-    """The same and its gradients, those of the keys and values where these lie."""
+    """The same with gradients; gradients of keys and values are laid out like these."""
     rows, keys = t[4, "S@zigzag(cp)", 64], t[2, "S@zigzag(cp)", 64]
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=rows, k=keys, v=keys, dy=rows)
@@ -44,7 +44,7 @@ def trained_in_zigzag(ranks: int, t: DType) -> hw.Fusion:
 
 
 def keys_in_a_loop(ranks: int, algorithm: str, t: DType, head: int = 8) -> hw.Fusion:
-    """A causal attention to keys and values that come in a stated loop."""
+    """Causal attention whose keys and values arrive in a stated chunk loop."""
     rows = t[2, "S@x", head]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=rows, k=rows, v=rows)
@@ -73,7 +73,10 @@ def by_torch(
     bias: Any = None,
     offsets: Any = None,
 ) -> tuple[Any, ...]:
-    """The result, the log-sum-exps, and the gradients of q, k, v, and the bias by `given`, else by the result itself."""
+    """Result, log-sum-exp, and the gradients of q, k, v and the bias.
+
+    `given` is the gradient of the result; by default the result itself.
+    """
     import torch
 
     q, k, v, *biases = (x.clone().requires_grad_() for x in (q, k, v, *([] if bias is None else [bias])))
@@ -94,7 +97,7 @@ def by_torch(
 
 
 def refusal_of_gradients(inputs: str, outputs: str, gradients: str) -> str:
-    """Why the host IR takes no such attention_backward."""
+    """Reason why the host IR refuses such an attention_backward."""
     text = f"host @f({inputs}) -> ({outputs}) mesh(x=1) {{\n  attention_backward {gradients}\n}}\n"
     with pytest.raises(ProgramError) as error:
         verify_host(HostProgram.parse(text))

@@ -43,7 +43,7 @@ def git(*arguments: str) -> None:
 
 
 def emit_in(checkout: Path, folder: Path) -> None:
-    """This script with the package, the examples and the programs of a checkout."""
+    """Runs this script with the package, examples and programs of a checkout."""
     path = os.pathsep.join(str(checkout / part) for part in ("codegen", "tests"))
     command = [sys.executable, "-P", __file__, "--emit", str(checkout), str(folder)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
@@ -70,7 +70,7 @@ def emit(checkout: Path, folder: Path) -> None:
 
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
-    """`seeds/4/ag_matmul`, and so on. What cannot be made for a number of ranks is left out."""
+    """Sources by path, such as `seeds/4/ag_matmul`. Programs that are impossible for a number of ranks are omitted."""
     import larger_programs
     import random_fusions
 
@@ -98,7 +98,7 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
 
 
 def show(file: Path, theirs: Path, ours: Path) -> bool:
-    """Prints the diff of a file; whether there is one."""
+    """Prints the diff of a file. Returns True if there is one."""
     before, after = (path.read_text().splitlines() if path.exists() else [] for path in (theirs, ours))
     lines = list(unified_diff(before, after, f"theirs/{file}", f"ours/{file}", n=0, lineterm=""))
     print("\n".join([*lines[:SHOWN], *([f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else [])]), end="\n" if lines else "")

@@ -1,6 +1,6 @@
-"""A compiler that has read the headers before, the runtime's and the vendors', and optimises little: most of what a small program takes.
+"""Fast compiler for tests: uses precompiled headers and little optimisation, because small programs spend most time on those.
 
-Programs of tests run for less long than they are compiled.
+Test programs run for less time than their compilation takes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CASE = """\
 
 
 def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]) -> Path:
-    """A command in `folder` to be used as CXX, which optimises nothing but files of the kinds in `optimised`."""
+    """Command in `folder` for use as CXX. It optimises only the file kinds in `optimised`."""
     script, compiler = folder / name, shlex.quote(str(find_target("cpu").toolchain().compiler))
     cases, library_level = "\n".join(_cases(folder, optimised)), " ".join(_level(LIBRARY, optimised))
     linker = _linker(folder, compiler)
@@ -62,7 +62,7 @@ def with_precompiled_headers(folder: Path, name: str, optimised: Collection[str]
 
 
 def _linker(folder: Path, compiler: str) -> str:
-    """The option for gold where the compiler can link by it: it may be there, and not find what the compiler's own linker finds."""
+    """Option that selects gold, if the compiler can link with it. Gold may be installed but unable to find the default libraries."""
     source = folder / "linked.cpp"
     source.write_text("#include <string>\nstd::string text() { return {}; }\n")
     command = f"{compiler} -fuse-ld=gold -shared -fPIC {shlex.quote(str(source))} -o {shlex.quote(str(folder / 'linked.so'))}"

@@ -1,4 +1,4 @@
-"""Options of the tests, and which of them run where."""
+"""Options and marks of the tests, and the environment that they run in."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs are built in a folder of the session, which its workers share: the user's cache is neither read nor written.
+    """Builds programs in a cache folder of the session, shared by its workers: the user's cache is not touched.
 
-    Where there are GPUs the flags are those of users. Elsewhere nothing is optimised but for the tests that use `optimised_kernels`, and
-    for those that take CXX away, which build without precompiled headers, too.
+    With GPUs the compiler flags are those of users. Otherwise nothing is optimised, except in tests that use `optimised_kernels`.
+    Tests that unset CXX also build without precompiled headers.
     """
     gc.disable()  # while modules are imported, which leave no garbage
     make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
@@ -70,23 +70,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def optimised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled as those of users are: for tests of what they compute."""
+    """Compiles kernels with the user's flags, for tests of their results."""
     monkeypatch.setenv("CXX", os.environ[OPTIMISING])
 
 
 @pytest.fixture
 def kernels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC takes the kernels of a program together, as those of an edited file: half the time where they are many."""
+    """Makes NVRTC compile all kernels of a program as one unit, as for an edited file. Halves the time if there are many."""
     monkeypatch.setattr("hostweave.build.make.units_of", lambda text: [Unit("kernels", 1, "", text)])
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores: some tests wait for processes, time-outs and locks. A few share the GPUs."""
+    """Number of workers: one more than cores, because some tests wait for processes, timeouts and locks. A few share the GPUs."""
     return GPU_WORKERS if gpus() else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays to the end: a collection that looked at all of it would take longer than most tests."""
+    """Freezes existing objects: garbage collections that traverse them would take longer than most tests."""
     gc.freeze()
     gc.set_threshold(50_000)  # little of what tests make has cycles
     gc.enable()
@@ -94,7 +94,7 @@ def pytest_collection_finish() -> None:
 
 @cache
 def why_missing(extra: str) -> str | None:
-    """The reason to skip a test that needs this; None if it is here."""
+    """Reason to skip a test that needs an extra, or None if it is installed."""
     if extra == "cuda":
         return None if compiles() else "needs CUDA's headers and libraries: pip install '.[cuda13]'"
     for program, remedy in {"mpirun": "pip install mpich", "chromium": "apt-get install chromium"}.items():
@@ -105,13 +105,13 @@ def why_missing(extra: str) -> str | None:
 
 @cache
 def imports_or_skips(module: Path) -> bool:
-    """True if a module of tests imports its extras by importorskip: all of its tests need them."""
+    """True if a test module uses importorskip, which means that all of its tests need extras."""
     return bool(re.search(r"^(\w+ = )?pytest\.importorskip\(", module.read_text(), re.M))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fails a test that skips for want of an extra and has no such mark: CI runs what has it with the extras, and the rest without."""
+    """Fails a test that skips for lack of an extra without the mark for it. CI runs marked tests with the extras and the rest without."""
     with pytest.MonkeyPatch.context() as patch:
         if not (item.get_closest_marker("extra") or item.get_closest_marker("gpu")):
             patch.setattr(pytest, "importorskip", lambda name, **_: pytest.fail(f'mark this test: @pytest.mark.extra("{name}")'))
@@ -120,7 +120,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu need a GPU, which a few workers share, a file each; those marked slow must be asked for. The longest begin first."""
+    """Groups gpu tests by file for a few workers, deselects slow tests by default, and starts the longest tests first."""
     items.sort(key=lambda item: next((at for at, name in enumerate(LONGEST) if name in item.nodeid), len(LONGEST)))
     for item in items:
         if imports_or_skips(item.path):

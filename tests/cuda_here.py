@@ -1,4 +1,4 @@
-"""The mark of tests that compile for CUDA, and what of CUDA is here."""
+"""Mark for tests that compile for CUDA, and the CUDA parts of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hostweave.targets.target import find_target
 
 
 def nccl() -> int:
-    """The version of the library that programs are linked with, as 22900; 0 where there is none."""
+    """Version of NCCL that programs are linked to, such as 22900; 0 if there is none."""
     part = next((part for part in find_cuda().libraries if "nccl" in part.name), None)
     version = ctypes.c_int()
     if part is None or part.path is None or ctypes.CDLL(str(part.path)).ncclGetVersion(ctypes.byref(version)) != 0:
@@ -22,7 +22,10 @@ def nccl() -> int:
 
 
 def compiles() -> bool:
-    """True if CUDA's headers and libraries are here, or HOSTWEAVE_REQUIRE_CUDA says, as in CI, that tests fail without them."""
+    """True if CUDA's headers and libraries are installed.
+
+    Also true if HOSTWEAVE_REQUIRE_CUDA demands that tests fail without them, as in CI.
+    """
     try:
         find_target("cuda").toolchain()
     except BuildError:

@@ -1,4 +1,4 @@
-"""What the CPU device counts."""
+"""Counters of the CPU device."""
 
 from __future__ import annotations
 

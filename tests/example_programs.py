@@ -1,4 +1,4 @@
-"""The programs of `examples/` and of `more_programs.py`, at any number of ranks, chunks and dtype."""
+"""Programs of `examples/` and of `more_programs.py`, for any number of ranks, chunks and dtype."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"{name}_programs.py") fo
 
 @cache
 def fusions(file: str, ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Every fusion of a file by name, with the constants D, S and dtype of the file set to these."""
+    """Fusions of a file by name, with its constants D, S and dtype replaced."""
     constants = {"D": ranks, "dtype": dtype} | ({"S": chunks} if chunks else {})
     programs = programs_in(load_file(EXAMPLES / file, constants))
     return {name: program for name, program in programs.items() if isinstance(program, Fusion)}
 
 
 def all_fusions(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """The seed programs and the streams on one device."""
+    """Seed programs, and streams on one device."""
     return {**fusions("seeds.py", ranks, chunks, dtype), **fusions("single_device.py", ranks, chunks, dtype)}
 
 
 def pipelines(ranks: int = 8, chunks: int | None = None, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Two stages on two meshes, of at least 2 ranks together."""
+    """Pipelines of two stages on two meshes, with at least 2 ranks in total."""
     return fusions("pipeline.py", ranks, chunks, dtype)
 
 
 def one_sided_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Those whose ranks write and read each other's memory."""
+    """Fusions whose ranks access each other's memory."""
     return fusions(str(ONE_SIDED), ranks, None, dtype)
 
 
 def exchange_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """Those that communicate outside of chunk loops, in every way."""
+    """Fusions with each kind of communication outside chunk loops."""
     return fusions(str(EXCHANGES), ranks, None, dtype)
 
 
 def more_fusions(ranks: int = 8, dtype: DType = bf16) -> dict[str, Fusion]:
-    """What the examples leave out."""
+    """Fusions for features that the examples do not use."""
     return fusions(str(MORE), ranks, None, dtype)

@@ -1,4 +1,4 @@
-"""Programs that communicate outside of chunk loops, for tests of `transport="one_sided"`."""
+"""Programs with communication outside chunk loops, for tests of `transport="one_sided"`."""
 
 import hostweave as hw
 

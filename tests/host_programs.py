@@ -1,4 +1,4 @@
-"""The host programs of the examples, for any number of ranks."""
+"""Host programs of the examples, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = tuple(sorted(_fusions(4)))
 
 
 def golden(name: str, stage: str) -> str:
-    """The text of a program for 4 ranks after a stage. One that changed nothing has no file: it is the one before."""
+    """Text of a program for 4 ranks after a stage. A stage without changes has no file; its text is that of the previous one."""
     until = STAGES[: STAGES.index(stage) + 1]
     return next(path for before in reversed(until) if (path := GOLDEN / name / f"{before}.hw").is_file()).read_text()
 
@@ -44,7 +44,7 @@ def program(name: str, ranks: int = 4) -> HostProgram:
 
 
 def evaluate(expr: Expr, variables: Mapping[str, int], coordinates: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The value of an expression, walked; raises KeyError for an unknown name and ZeroDivisionError for a division by zero."""
+    """Evaluates an expression recursively. Raises KeyError for an unknown name, ZeroDivisionError for a division by zero."""
     match expr:
         case Const(value):
             return value

@@ -1,7 +1,7 @@
-"""Computes the result of a host program with NumPy: all ranks in one thread, each in program order, without streams and events.
+"""NumPy interpreter of host programs: all ranks in one thread, each in program order, without streams and events.
 
-It is the meaning that the generated code is tested against, so it takes the plainest way: small floats are widened to f32
-for each instruction and rounded once, and memory that nothing wrote holds NaN.
+It is the reference semantics for generated code, so it is as simple as possible. Small floats are widened to f32 for each
+instruction and rounded once. Unwritten memory holds NaN.
 """
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -32,9 +32,9 @@ REDUCTIONS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.m
 def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Array]], sizes: Sizes | None = None) -> list[dict[str, Array]]:
     """Runs `program` on all ranks and returns each rank's outputs by name.
 
-    An input is a global array, or a list of each rank's local one, None where it has none. A rank gives what it has of the outputs.
-    `sizes` need naming only where the inputs do not give them.
-    Raises ExecutionError where communications do not meet or all ranks that are left wait for one another.
+    An input is a global array, or a list of local ones with None for ranks that hold none. Outputs are local. `sizes` are needed
+    only if the inputs do not determine them. Raises ExecutionError if communications do not match or all remaining ranks wait for
+    one another.
     """
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.inputs}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.inputs}
@@ -71,7 +71,7 @@ Turns = Generator[Operation, None, None]  # gives the communication that it wait
 
 
 def _take_turns(ranks: list[Turns]) -> None:
-    """Each rank goes on until it waits for another, round and round."""
+    """Runs each rank until it waits for another, round-robin."""
     waiting: dict[Turns, Operation] = {}
     while ranks:
         before = dict(waiting)
@@ -88,7 +88,7 @@ def _take_turns(ranks: list[Turns]) -> None:
 
 @dataclass(frozen=True)
 class _World:
-    """What the ranks share. `posted` holds what each communication that was reached sends, None where it only receives."""
+    """State shared by the ranks. `posted` holds the data sent by each communication that was reached; None for one that only receives."""
 
     instances: Instances
     met: dict[Operation, Meeting]
@@ -113,7 +113,7 @@ class _Rank:
         return np.ndarray(layout.shape, numpy_dtype(layout.dtype), self.bytes[root])
 
     def result(self, p: ir.Parameter) -> Array:
-        """A copy of an output; in donated memory its dims may be in another order than the input's."""
+        """Copy of an output. In donated memory its dims may have another order than those of the input."""
         shape = [size.bind(self.sizes) for size in self.world.instances.program.local_type(p).shape]
         return self.whole(p.memory or p.name).reshape(shape).copy()
 
@@ -151,12 +151,12 @@ class _Rank:
                         target[...] = np.broadcast_to(self.received(part), target.size).reshape(target.shape)
 
     def signals(self, operation: Operation) -> tuple[Operation, ...]:
-        """What a wait for a signal waits for."""
+        """Signals that a wait needs."""
         meeting = self.world.met.get(operation)
         return meeting.sources(operation) if meeting else ()
 
     def move(self, operation: Operation) -> None:
-        """What it reads goes to where it writes, of whatever rank that is, and its signal is given."""
+        """Copies source to destination, on whatever ranks they are, and gives the signal."""
         read = [access for access in operation.accesses if access.reads]
         written = [access for access in operation.accesses if access.writes]
         for source, target in zip(read, written, strict=True):
@@ -164,7 +164,7 @@ class _Rank:
         self.world.posted[operation] = None
 
     def received(self, part: Operation) -> Array:
-        """What a communication brings to this rank, in the order of its elements."""
+        """Data that a communication brings to this rank, in element order."""
         instruction, rank_in_group = part.instruction, part.process_group.index(self.rank)
         sent = [array for source in self.world.met[part].sources(part) if (array := self.world.posted[source]) is not None]
         if isinstance(instruction, ir.Reduction):
@@ -174,7 +174,7 @@ class _Rank:
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def reduce(self, operation: Operation) -> None:
-        """What its kernel makes of the sum of all ranks' terms."""
+        """Result of the kernel that consumes the sum of all ranks' terms."""
         terms = [array for source in self.world.met[operation].sources(operation) if (array := self.world.posted[source]) is not None]
         term, *others = [access for access in operation.accesses if access.reads]
         total = cast(_reduced("sum", terms), term.region.layout.dtype)
@@ -217,6 +217,6 @@ def _reduced(op: str, arrays: list[Array]) -> Array:
 
 
 def _widened(array: Array) -> Array:
-    """Floats of less than four bytes as f32."""
+    """Converts floats of less than four bytes to f32."""
     small = array.dtype.itemsize < 4 and array.dtype.kind not in "iub"
     return array.astype(np.float32) if small else array

@@ -1,4 +1,4 @@
-"""Parts of transformers, with enough memory to plan: `make(ranks, dtype)` gives a fusion."""
+"""Parts of transformers with enough temporaries for memory planning: `make(ranks, dtype)` returns a fusion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HEADS, HEAD = 8, 4  # heads, and the dims of one
 
 
 def mlp(ranks: int, t: DType) -> Fusion:
-    """Sequence-parallel: tokens are gathered for the first linear layer and scattered after the second."""
+    """Sequence-parallel MLP: tokens are gathered before the first linear layer and scattered after the second."""
 
     @hw.fusion(mesh=hw.Mesh(tp=ranks), x=t["S@tp", "E"], up=t["F@tp", "E"], bias=t["F@tp"], down=t["E", "F@tp"])
     def mlp(x, up, bias, down):  # type: ignore[no-untyped-def]
@@ -39,7 +39,7 @@ def attention(ranks: int, t: DType) -> Fusion:
 
 
 def layers(ranks: int, t: DType, count: int = 2) -> Fusion:
-    """Tensor-parallel transformer layers, all with the same weights."""
+    """Tensor-parallel transformer layers that share one set of weights."""
     inner = f"{HEADS * HEAD}@tp"
 
     @hw.fusion(

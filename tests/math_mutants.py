@@ -1,7 +1,8 @@
-"""Host programs whose math is wrong in one place: another shard, slice, order, reduction, scale, operand, addend, epilogue or condition.
+"""Host programs with one mathematical error: another shard, slice, order, reduction, scale, operand, addend, epilogue or
+condition.
 
-`mutants(host)` gives what is wrong and the program; `judge` says whether the check of results sees it, and whether f64 does.
-`python tests/math_mutants.py 6400` judges at most so many over all programs, and prints the table of docs/check.md.
+`mutants(host)` gives each error with its program. `judge` tells if the check of results detects it, and if f64 does. `python
+tests/math_mutants.py 6400` judges up to that many mutants over all programs, and prints the table of docs/check.md.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ OTHER_OP = {
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
-    """Yields another chunk, shard or slice: the index is one more, in the range of the chunks."""
+    """Yields another chunk, shard or slice: the index plus 1, within the range of the chunks."""
     if isinstance(i, ir.Chunk):
         yield "another chunk", replace(i, index=Binary("%", Binary("+", i.index, Const(1)), _count(i)))
     if isinstance(i, ir.Select):
@@ -182,7 +183,7 @@ def _other_operands(i: tree.Instruction, types: dict[str, BufferType]) -> Iterat
 
 
 def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name: str, edited: Callable[..., HostProgram]) -> Iterator[Any]:
-    """Yields programs in which two instructions of a kind, such as calls of two layers, read each other's operands."""
+    """Yields programs in which two instructions of one kind, such as calls of two layers, have swapped operands."""
     by_kind: dict[object, list[int]] = defaultdict(list)
     for number, i in enumerate(walked):
         if isinstance(i, ir.Matmul | ir.Call) or tree.names(i, "launch"):
@@ -255,12 +256,12 @@ class Subject:
 
     @cached_property
     def elsewhere(self) -> list[Wanted]:
-        """The results at larger sizes with more seeds, which are compared in f64 alone."""
+        """Results at larger sizes and with more seeds, for comparison in f64 only."""
         larger = {name: 2 * size for name, size in minimal_sizes(self.host).items()}
         return [*self.wanted, Wanted(self.fusion, larger, seeds=5)]
 
     def judge(self, made: Callable[[], HostProgram]) -> str:
-        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order does not accept it."""
+        """Returns the verdict on a mutant. REFUSED: the verifier or the proof of order rejects it."""
         try:
             mutant = made()
             verify_host(mutant)
@@ -290,7 +291,7 @@ def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
 
 
 def subjects(ranks: int) -> Iterator[Subject]:
-    """The programs of examples/ and tests/."""
+    """Programs of examples/ and tests/."""
     import example_programs as examples
     import larger_programs
     import random_fusions
@@ -320,7 +321,7 @@ def subjects(ranks: int) -> Iterator[Subject]:
 
 
 def small_llama(ranks: int, decode: bool) -> Fusion:
-    """Two layers, a function that is called twice."""
+    """Llama with two layers, which are calls of one function."""
     from hostweave.base.paths import EXAMPLES
     from hostweave.cli.programs import load_file
 
@@ -332,7 +333,7 @@ def small_llama(ranks: int, decode: bool) -> Fusion:
 
 
 def judged(count: int, of: Sequence[Subject], seed: int = 0) -> Iterator[tuple[str, str, str]]:
-    """The kind, the place and the verdict of so many mutants, evenly over programs, kinds at random."""
+    """Kind, place and verdict of so many mutants, evenly distributed over programs, with random kinds."""
     chosen = random.Random(seed)
     each = -(-count // len(of))
     for subject in of:

@@ -1,4 +1,4 @@
-"""Programs in the form of `examples/`, for what those leave out."""
+"""Programs in the style of `examples/`, for features that those do not use."""
 
 import hostweave as hw
 

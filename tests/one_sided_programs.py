@@ -1,4 +1,4 @@
-"""Programs whose ranks write and read each other's memory."""
+"""Programs whose ranks access each other's memory."""
 
 import hostweave as hw
 
@@ -37,7 +37,7 @@ def columns_put(x, w, v):
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "E"], h=dtype["M", "K@x"], w=dtype["K@x", "E"])
 def residual_put(x, h, w):
-    """What is added up goes on to a residual and to a reduction of rows, in one kernel."""
+    """A scattered sum that feeds a residual and a row reduction in one kernel."""
     y = hw.clip(x + hw.reshard(hw.matmul(h, w), "M@x", "E").stream("M", chunks=2 * D, algorithm="put"), -64, 64)
     return y - hw.max(y, axis=1, keepdims=True)
 

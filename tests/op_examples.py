@@ -1,4 +1,4 @@
-"""An example of each op: the program, and the same in plain NumPy."""
+"""Example of each op: a program, and its equivalent in plain NumPy."""
 
 from __future__ import annotations
 

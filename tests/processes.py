@@ -1,4 +1,4 @@
-"""Ranks as processes, for tests: started by the test, spoken to by lines of text, and killed."""
+"""Ranks as processes, for tests that start them, exchange lines of text with them, and kill them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = 60  # for the others to notice that one is gone, and to begin anew
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that no launcher has started yet."""
+    """Environment of a process that no launcher started."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     paths = os.pathsep.join([*map(str, PATHS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**clean, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", **more}
@@ -35,12 +35,12 @@ def free_port() -> str:
 
 
 def as_rank(rank: int, count: int, port: str) -> dict[str, str]:
-    """What a launcher tells one of `count` processes on this host."""
+    """Variables that a launcher sets for one of `count` processes on this host."""
     return {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
 class Ranks:
-    """Processes, what they say, and the end of them all."""
+    """Processes of the ranks, their output, and their termination."""
 
     def __init__(self, environments: list[dict[str, str]], *arguments: str):
         self._lines: list[queue.Queue[str | None]] = [queue.Queue() for _ in environments]
@@ -70,7 +70,7 @@ class Ranks:
         self._lines[rank].put(None)
 
     def line(self, rank: int, seconds: float, *, beginning: str = "") -> str:
-        """The next line of a rank with that beginning; other lines are a library's warnings, or the watchdog's report."""
+        """Next line of a rank with that prefix. Other lines are warnings of libraries, or the watchdog's report."""
         deadline = time.monotonic() + seconds
         while True:
             try:

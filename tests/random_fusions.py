@@ -1,4 +1,4 @@
-"""Fusions that nobody thought of, from seeds, and what is to be true of each that is not refused."""
+"""Random fusions from seeds, and the properties that must hold for each one that is not refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SLICES = (0, -1, slice(0, 1), slice(1, None), slice(None, -1), slice(None, None,
 
 
 class Generator:
-    """A mesh and some of its ranks, sizes, and a function of random ops."""
+    """Generator of a mesh, submeshes, sizes, and a function of random ops."""
 
     def __init__(self, seed: int, meshes: Sequence[dict[str, int]] = MESHES, ops: Sequence[MakeOp] = ()):
         self.random = Random(seed)
@@ -67,7 +67,7 @@ class Generator:
         return self.mesh.ranks(ranks, z=len(ranks))
 
     def sharded(self, shape: Sequence[Any], mesh: Mesh | None = None) -> tuple[Any, ...]:
-        """These dims, some of them split."""
+        """Randomly shards some of these dims."""
         mesh = mesh or self.mesh
         axes = [name for name, _ in mesh.axes]
         self.random.shuffle(axes)
@@ -92,11 +92,11 @@ class Generator:
         return hw.reshard(t, *self.sharded(t.shape, mesh or t.type.mesh), mesh=mesh)
 
     def other(self, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-        """A value on the same mesh."""
+        """Another value on the same mesh."""
         return self.random.choice([value for value in values if value.type.mesh == t.type.mesh])
 
     def body(self, tensors: list[hw.Tensor], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Some of what up to `most` ops make of the tensors and of one another's results."""
+        """Applies up to `most` random ops to the tensors and to intermediate results, and returns some of the results."""
         values = list(tensors)
         for _ in range(self.random.randint(1, most)):
             with contextlib.suppress(ProgramError):  # of operands that do not fit
@@ -115,7 +115,7 @@ class Generator:
         return hw.fusion(mesh=self.mesh, **inputs)(random)
 
     def arrays(self, fusion: Fusion, seed: int) -> dict[str, Array]:
-        """Small integers: sums and products of them are exact."""
+        """Arrays of small integers, whose sums and products are exact."""
         random = np.random.default_rng(seed)
         shapes = {v.name: [e.bind(self.sizes) for e in v.type.shape] for v in fusion.inputs}
         return {v.name: random.integers(-2, 3, shapes[v.name]).astype(numpy_dtype(v.type.dtype)) for v in fusion.inputs}
@@ -149,7 +149,7 @@ def _padded(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _beside_others(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """What is communicated, and products that do not need it."""
+    """Communication, with matmuls that do not depend on it."""
     made = _reduced(g, values, t) if g.random.random() < 0.5 else g.resharded(t + 1)
     values.append(t @ g.other(values, t) if t.ndim == 2 else -t)
     return made
@@ -164,7 +164,7 @@ def _stream_of(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor
 
 
 def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Each step makes, transposes and reads its own chunk."""
+    """Chunk loop in which each step computes, transposes and reads its own chunk."""
     order = g.random.sample(range(t.ndim), t.ndim)
     dim, chunks = g.random.randrange(t.ndim or 1), g.random.choice([None, 2, g.mesh.size, 2 * g.mesh.size])
     turned = hw.permute_dims((t * 2).stream(order[dim], chunks=chunks), tuple(order)).stream(dim, chunks=chunks)
@@ -172,14 +172,14 @@ def turned_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.
 
 
 def _with_number(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """An op of a tensor and a number, also beside the same op without the number."""
+    """Op of a tensor and a number, sometimes next to the same op without the number."""
     op: Callable[[Any, Any], hw.Tensor] = g.random.choice(PAIRS)
     made = op(t, g.random.choice(NUMBERS))
     return g.random.choice([made, made - op(t, t), op(t, t) * 2 - made])
 
 
 def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Any op of one or two tensors that the table has, of integers, which all of these compute exactly."""
+    """Random op with one or two tensors from the op table, on integers, so that results are exact."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     kind = g.random.choice([kind for kind, op in pointwise.OPS.items() if op.is_public and op.arity in (1, 2)])
@@ -188,7 +188,7 @@ def _of_table(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Where elements are, and elements there, in order or so far, of integers, as rounding may make others of floats equal."""
+    """argmax and similar ops, sorts and scans, on integers: rounding of floats could create ties."""
     if t.dtype != hw.i64:
         return _with_number(g, values, t)
     axis, is_kept, other = g.random.randrange(t.ndim or 1), g.random.random() < 0.5, g.other(values, t)
@@ -211,7 +211,7 @@ def _located(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _one_place(t: hw.Tensor, axis: int) -> hw.Tensor:
-    """Where a largest element is along a dim, as an index of one element for all others."""
+    """Index of a largest element along a dim, used for all other elements."""
     last = hw.permute_dims(t, (*(dim for dim in range(t.ndim) if dim != axis), axis))
     return hw.reshape(hw.argmax(hw.max(hw.reshape(last, -1, t.shape[axis]), 0), 0), *(1 for _ in t.shape))
 
@@ -221,7 +221,7 @@ def _first_of(t: hw.Tensor, axis: int) -> hw.Tensor:
 
 
 def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """A part of a tensor at a place that may be computed, also outside of it and of sharded dims, taken or written."""
+    """Slice or update at a position that may be computed, may be out of range, and may lie in a sharded dim."""
     if t.dtype != hw.i64 or not t.ndim:
         return _with_number(g, values, t)
     cut = [g.random.random() < 0.6 for _ in range(t.ndim)]
@@ -236,7 +236,9 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Its operand arrives in steps, for one product or several of one loop, or its terms are added up in steps, by any algorithm."""
+    """Matmul in a chunk loop: its operand arrives in steps for one or several matmuls, or its terms are summed in steps, by any
+    algorithm.
+    """
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -253,7 +255,7 @@ def _product_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """Sums of which each rank receives columns. The receiver alone unpacks them, so that ranks are in different steps."""
+    """Sums whose columns are scattered. Only the receiver unpacks them, so ranks are in different steps."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
@@ -264,7 +266,7 @@ def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
 
 
 def of_sums(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """What is linear, and now and then what is not, in sums over a dim that is split."""
+    """Linear ops, and sometimes nonlinear ones, on sums over a split dim."""
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     rows, columns = t.shape
     split = f"{columns}@{g.random.choice(t.type.mesh_in(g.mesh).axes)[0]}"
@@ -336,7 +338,7 @@ def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """What a block makes of two tensors: a new one, or one that has taken such before."""
+    """Calls a block on two tensors: a new block, or one that takes these types."""
     other = g.other(values, t)
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape), [])
     if not known:
@@ -351,13 +353,13 @@ def _called(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
 
 
 def _parameter(g: Generator, t: hw.Tensor) -> TensorType:
-    """A type that a block may take: a dim that is computed from sizes stays whole."""
+    """Parameter type for a block. A dim that is computed from sizes stays unsharded."""
     whole = any(isinstance(size, str) and size not in g.sizes for size in t.shape)
     return t.dtype[t.shape if whole else g.sharded(t.shape)]
 
 
 def _by_a_kernel(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """By a kernel of the user: twice the tensor, and its negation, of which the program gets one."""
+    """User kernel that returns twice the tensor and its negation; the program uses one of them."""
     dims = g.sharded(t.shape, t.type.mesh)
     spec = TensorType(t.dtype, t.dtype[dims].dims, mesh=t.type.mesh)
     sizes = [f"n{i}" for i in range(t.ndim)]
@@ -378,7 +380,7 @@ __global__ void {name}({", ".join(parameters)}) {{
 
 
 class Donating(Generator):
-    """Programs and blocks that donate some of their inputs, and return views of these and of their results."""
+    """Programs and blocks that donate some inputs, and return views of these and of their results."""
 
     def __init__(self, seed: int):
         super().__init__(seed)
@@ -396,18 +398,18 @@ class Donating(Generator):
         return hw.fusion(mesh=self.mesh, donate=donate, **inputs)(random)
 
     def donated(self, inputs: list[str], chosen: list[str]) -> dict[str, int]:
-        """The number of the result of each of these inputs."""
+        """For each donated input, the number of its result."""
         return dict(zip(chosen, self.random.sample(range(len(chosen) + 3), len(chosen)), strict=True))
 
     def in_place(self, tensors: dict[str, hw.Tensor], donate: dict[str, int], most: int, ops: Sequence[MakeOp]) -> tuple[hw.Tensor, ...]:
-        """Results in the memory of the inputs that are donated, and among them others, most of these views."""
+        """Results in donated memory and other results, most of them views of donated inputs."""
         made = list(self.body([*tensors.values()], most, ops))
         taken = {number: self.result_in(tensors[name], [*tensors.values(), *made]) for name, number in donate.items()}
         viewed = [*tensors.values(), *made, *taken.values()]
         return tuple(taken[number] if number in taken else self.view(self.random.choice(viewed)) for number in range(len(donate) + 3))
 
     def result_in(self, x: hw.Tensor, values: list[hw.Tensor]) -> hw.Tensor:
-        """What is returned in the memory of an input."""
+        """Value that is returned in the memory of an input."""
         alike = [t for t in values if (t.dtype, t.shape, t.type.mesh) == (x.dtype, x.shape, x.type.mesh)]
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
@@ -418,7 +420,7 @@ class Donating(Generator):
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
 
     def view(self, t: hw.Tensor) -> hw.Tensor:
-        """A view of a view of it and so on; a local slice where a dim is sharded further."""
+        """Chain of views; a local slice if a dim is sharded further."""
         for _ in range(self.random.randint(1, 3)):
             with contextlib.suppress(ProgramError):
                 t = self.random.choice(VIEWS)(self, [], t)
@@ -440,7 +442,7 @@ VIEWS: tuple[MakeOp, ...] = (
 
 
 def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
-    """What a block makes that donates some of its inputs, of which two may be given the same."""
+    """Call of a block that donates some inputs; two of them may be given the same argument."""
     assert isinstance(g, Donating)
     other = g.random.choice([t, g.other(values, t)])
     known = g.blocks.setdefault((t.dtype, t.shape, other.dtype, other.shape, "in place"), [])
@@ -458,7 +460,7 @@ def _called_in_place(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.
 
 
 def without_kernels(fusion: Fusion) -> Fusion:
-    """The same by ops of ours, which NumPy can compute."""
+    """The same program with built-in ops instead of user kernels, for NumPy."""
 
     def of_body(body: Fusion) -> Fusion:
         read = {op.result.name: op.tensors[0] for op in body.ops if op.user_kernel}
@@ -476,7 +478,7 @@ def without_kernels(fusion: Fusion) -> Fusion:
 
 
 def collided(fusion: Fusion) -> Fusion:
-    """The same program with names that the compiler makes of others or has itself: `M_x` of M and x, `x0_e` of x0 and e, `product`."""
+    """The same program with names that the compiler also generates: `M_x` from M and x, `x0_e` from x0 and e, `product`."""
     axis = fusion.mesh.axes[0][0]
     names = {"N": f"M_{axis}", "K": f"M_block_{fusion.mesh.size}", "x1": "x0_e", "x2": "x0_i"}
     names |= {"made": "product", "last": "rows", "y": "columns", "t": "term_0", "first": "operand_0", "scattered": "operand_1"}
@@ -484,8 +486,10 @@ def collided(fusion: Fusion) -> Fusion:
 
 
 def wider(seed: int) -> Generator:
-    """Of more ranks, with computed places, sums by columns, and another mesh over the same ranks. `Generator` alone makes the programs that
-    it made before."""
+    """Program on more ranks, with computed positions, scattered columns, and another mesh over the same ranks.
+
+    These have a generator of their own, so that `Generator` keeps making the same programs.
+    """
     generator = Generator(seed, (*MESHES, {"x": 8}, {"a": 2, "b": 2, "c": 2}), [*[_updated] * 6, *[_columns_in_a_loop] * 2])
     ranks = generator.zigzag.sample(range(generator.mesh.size), generator.mesh.size)
     axes = {"u": 2, "v": len(ranks) // 2} if len(ranks) % 2 == 0 else {"u": len(ranks)}
@@ -497,9 +501,10 @@ OUTER_OPS: tuple[MakeOp, ...] = (_moved, _moved, _called, _called, _by_a_kernel)
 
 
 def computes(generator: Generator, fusion: Fusion, seed: int, options: Options | None = None) -> bool:
-    """Kernels of users are looked at by all that looks at a program; what is interpreted has ops in their place.
+    """Checks that the program computes what NumPy computes. User kernels go through all analyses; interpretation replaces them by
+    ops.
 
-    A program that is impossible at its generator's sizes, as `M/2` is where M is 7, is compared at others.
+    A program that is impossible at its generator's sizes, such as `M/2` if M is 7, is compared at others.
     """
     options = options or Options(transport="auto" if seed % 5 else "one_sided")
     host = checked(fusion, options)
@@ -517,7 +522,7 @@ def computes(generator: Generator, fusion: Fusion, seed: int, options: Options |
 
 
 def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options: Options, seed: int) -> bool:
-    """True where the program is possible at the generator's sizes. Fails where it computes something else."""
+    """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
         try:  # as a program does for sizes that its ranks cannot share
@@ -539,7 +544,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
 
 
 def checked(fusion: Fusion, options: Options) -> HostProgram | None:
-    """The host program, which the static check has passed; None where the fusion is refused."""
+    """Host program after it has passed the static check; None if the fusion is refused."""
     assert Fusion.parse(str(fusion)) == fusion
     try:
         host = lower(fusion, options)
@@ -556,7 +561,7 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
 
 
 def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: Sequence[Mapping[str, Array | None]], message: str) -> None:
-    """Every rank has its block of what NumPy says of the fusion without kernels of users, and nothing of what is on other ranks."""
+    """Checks that every rank has its block of NumPy's results of the fusion without user kernels, and nothing of other ranks' values."""
     with np.errstate(all="ignore"):
         wanted = run_reference(plain, arrays)
     for parameter, want in zip(host.outputs, wanted, strict=True):
@@ -569,7 +574,7 @@ def compare(host: HostProgram, plain: Fusion, arrays: dict[str, Array], ranks: S
 
 
 def parts(count: int, many: int) -> list[Any]:
-    """Seeds in parts that workers share: some by default, many more with -m slow."""
+    """Seeds in parts that workers share: a few by default, many more with -m slow."""
     some = [range(count)[i::4] for i in range(4)]
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 

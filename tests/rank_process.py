@@ -1,4 +1,4 @@
-"""One rank as a process: what the tests of processes start, N times, by torchrun, mpirun or themselves.
+"""One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
     python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
     python rank_process.py kinds PROVIDER [TARGET]      the same, with a program of each kind of communication
@@ -49,7 +49,7 @@ def named(name: str, ranks: int) -> Fusion:
 
 
 def programs_for(ranks: int, which: str) -> dict[str, Fusion]:
-    """`which` is all, kinds, or everything: all, and those with windows and several meshes."""
+    """Programs of a set: `all`, `kinds`, or `everything`, which is `all` plus programs with windows and several meshes."""
     if which == "kinds":
         return {name: named(name, ranks) for name in KINDS}
     more = {name: named(name, ranks) for name in (*ONE_SIDED, *EXCHANGES, *PIPELINES)} if which == "everything" else {}
@@ -74,7 +74,7 @@ def provider_of(name: str) -> Provider:
 
 
 class Rank:
-    """This process's rank of a group, and the device that it computes on."""
+    """This process's rank of a group, and its device."""
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
@@ -85,14 +85,14 @@ class Rank:
         self.group = hw.init(provider, timeout=120, call_timeout=float(os.environ.get("CALL_TIMEOUT", "60")), device=local_rank)
 
     def array(self, block: np.ndarray, dtype: str) -> Any:
-        """Of PyTorch where that is there, else of NumPy."""
+        """Array of PyTorch if installed, else of NumPy."""
         if self.torch is None:
             return np.ascontiguousarray(block)
         of_torch = getattr(self.torch, {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "i32": "int32"}[dtype])
         return self.torch.from_numpy(np.ascontiguousarray(block.astype(np.float32))).to(self.device, of_torch)
 
     def in_window(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
-        """The same in memory that the ranks share."""
+        """The same in a window."""
         made = []
         for value, array in zip(fusion.inputs, self.local(fusion, arrays), strict=True):
             own = self.group.empty(tuple(array.shape), value.type.dtype, self.target)
@@ -101,7 +101,7 @@ class Rank:
         return made
 
     def local(self, fusion: Fusion, arrays: Arrays) -> list[Any]:
-        """This rank's blocks of the inputs."""
+        """Local blocks of the inputs."""
         rank, mesh = self.group.rank, fusion.mesh
         return [
             self.array(arrays[v.name][block_of(v.type, mesh, rank, arrays[v.name].shape)], v.type.dtype.name)
@@ -111,7 +111,7 @@ class Rank:
         ]
 
     def check(self, fusion: Fusion, arrays: Arrays, results: Any) -> None:
-        """Every output against this rank's block of the reference, exactly: the inputs are small integers."""
+        """Compares every output with the local block of the reference. Equality is exact, because inputs are small integers."""
         outputs = results if isinstance(results, tuple) else (results,)
         for parameter, want, got in zip(lowered(fusion).outputs, run_reference(fusion, arrays), outputs, strict=True):
             if not holds(parameter.type, fusion.mesh, self.group.rank):
@@ -147,7 +147,7 @@ def run_all(rank: Rank, which: str) -> None:
 
 
 def beside_torch(rank: Rank, which: str) -> None:
-    """Collectives of torch.distributed before, between and after ours."""
+    """Mixes collectives of torch.distributed with calls of programs."""
     torch = rank.torch
     for _ in range(2):
         ones = torch.ones(1000, device=rank.device)
@@ -183,7 +183,7 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
 
 
 def run_graphs(rank: Rank) -> None:
-    """Each rank has arrays in an order of its own, and the last one some that are new."""
+    """Calls with each rank's arrays in an order of its own; the last rank also has new arrays."""
     for name in SIGNALLED:
         fusion = named(name, rank.group.count)
         program = hw.compile(fusion, target=rank.target, options=hw.Options(graph="auto", transport="one_sided"))
@@ -224,7 +224,7 @@ def program_of(name: str, ranks: int, target: str) -> tuple[Fusion, hw.Program]:
 
 
 class Calls:
-    """The same calls, again and again."""
+    """Repeated identical calls."""
 
     def __init__(self, rank: Rank, name: str):
         self.rank, ranks = rank, rank.group.count

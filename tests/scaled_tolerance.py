@@ -1,4 +1,4 @@
-"""The tolerance for programs whose values stay at one magnitude, as those of a transformer do."""
+"""Tolerance for programs whose values keep one magnitude, such as transformers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hostweave.fusion_ir.ops import OPS, RESHARDS
 
 
 def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """How far a value may be from the exact one in a program that keeps a magnitude of about 1: norms, and weights scaled by their rows.
+    """Tolerance for a value in a program that keeps a magnitude of about 1 by norms and by weights scaled by their rows.
 
-    Every op errs by up to one unit roundoff u of its dtype; a sum of n products of size 1 / sqrt(n) by what `tolerance` says of
-    n and of the ranks' terms, divided by sqrt(n). Of both sides of a matmul the errors are of their own and add up in the mean
-    square; what is computed from one value by several pointwise ops errs together, and takes over the largest. Five standard
-    deviations of the sum are allowed.
+    Every op has an error of up to one unit roundoff u of its dtype. A sum of n products of size 1 / sqrt(n) has the error that
+    `tolerance` gives for n and for the number of ranks' terms, divided by sqrt(n). Errors of the two sides of a matmul are
+    independent and add in the mean square. Values computed from one value by several pointwise ops have correlated errors, and
+    keep the largest. The tolerance is five standard deviations of the sum.
     """
     spread = with_terms(fusion)
     types = {value_name: value.type for value_name, value in spread.values().items()}

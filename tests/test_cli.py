@@ -1,4 +1,4 @@
-"""The command line: what each command prints, and that a mistake is one line on stderr and exit status 1."""
+"""Command line: output of each command; mistakes give one line on stderr and exit status 1."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_inspect_after_each_pass(capsys: Captured, stage: str) -> None:
 
 
 def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path) -> None:
-    """The first stage whole and the differences after it, which put together are the last stage; one line of what changes nothing."""
+    """The output has the first stage and later differences, which together give the last stage; a stage without changes has one line."""
     out = output_of(capsys, "inspect", P2P, *AT_FOUR, "--after", "all")
     stages = list(STAGES)
     titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)
@@ -227,7 +227,7 @@ def test_the_only_program_of_a_file_needs_no_name(capsys: Captured, tmp_path: Pa
 
 
 def test_a_file_is_run_as_python_runs_it(capsys: Captured, tmp_path: Path) -> None:
-    """It finds its neighbours, and may have dataclasses, whatever annotations are; nothing of it is left, also where it fails."""
+    """A file can import its neighbours and define dataclasses with any annotations. Nothing of it remains, even after an error."""
     (tmp_path / "sizes_of_one.py").write_text("from dataclasses import dataclass\n\n\n@dataclass\nclass Sizes:\n    n: int = 8\n")
     text = "import hostweave as hw\nfrom sizes_of_one import *\n\n\n@dataclass\nclass More(Sizes):\n    m: object = int\n\n\n"
     text += "one = hw.fusion(x=hw.f32[More().n])(lambda x: -x)\n"
@@ -365,7 +365,7 @@ def test_help_and_mistakes_of_commands(capsys: Captured) -> None:
 
 
 def test_shells_complete_commands_and_options(capsys: Captured) -> None:
-    """Bash itself completes by its script; of the other shells, which may not be here, the scripts are read."""
+    """Bash runs its completion script. Scripts of other shells, which may not be installed, are only read."""
     completed = "COMP_WORDS=({}); COMP_CWORD={}; _hostweave; echo ${{COMPREPLY[@]}}"
     lines = [completed.format("hostweave ti", 1), completed.format("hostweave demo --ra", 2), completed.format("hostweave cache c", 2)]
     script = output_of(capsys, "completion", "bash") + "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the documentation shows runs, and names every environment variable that the code reads."""
+"""Code in the documentation runs, and the documentation names every environment variable that the code reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GUIDE = ROOT / "docs" / "guide.md"
 
 
 def python_of(path: Path) -> str:
-    """The Python of a page, in order, on the lines where it stands."""
+    """Python blocks of a page, in order, at their line numbers."""
     lines, inside = [], False
     for line in path.read_text().splitlines():
         fence = line.startswith("```")
@@ -35,13 +35,13 @@ def python_of(path: Path) -> str:
 
 
 def as_built(path: Path) -> str:
-    """A page with what is written into it when it is built."""
+    """Text of a page with generated parts inserted."""
     build: Callable[[str], str] = runpy.run_path(str(ROOT / "docs" / "hooks.py"))["on_page_markdown"]
     return build(path.read_text())
 
 
 def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a page's Python defines, run in order in an empty folder."""
+    """Names that a page's Python defines, run in order in an empty folder."""
     monkeypatch.chdir(folder)
     path = ROOT / "docs" / f"{name}.md"
     seen: dict[str, Any] = {"__name__": name}
@@ -70,7 +70,7 @@ def test_the_page_runs_in_order(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.extra("torch")
 def test_the_page_on_pytorch_shows_a_fusion_of_functions_of_torch() -> None:
-    """The other blocks of the page take a model and GPUs."""
+    """Other blocks of the page need a model and GPUs."""
     torch = pytest.importorskip("torch", reason="what the page is about: pip install torch")
     text = (ROOT / "docs" / "pytorch.md").read_text()
     (block,) = re.findall(r"```python\n(import torch.nn.functional as F.*?)```", text, re.DOTALL)
@@ -92,7 +92,7 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
 
 
 def test_pages_have_the_op_table_as_it_is() -> None:
-    """With its markers in place, and a row an op: its operands, attributes, operator, what it is linear in, C++ and cost."""
+    """The table has one row per op: operands, attributes, operator, linearity, C++ and cost."""
     pages = {path.name: as_built(path) for path in (ROOT / "docs").rglob("*.md")}
     assert not [name for name, text in pages.items() if re.search(r"<!-- [^>]* -->$", text, re.MULTILINE)]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", pages["ir.md"], re.MULTILINE)

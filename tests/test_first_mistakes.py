@@ -1,4 +1,4 @@
-"""What people write who come from PyTorch and NumPy: each has a place in their file, a reason and a remedy."""
+"""Common mistakes of users of PyTorch and NumPy: each error has a place in their file, a reason and a remedy."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_variable_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_traceback_of_a_trace_has_the_users_frames() -> None:
-    """Of the package there is the decorator alone."""
+    """The only frame of the package is the decorator."""
 
     def normalised(x: hw.Tensor) -> hw.Tensor:
         return x / x.shape[0]
@@ -232,7 +232,7 @@ def test_long_names_of_dtypes() -> None:
 
 
 def test_the_remedies_for_constants_compute_them() -> None:
-    """Whatever the values of the tensor are whose shape they take."""
+    """The remedy works for any values of the tensor whose shape it uses."""
 
     def constants(x):  # type: ignore[no-untyped-def]
         zeros = hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, hw.f32), x.shape)
@@ -333,7 +333,7 @@ def alone(x, w):  # type: ignore[no-untyped-def]
 
 
 def test_any_value_for_any_parameter_of_what_runs_is_taken_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of options, groups and programs."""
+    """Covers options, groups and programs."""
     monkeypatch.chdir(tmp_path)
     program, group = hw.compile(alone), hw.init(group="alone")
     call, measured = {"x": X, "w": W, "group": group}, {"x": X, "w": W, "repetitions": 1}

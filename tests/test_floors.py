@@ -1,4 +1,4 @@
-"""The floors of the house: an import points to a floor below, or stays on its own."""
+"""Layering of the package: a module imports only from its own folder or from folders below it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floo
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The parts of the package that a file imports, also inside functions and for its types alone."""
+    """Parts of the package that a file imports, including imports inside functions and for type checking."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -55,7 +55,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def modules() -> list[Path]:
-    """The files of the package, without the examples and benchmarks that a wheel has in its folder."""
+    """Files of the package, without the examples and benchmarks that a wheel contains."""
     files = [path for path in PACKAGE.rglob("*.py") if not {EXAMPLES, BENCHMARKS} & {*path.parents}]
     assert len(files) > 100
     return files
@@ -83,7 +83,7 @@ def test_private_names_stay_in_their_modules() -> None:
 
 
 def test_passes_are_those_of_the_list_and_call_no_others() -> None:
-    """A file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
+    """Each file of `passes/fusion` and `passes/host` is one pass, and only the pipeline imports it as such."""
     names, folders = {apply.__name__ for apply in PASSES}, ("fusion", "host")
     files = [path for folder in folders for path in (PACKAGE / "passes" / folder).glob("*.py") if path.name != "__init__.py"]
     assert {path.stem for path in files} == names - {"lower_to_host"}
@@ -95,7 +95,7 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
 
 
 def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
-    """Later passes read it from the op."""
+    """Later passes read the steps from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}
     for path in (PACKAGE / "passes").rglob("*.py"):
         modules = {"hostweave.fusion_ir.resharding": {"plan", "reshard_step"}, "hostweave.types.blocks": {"transfer"}}
@@ -105,7 +105,7 @@ def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
 
 
 def test_targets_are_asked_and_not_compared() -> None:
-    """A target is an object; what one of a certain name does differently stands in the folder `targets`."""
+    """A target is an object; target-specific code is in the folder `targets`."""
     compared = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in modules()
@@ -118,7 +118,7 @@ def test_targets_are_asked_and_not_compared() -> None:
 
 
 def test_schedules_are_asked_and_not_compared() -> None:
-    """A schedule is an object, and so is a transport; which one communicates decides nothing elsewhere."""
+    """Schedules and transports are objects; no other code tests for a particular one."""
     names = {schedule.name for schedule in SCHEDULES if schedule.chunking == "by_shard"} - {"reduce"} | {
         *TRANSPORTS
     }  # a reshard to one rank, too
@@ -134,7 +134,7 @@ def test_schedules_are_asked_and_not_compared() -> None:
 
 
 def test_transports_are_asked_and_not_compared() -> None:
-    """The library of a transport is named by it, by its templates, and by what finds it on a machine."""
+    """Only a transport, its templates, and the code that finds it on a machine name its library."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
     # What generated code may not be called; a public class that takes communicators; what `doctor` reports; what graphs take.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
@@ -165,7 +165,7 @@ OWN_SEMANTICS = {
 
 
 def test_instructions_are_asked_for_traits() -> None:
-    """Hardly any code asks for the class of an instruction; abstract ones, such as Communication, are traits."""
+    """Little code tests the class of an instruction. Abstract classes, such as Communication, are traits."""
     concrete = {name for name, kind in vars(ir).items() if isinstance(kind, type) and issubclass(kind, tree.Instruction) and kind.syntax}
     asked: dict[str, list[str]] = {}
     for path in modules():
@@ -180,7 +180,7 @@ def test_instructions_are_asked_for_traits() -> None:
 
 
 def test_instructions_are_kept_by_place() -> None:
-    """One object may stand at two places of a program, and the id of what is gone may be that of another one."""
+    """Not by identity: one object may stand at two places of a program, and ids are reused."""
     folders = ("analysis", "check", "emit", "fusion_ir", "host_ir", "passes")
     sources = {path: path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py")}
     assert [str(path) for path, text in sources.items() if re.search(r"\bid\(", text)] == []
@@ -193,7 +193,7 @@ def test_modules_that_cpp_imports_are_there() -> None:
 
 
 def test_what_benchmarks_import_is_there() -> None:
-    """They are run by hand, and most of them need GPUs."""
+    """Benchmarks are run by hand, and most of them need GPUs."""
     missing = []
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
@@ -206,7 +206,7 @@ def test_what_benchmarks_import_is_there() -> None:
 
 
 def test_compiling_imports_nothing_that_runs_programs() -> None:
-    """NumPy and the rendezvous take longer to import than a program takes to compile. The check of results computes with NumPy."""
+    """Importing NumPy and the rendezvous takes longer than compiling a program. Only the check of results uses NumPy."""
     compile_one = """if True:
         import sys, hostweave as hw
         x = hw.f32["M@x", "K"]

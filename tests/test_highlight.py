@@ -1,4 +1,4 @@
-"""Colours: every word of both IRs is known to the lexer, and on a terminal text stays as it is but for them."""
+"""Syntax highlighting: the lexer knows every word of both IRs, and on a terminal only colours are added."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_tokens(text: str, kinds: dict[str, object]) -> None:
 
 
 def on_a_terminal(*arguments: str) -> str:
-    """What a command prints on a pseudo-terminal."""
+    """Output of a command on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "hostweave", *arguments], stdout=theirs) as process:
         os.close(theirs)

@@ -1,4 +1,4 @@
-"""What an installation has: version, licence, types, and the files that travel with the package."""
+"""Contents of an installation: version, licence, types, and data files of the package."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_licence_and_types() -> None:
 
 
 def test_an_editable_installation_finds_its_files(tmp_path: Path) -> None:
-    """The code is in the source tree and what was built in site-packages: the finder puts both on the package's path."""
+    """Python code is in the source tree and built files are in site-packages; the finder puts both on the package's path."""
     built = tmp_path / "site-packages" / "hostweave"
     (built / "native").mkdir(parents=True)
     script = textwrap.dedent(
@@ -64,7 +64,7 @@ def test_an_editable_installation_finds_its_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pip_install_editable(tmp_path: Path) -> None:
-    """`pip install -e .` in a clone gives a command that compiles and runs a program."""
+    """After `pip install -e .` in a clone, the command compiles and runs a program."""
     clone, venv = tmp_path / "clone", tmp_path / "venv"
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)

@@ -1,4 +1,4 @@
-"""Packages that Hostweave does not depend on: whoever uses one that is not there gets our error, with the command that installs it."""
+"""Optional packages: use of a missing one raises an error with the command that installs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_its_user_is_told_how_to_install_it(user: str, monkeypatch: pytest.Monke
 
 
 def test_the_door_for_pytorch() -> None:
-    """An ImportError, too, for those who ask whether it can be imported."""
+    """The error is also an ImportError, for callers that test if a module can be imported."""
     script = """
 import sys
 sys.modules["torch"] = None
@@ -85,7 +85,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def test_none_is_imported_in_another_way() -> None:
-    """`hostweave.torch` asks for PyTorch at its door; what is made of an array of a package finds it in sys.modules."""
+    """`hostweave.torch` requires PyTorch at import. Code that handles arrays of a package finds it in sys.modules."""
     others = {EXAMPLES, BENCHMARKS, PACKAGE / "torch"}
     files = [path for path in PACKAGE.rglob("*.py") if not others & {*path.parents}]
     assert len(files) > 100

@@ -1,4 +1,4 @@
-"""Files of the repository that no code reads: they parse, and name what is there."""
+"""Files of the repository that no code reads: they parse, and the names in them exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reference names takes any value for any parameter, or refuses it with a reason: nothing else is raised."""
+"""Public functions accept any value for any parameter or refuse it with a reason; no other exception is raised."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture(scope="module")
 def doors() -> Iterator[dict[str, Callable[..., Any]]]:
-    """What users call: functions, classes, and methods of one object of each class."""
+    """Public functions, classes, and methods of one object of each class."""
     fusion = hw.fusion(x=hw.f32["M", "K"])(lambda x: x + 1)
     program, group = hw.compile(fusion), hw.init(group="of wrong kinds")
     objects = (MESH, TYPE, hw.f32, H200, fusion, program, group, hw.Threads(1), program.capture(X, group=group))
@@ -96,7 +96,7 @@ def of_a_tensor(name: str) -> Callable[..., Any]:
 
 
 def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
-    """Arguments of which one is of a wrong kind, and its name."""
+    """Arguments of which one has a wrong type, and its name."""
     parameters = list(inspect.signature(function).parameters.values())
     for wrong, value in itertools.product(parameters, WRONG):
         args, named = list[Any](), dict[str, Any]()

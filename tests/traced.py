@@ -10,7 +10,7 @@ X = 'hw.bf16["M", "K"]'
 
 
 def trace(body: str, mesh: str = "hw.Mesh(x=8)", **inputs: str) -> hw.Fusion:
-    """The fusion of a function with this body, whose first line is line 4 of mlp.py."""
+    """Traces a function with this body, whose first line is line 4 of mlp.py."""
     types = ", ".join(f"{name}={type}" for name, type in inputs.items())
     lines = ["import hostweave as hw", f"@hw.fusion(mesh={mesh}, {types})", f"def f({', '.join(inputs)}):"]
     scope: dict[str, Any] = {}

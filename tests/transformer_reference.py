@@ -1,4 +1,4 @@
-"""What the programs of `examples/transformer.py` compute, in plain NumPy and float64: forward, and gradients by the chain rule."""
+"""Reference for `examples/transformer.py` in plain NumPy and float64: forward, and gradients by the chain rule."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def rms_norm(x: Array, weight: Array) -> Array:
 
 
 def dropout(x: Array, seed: int, draw: int) -> Array:
-    """x is [S, B, E]; the counter of an element is its place."""
+    """x is [S, B, E]; an element's position is its counter."""
     drawn = philox(np, *np.ogrid[tuple(slice(size) for size in x.shape)], 0, seed, draw)
     return np.where(drawn >= DROPPED, x / (1 - DROPPED), 0.0)
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:
-    """Complex numbers of the first and the second half, turned."""
+    """Rotates complex numbers formed from the first and second half."""
     half = x.shape[-1] // 2
     turned = (x[..., :half] + 1j * x[..., half:]) * (cos + 1j * sin)
     return np.concatenate([turned.real, turned.imag], -1)
 
 
 def attended(q: Array, k: Array, v: Array) -> Array:
-    """Causal; k and v of [B, G, S, D] serve groups of the heads of q."""
+    """Causal attention; k and v of [B, G, S, D] serve groups of the heads of q."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scores = q @ k.swapaxes(-1, -2) / sqrt(q.shape[-1])
@@ -70,7 +70,7 @@ def projected(x: Array, wo: Array) -> Array:
 
 
 class Reference:
-    """A function for each program, by its name without `_tp` and `_sp`. `size` is that of a head."""
+    """One function per program, named without `_tp` and `_sp`. `size` is that of a head."""
 
     def __init__(self, size: int):
         self.size = size

@@ -1,4 +1,4 @@
-"""Programs compiled once for all tests, inputs for them, and what every rank must give."""
+"""Programs compiled once for all tests, their inputs, and the expected outputs of every rank."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
-    """A program of the examples or of `more_programs.py`."""
+    """Program of the examples or of `more_programs.py`."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
     found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]
 
 
 def programs_of(ranks: int) -> dict[str, Fusion]:
-    """The programs in bf16 that are for this many ranks."""
+    """Programs in bf16 for this number of ranks."""
     found = {name: fusion_of(name, ranks, 3, bf16) for name in SEVERAL}
     return {name: fusion for name, fusion in found.items() if fusion.mesh.size == ranks}
 
@@ -66,7 +66,7 @@ _references: deque[tuple[Fusion, Arrays, Sequence[Array]]] = deque(maxlen=8)
 
 
 def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
-    """What NumPy gives, computed once for arrays that a test runs in many schedules."""
+    """NumPy's results, computed once for arrays that a test runs in many schedules."""
     found = next((want for of, given, want in _references if of is fusion and given is arrays), None)
     if found is None:
         found = run_reference(fusion, arrays)
@@ -75,8 +75,7 @@ def reference(fusion: Fusion, arrays: Arrays) -> Sequence[Array]:
 
 
 def sizes_of(program: Fusion | HostProgram, times: int = 3, more: int = 0) -> dict[str, int]:
-    """A size for every name, `times` the smallest ones that the program can be cut into chunks and shards for, and so much `more` of
-    those that ranks may share unevenly."""
+    """Size for every name: `times` the smallest size that chunks and shards divide, and `more` in addition for sizes that may be uneven."""
     host = lowered(program) if isinstance(program, Fusion) else program
     return {name: max(1, size * times + (more if name in host.uneven else 0)) for name, size in minimal_sizes(host).items()}
 
@@ -98,21 +97,21 @@ def at_sizes(fusion: Fusion, sizes: Mapping[str, int]) -> Fusion:
 
 
 def random_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of magnitude about 1 and of either sign."""
+    """Inputs of magnitude about 1, positive and negative."""
     random = np.random.default_rng(seed)
     return {v.name: random.standard_normal(global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
 
 
 def integer_arrays(program: Fusion | HostProgram, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of -1, 0 and 1: their sums are exact in every dtype. No two seeds give the same inputs."""
+    """Inputs of -1, 0 and 1, whose sums are exact in every dtype. Different seeds give different inputs."""
     random = np.random.default_rng(seed)
     return {v.name: random.integers(-1, 2, global_shape(v.type, sizes)).astype(numpy_dtype(v.type.dtype)) for v in program.inputs}
 
 
 def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = False) -> None:
-    """Every rank's copy or block of every output is what NumPy gives, to the tolerance of its dtype where not `exact`.
+    """Compares every rank's copy or block of every output with NumPy, to the tolerance of its dtype unless `exact`.
 
-    A rank that is not in the mesh of an output has None.
+    A rank outside the mesh of an output must have None.
     """
     assert len(ranks) == fusion.mesh.size
     shapes = {name: array.shape for name, array in arrays.items()}
@@ -132,8 +131,10 @@ def expect(fusion: Fusion, arrays: Arrays, ranks: Sequence[Any], exact: bool = F
 def expect_every_way(
     fusion: Fusion, arrays: Arrays, wanted: Sequence[Array], seed: int, allowed: float = 1e-9, interprets: bool = True
 ) -> None:
-    """NumPy gives what is wanted, in f64; and so do ranks that run at once and in a seeded order, and the interpreter. Both texts say all
-    of the program, and it passes the check."""
+    """Compares with NumPy in f64: parallel ranks, a seeded order, and the interpreter.
+
+    Also checks that both IR texts are complete and that the program passes the check.
+    """
     program, host = compiled(fusion), lowered(fusion)
     assert HostProgram.parse(str(host)) == host
     assert Fusion.parse(str(fusion)) == fusion

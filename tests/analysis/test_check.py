@@ -1,4 +1,4 @@
-"""The static check: an exact message for each rule, and silence on right programs."""
+"""Static check: the exact message of each rule, and no report for correct programs."""
 
 from __future__ import annotations
 
@@ -376,7 +376,7 @@ FINE = {
 
 
 def test_what_another_stream_holds_for_itself_is_nobody_elses() -> None:
-    """It is freed for others where they join it, so that a loop that goes on meanwhile need not wait."""
+    """Memory freed on a stream becomes available to other streams at their join, so a concurrent loop need not wait for it."""
     body = "for %i in 0..5 {\nstream ring[%i] {\n%b = allocate f32[4]\ncopy %x -> %b\n}\n}\n"
     own = "stream comm[0] {\n%a = allocate f32[4]\ncopy %x -> %a\n}\n"
     head = "host @t(%x: f32[4]) -> (%y: f32[4]) mesh() streams(ring[2], comm[1]) {\nfork ring\nfork comm\n"
@@ -394,7 +394,7 @@ kernel @add_turned(%a: f32[4, 4]) {
 
 
 def test_a_launch_in_place() -> None:
-    """Over an input of which it reads for each element that element alone."""
+    """The result lies over an input of which each element depends only on the same element."""
     head = IN_PLACE + "host @t(%x: f32[4, 4], %r: f32[1, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "launch @add_row %y, %r -> %y\n}\n"))
     with pytest.raises(ProgramError) as caught:
@@ -404,7 +404,7 @@ def test_a_launch_in_place() -> None:
 
 
 def test_a_matmul_adds_in_place() -> None:
-    """What it adds may lie where the result does; what it multiplies may not."""
+    """The result may lie over the accumulated operand, but not over a factor."""
     head = "host @t(%x: f32[4, 4]) -> (%y: f32[4, 4]) mesh() {\ncopy %x -> %y\n"
     check(host_text.parse(head + "matmul %x, %x accumulate %y -> %y\n}\n"))
     with pytest.raises(ProgramError, match="accumulate %y -> %y reads %y before anything wrote bytes 0 to 64 of %y"):

@@ -1,4 +1,4 @@
-"""The static check sees into blocks, and from one call to the next: they share memory."""
+"""Static check of blocks: it covers their bodies and the memory that consecutive calls share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_races(case: str) -> None:
 
 
 def test_calls_share_the_memory_of_a_block() -> None:
-    """What a block allocates ends with the call: the next one may overwrite what the stream that nobody waits for still reads."""
+    """Memory of a block is free after the call: the next call may overwrite data that an unjoined stream still reads."""
     layer = """\
 function @layer(%a: f32[M@x, E]) -> (%b: f32[M@x, E]) {
   %t = allocate f32[M/2, E]

@@ -1,4 +1,4 @@
-"""The static check: no dropped synchronisation goes unseen, and what a check costs."""
+"""Static check: it detects every dropped synchronisation, and its cost is bounded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SYNCHRONISATION = [
 
 @pytest.mark.parametrize(("name", "index"), SYNCHRONISATION)
 def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
-    """At 4 ranks, 3 or 4 chunks and 4 streams no fork, join, record or wait of these programs is redundant."""
+    """With 4 ranks, 3 or 4 chunks and 4 streams, no fork, join, record or wait of these programs is redundant."""
     host = program(name)
     dropped = list(tree.walk(host.body))[index]
     mutant = replace(host, body=tree.rewrite(host.body, lambda i: () if i.location == dropped.location and i == dropped else None))
@@ -39,7 +39,7 @@ def test_a_dropped_instruction_is_seen(name: str, index: int) -> None:
 
 
 def test_speed() -> None:
-    """A seed program for 8 ranks in well under 0.1 s, so that every compile can afford it."""
+    """A seed program for 8 ranks is checked in well under 0.1 s, so that every compile can afford it."""
     host = program("ag_matmul_p2p", 8)
     seconds = []
     for _ in range(5):
@@ -60,7 +60,7 @@ def test_the_garbage_collector_goes_on_after_a_check() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
-    """A collection of all that a check built takes as long as the check."""
+    """Collecting the objects of a check would take as long as the check."""
     host = program(name)
     check(host)
     gc.collect()
@@ -73,7 +73,7 @@ def test_a_check_leaves_nothing_to_the_garbage_collector(name: str) -> None:
 
 
 def test_bytes_that_are_accessed_together_are_one_piece() -> None:
-    """What the check keeps of a buffer does not grow with its rows, so that programs at large fixed sizes are checked as fast."""
+    """The check's data for a buffer does not grow with its rows, so programs with large constant sizes are checked as fast."""
     rows, columns = 4096, 64
     whole = layout(bf16, (rows, columns), (columns, 1))
     left = layout(bf16, (rows, columns // 2), (columns, 1))  # and the right half, 64 bytes further on
@@ -85,7 +85,7 @@ def test_bytes_that_are_accessed_together_are_one_piece() -> None:
 
 
 def test_buffers_that_are_accessed_in_the_same_bytes_share_pieces() -> None:
-    """Whatever the shapes of views: so a program of many layers takes no longer than one of few."""
+    """Holds for views of any shape, so a program of many layers takes no longer than one of few."""
     known: dict[Any, Pieces] = {}
     root = Root(layout(bf16, (4096, 128), (128, 1)), "input")
     for shape, strides in (((4096, 64), (128, 1)), ((1, 4096, 64), (524288, 128, 1)), ((64, 64, 64), (8192, 128, 1))):

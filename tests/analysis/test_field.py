@@ -1,4 +1,4 @@
-"""The finite field and the arrays over it compute what integers modulo the prime, and NumPy, compute."""
+"""Finite field: arrays over it compute the same as integers modulo the prime, and as NumPy."""
 
 from __future__ import annotations
 

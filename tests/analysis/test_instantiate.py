@@ -1,4 +1,4 @@
-"""Concrete operations: layouts of views in bytes, what each rank issues where, and small sizes that are legal."""
+"""Concrete operations: byte layouts of views, operations of each rank in order, and small legal sizes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_sizes_leave_room() -> None:
 
 
 def test_sizes_where_a_sum_must_divide() -> None:
-    """M is odd, so ranks do not share it evenly; both sides of the branch are looked at where they can be."""
+    """M is odd and so not sharded evenly. Both sides of the branch are checked if they are reachable."""
     text = "host @t(%x: f32[M@x]) -> (%y: f32[(M + 1)]) mesh(x=2) uneven(M) {\n  %v = chunk %y[0: 1 of 2]\n}\n"
     program = host_text.parse(text)
     assert minimal_sizes(program) == {"M": 3}
@@ -145,7 +145,7 @@ SUMS = """host @sums(%x: f32[M@x], %w: f32[N]) -> (%y: f32[(M - 1)@x], %z: f32[(
 
 
 def test_sums_of_several_sizes_that_must_divide() -> None:
-    """M must be 1 more than a multiple of 4 and N 2 more, and what is known of a part of M says nothing of the others."""
+    """M must be 1 more than a multiple of 4 and N 2 more; a constraint on a part of M does not constrain the others."""
     sizes = minimal_sizes(host_text.parse(SUMS))
     assert (sizes["M"] % 4, sizes["N"] % 4) == (1, 2)
 

@@ -1,4 +1,4 @@
-"""Where temporaries lie: nothing that is in use at once overlaps, and the peak is near the least that would do."""
+"""Memory plan: live buffers do not overlap, and the peak is close to the lower bound."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_peaks_of_larger_programs(make: Callable[[int, DType], Fusion], ranks: i
 
 
 def test_the_bytes_of_a_layer() -> None:
-    """What a layer holds at once does not grow with the number of layers, and is less than half of all its temporaries."""
+    """Peak memory does not grow with the number of layers, and is less than half of all temporaries."""
     sizes = {"S": 2048, "E": 4096, "F": 14336}
     one, four = (memory_plan(lower(PROGRAMS[2](8, hw.bf16, count), Options()), sizes) for count in (1, 4))
     assert one.peak <= four.peak <= 1.2 * one.peak
@@ -69,7 +69,7 @@ FOREVER = 10**9
 
 @dataclass
 class Buffer:
-    """From when to when it is in use, in numbers of events, and when other streams know that a use has ended."""
+    """Live range of a buffer in event numbers, and the event from which other streams may reuse it."""
 
     bytes: int
     lane: tuple[str, int] | None = None  # the stream that it belongs to
@@ -87,14 +87,14 @@ def may_share(a: Buffer, b: Buffer) -> bool:
 
 
 def lower_bound(buffers: Sequence[Buffer]) -> int:
-    """The most bytes in use when one begins to be."""
+    """Maximum of live bytes over all events."""
     rounded = [(buffer.uses, -(-buffer.bytes // ALIGNMENT) * ALIGNMENT) for buffer in buffers]
     moments = {use[0] for buffer in buffers for use in buffer.uses}
     return max(sum(bytes for uses, bytes in rounded if any(use[0] <= now < use[1] for use in uses)) for now in moments)
 
 
 def test_one_that_finds_no_gap_comes_first() -> None:
-    """The products of a gated layer, one after the other: the fourth lies below the fifth, which is larger."""
+    """Consecutive matmuls of a gated layer: the fourth buffer lies below the fifth, which is larger."""
     events, before = Events(), None
     sizes = (256, 512, 448, 224, 512, 256)
     for size in sizes:
@@ -107,7 +107,7 @@ def test_one_that_finds_no_gap_comes_first() -> None:
 
 
 def test_no_two_in_use_at_once_overlap() -> None:
-    """Whatever is allocated, freed, allocated again and joined; and the planner's lower bound is that of the events."""
+    """Random sequences of allocate, free, reallocate and join. The planner's lower bound must equal that of the events."""
     for seed in range(200):
         random = Random(seed)
         events, buffers, groups = Events(), list[Buffer](), list[tuple[slice, str | None]]()
@@ -228,7 +228,7 @@ def test_rows() -> None:
 
 
 def test_rows_of_one_name() -> None:
-    """Bodies side by side may use one name for two buffers, and need not use what they allocate."""
+    """Alternative bodies may use one name for two buffers, and need not use what they allocate."""
     program = HostProgram.parse("""\
 host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1], b[1]) {
   fork a
@@ -253,7 +253,7 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 
 
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
-    """Of a pool of four: one, where it is always the first, and two in a loop of two steps."""
+    """Of a pool of four streams: one if the index is always 0, two in a loop of two steps."""
     block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))

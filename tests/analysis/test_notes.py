@@ -1,4 +1,4 @@
-"""What `hostweave inspect` notes: gathers and packs that nobody stated, with their places, and nothing of what is stated or small."""
+"""Notes of `hostweave inspect`: implicit gathers and packs with their places, but none that are stated or small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of the op table that passes rely on, tested directly over a finite field: which ops are linear, how ranks may share dims."""
+"""Facts in the op table that passes rely on, tested over a finite field: linearity, and shardings of dims."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def gradients() -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """An op with the values that it takes, in two independent sets."""
+    """An op with two independent sets of operands."""
 
     op: Op
     fusion: Fusion
@@ -141,7 +141,10 @@ def test_what_is_not_linear_is_seen(kind: str) -> None:
 
 
 def expect_shared(case: Case) -> int:
-    """Splits each label of the op's indices: blocks of the operands give a block of the result, or a term. Returns the number of labels."""
+    """Splits each label of the op's indices, and checks that blocks of operands give a block of the result or a term.
+
+    Returns the number of labels.
+    """
     types = operand_types(case.op, {name: value.type for name, value in case.fusion.values().items()})
     indices, definition, tried = index_map(case.op, types), OPS[case.op.kind], 0
     for label in dict.fromkeys(label for labels in indices.operands for label in labels if label):

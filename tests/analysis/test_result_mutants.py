@@ -1,4 +1,4 @@
-"""The check of results finds each wrong piece of math in a host program that f64 finds. `pytest -m slow` tries many more."""
+"""The check of results detects each mathematical error in a host program that f64 detects. `pytest -m slow` tries many more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of host programs are compared with those of their fusions over a finite field: what differs is found and told."""
+"""Comparison of host programs with their fusions over a finite field: differences are detected and reported."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _with_zeros(program: HostProgram, options: Options) -> HostProgram:
-    """A pass that is wrong: what is gathered is zero."""
+    """An incorrect pass: gathered values are zero."""
     return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
 
 
@@ -143,7 +143,7 @@ Z_LOSS = """fusion @z(%q: f32[2, S, 8], %k: f32[2, T@x, 8]) mesh(x=2) {
 
 
 def test_a_multiple_of_a_joined_log_sum_exp_is_no_difference() -> None:
-    """The field does not know what exp of it is; f64 does, and sees what is wrong."""
+    """The field cannot evaluate its exp; f64 can, and detects the error."""
     fusion = Fusion.parse(Z_LOSS)
     host = lower(fusion, Options())
     assert check(host, fusion=fusion) == ()
@@ -171,7 +171,7 @@ def test_the_other_branch_is_taken_where_only_large_sizes_take_it() -> None:
 @pytest.mark.parametrize("algorithm", ["p2p", "broadcast", "reduce"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_in_different_steps_use_buffers_of_different_streams(ranks: int, algorithm: str) -> None:
-    """A root goes ahead of the ranks that wait for it, so that one line runs on two streams at once."""
+    """A root runs ahead of the ranks that wait for it, so one line runs on two streams at once."""
     is_sum, chunks = algorithm == "reduce", 2 * ranks
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])

@@ -1,7 +1,7 @@
-"""What the check lets pass is right in every schedule: programs with one thing changed, run in random orders on every stream.
+"""Programs that the check accepts are correct in every schedule: programs with one change run in random orders.
 
-An operation takes a while: it reads when it starts and poisons what it will write, and writes when it ends. The caller
-fills the inputs on its own stream and takes the outputs there, and all else is NaN before and after.
+An operation takes time: it reads and poisons its outputs when it starts, and writes when it ends. The caller writes inputs and
+reads outputs on its own stream; all other memory is NaN before and after.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Inputs = dict[str, Array]
 
 
 def mutants(host: HostProgram) -> Iterator[HostProgram]:
-    """One synchronisation dropped, one stream changed, or two neighbours permuted."""
+    """Programs with one synchronisation dropped, one stream changed, or two adjacent instructions swapped."""
     for at in list(tree.walk(host.body)):
         if isinstance(at, ir.Fork | ir.Join | ir.Record | ir.Wait):
             yield _with(host, at, ())
@@ -62,7 +62,7 @@ def _exchanged(whole: tree.Body, body: tree.Body, first: tree.Instruction, secon
 
 
 class Machine:
-    """All ranks and streams; `run` picks what goes on by a seed."""
+    """All ranks and streams. `run` chooses the next step by a seed."""
 
     def __init__(self, instances: Instances, inputs: dict[str, Array], seed: int):
         program = instances.program
@@ -147,7 +147,7 @@ class Machine:
 
 
 def arguments(host: HostProgram) -> Inputs:
-    """Small integers, so that bf16 holds every sum exactly and the order of a reduction does not matter."""
+    """Small integers, so that bf16 sums are exact and the order of a reduction does not matter."""
     draw = np.random.default_rng(0)
     sizes = minimal_sizes(host)
     return {p.name: draw.integers(-1, 2, global_shape(p.type, sizes)).astype(ml_dtypes.bfloat16) for p in host.inputs}
@@ -173,7 +173,7 @@ def test_what_passes_is_right_in_every_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dropped_fork_join_or_wait_is_wrong_in_some_schedule(name: str) -> None:
-    """So the check does not cry wolf over these: each is needed."""
+    """Each is necessary, so the check's reports about them are not false alarms."""
     host = program(name, 3)
     inputs = arguments(host)
     want = interpret(host, inputs)

@@ -1,4 +1,4 @@
-"""Whoever depends on how bytes travel asks the transport of a channel: a program on another one, and on two."""
+"""Transport-dependent behaviour is decided by the transport of a channel: programs with another transport, and with two."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAIL = replace(
 
 
 def by_mail(program: HostProgram, *names: str) -> HostProgram:
-    """With another transport for these channels."""
+    """Replaces the transport of these channels."""
     changed = [replace(channel, transport=MAIL) if channel.name in names else channel for channel in program.channels]
     return replace(program, channels=tuple(changed))
 
@@ -43,7 +43,9 @@ def test_a_transport_carries_what_it_says() -> None:
 
 @pytest.mark.parametrize("name", ["peer", "one_sided"])
 def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
-    """NCCL 2.28 to 2.30.6 has collectives on registered windows that may read their input before a kernel with programmatic launch ends."""
+    """In NCCL 2.28 to 2.30.6, collectives on registered windows may read their input before a preceding kernel with programmatic
+    launch ends.
+    """
     assert not find_transport(name).carries & {"collective", "send", "recv"}
     program = HEAD.replace("mesh(x=2)", f"mesh(x=2) channels(x: x {name})") + "all_reduce sum %x -> %y on x\n}\n"
     with pytest.raises(ProgramError, match=f"channel x is {name}, which carries get, signal, wait_signal alone"):
@@ -51,7 +53,7 @@ def test_no_collective_uses_a_communicator_with_windows(name: str) -> None:
 
 
 def test_a_channel_gets_the_first_transport_that_carries_what_it_needs() -> None:
-    """Takes the preferred one of two with the same calls, unless the machine refuses it."""
+    """The preferred one of two transports with the same calls is taken, unless the machine refuses it."""
     stated, sizes = one_sided_fusions(ranks=2)["ag_matmul_put"], {"M": 8192, "K": 8192, "N": 4096}
     chosen = hw.fusion(mesh=hw.Mesh(x=2), x=bf16["M@x", "K"], w=bf16["K", "N@x"])(lambda x, w: hw.matmul(x, w))
     for machine, by in ((H200, "peer"), (H200.without("peer", "here"), "one_sided")):

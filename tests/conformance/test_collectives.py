@@ -1,6 +1,6 @@
-"""Every collective on every dtype that can carry it, on 1 to 8 ranks: what each rank gets, against NumPy.
+"""Every collective on every supported dtype, on 1 to 8 ranks: each rank's result, against NumPy.
 
-One program a number of ranks holds all of them, so that it is compiled once.
+One program per number of ranks contains all of them, to compile only once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def root_of(ranks: int) -> int:
 
 
 def sources_of(ranks: int) -> list[int | None]:
-    """Each from the one before; the first has none."""
+    """Each rank receives from the previous one; the first has no source."""
     return [None, *range(ranks - 1)]
 
 
@@ -91,7 +91,7 @@ def compiled(ranks: int, target: str) -> hw.Program:
 
 
 def arrays(ranks: int, seed: int) -> dict[str, Array]:
-    """Small integers of either sign, which every dtype holds, and whose sums and products most do."""
+    """Small integers of either sign, exact in every dtype, with sums and products that are mostly exact."""
     random = np.random.default_rng(seed)
     result = {}
     for dtype in DTYPES.values():
@@ -102,7 +102,7 @@ def arrays(ranks: int, seed: int) -> dict[str, Array]:
 
 
 def expected(kind: str, op: str, mine: list[Array], rank: int) -> Array:
-    """What `rank` gets of what the ranks pass in."""
+    """Expected result on `rank`, given all ranks' inputs."""
     ranks, root, zeros = len(mine), root_of(len(mine)), np.zeros((1, mine[0].shape[1]), mine[0].dtype)
     if op:
         total = np.asarray(REDUCE[op].reduce([array.astype(np.float64) for array in mine]))

@@ -95,7 +95,7 @@ def ranks_program() -> hw.HostProgram:
 
 @cache
 def results(target: str) -> tuple[Array, list[list[dict[str, Array]]]]:
-    """The input, and what every rank has, interpreted and on the target."""
+    """The input, and every rank's results, interpreted and on the target."""
     program = ranks_program()
     x = np.random.default_rng(0).integers(-9, 9, (4, N)).astype(np.float32)
     compiled = hw.compile(program, target=target)
@@ -140,7 +140,7 @@ def test_in_place(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [3])
 def test_signs(ranks: int, target: str) -> None:
-    """The least and the greatest of numbers that are all negative, and of unsigned ones with the highest bit."""
+    """Minimum and maximum of all-negative numbers, and of unsigned ones with the highest bit set."""
     dtypes = (*SIGNED, *UNSIGNED)
     inputs = ", ".join(f"%x_{d}: {d}[3@x, N]" for d in dtypes)
     names = [f"{op}_{d}" for d in dtypes for op in ("min", "max", "to_one")]
@@ -168,7 +168,7 @@ def test_signs(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_nobody_needs(streamed: bool) -> None:
-    """A communication goes with its channel, and its memory, on all ranks: one program is all that they have."""
+    """An unused communication is removed with its channel and memory on all ranks, since all ranks run one program."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M@dp", "K@tp"])
     def needs_one(x):

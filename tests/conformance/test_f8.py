@@ -1,4 +1,4 @@
-"""Every 8-bit float becomes the f32 of ml_dtypes on the CPU target, and comes back."""
+"""On the CPU target, every 8-bit float converts to the f32 of ml_dtypes and back."""
 
 from __future__ import annotations
 

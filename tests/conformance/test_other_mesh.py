@@ -1,6 +1,6 @@
-"""Every change of layout from one mesh to another: apart, sharing ranks, of other sizes and axes. Each rank's block, against NumPy.
+"""Every change of layout between two meshes: disjoint, overlapping, of other sizes and axes. Each rank's block, against NumPy.
 
-A program holds all changes from one mesh to another, so that it is compiled once; it then runs at several sizes.
+One program contains all changes between two meshes, to compile only once; it then runs at several sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAIRS = {
 
 
 def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Over no axis, over one in each dim, and over two in both orders."""
+    """Layouts over no axis, over one axis in each dim, and over two axes in both orders."""
     names = [name for name, _ in mesh.axes]
     if len(names) == 1:
         return [("A", "B", "C"), (f"A@{names[0]}", "B", "C"), ("A", f"B@{names[0]}", "C"), ("A", "B", f"C@{names[0]}")]
@@ -55,7 +55,7 @@ def layouts(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """From every layout to every other."""
+    """Moves between all pairs of layouts."""
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
         return [hw.reshard(x, *dims, mesh=new) for dims in layouts(new)]
@@ -64,7 +64,7 @@ def moves(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
 
 
 def reductions(program: Mesh, old: Mesh, new: Mesh) -> Fusion:
-    """Of every dtype over a dim that is sharded: to every rank of the other mesh, and to shards."""
+    """Reductions with every dtype over a sharded dim: to all ranks of the other mesh, and to shards."""
     axes = ",".join(name for name, _ in old.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -84,7 +84,7 @@ SEEDS = 4
 
 
 def sizes(of: Callable[[Mesh, Mesh, Mesh], Fusion], pair: str, seed: int) -> dict[str, int]:
-    """Small ones that the ranks of both meshes share evenly, and some that they do not: the last ranks have less, or nothing."""
+    """Small sizes: even on both meshes, and uneven ones with which the last ranks hold less or nothing."""
     _, old, new = PAIRS[pair]
     ranks = lcm(old.size, new.size)
     even = {"A": ranks * (1 + seed % 2), "B": ranks * (2 - seed % 2), "C": ranks}
@@ -100,7 +100,7 @@ NAME_PARTS = {"ids": lambda part: part.__name__ if callable(part) else str(part)
 
 
 def on_ranks(fusion: Fusion, results: list[tuple[Array | None, ...]]) -> list[dict[str, Array]]:
-    """What each rank has, by name; None for what is not on it."""
+    """Values of each rank by name; None for values that it does not hold."""
     types = {name: value.type for name, value in fusion.values().items()}
     for rank, local in enumerate(results):
         for name, array in zip(fusion.outputs, local, strict=True):
@@ -148,7 +148,7 @@ def test_ints_that_ranks_share_unevenly(rows: int) -> None:
 
 
 def test_a_size_that_ranks_must_share_evenly() -> None:
-    """A stream needs that. Routes are found before it is known."""
+    """A chunk loop needs even shards. Routes are computed before the size is known."""
     mesh = Mesh(x=5)
     two, three = mesh.ranks([0, 1]), mesh.ranks([2, 3, 4])
 
@@ -168,7 +168,7 @@ def test_a_size_that_ranks_must_share_evenly() -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_rank_gets_what_it_lacks_once(pair: str) -> None:
-    """The fewest bytes: as many blocks travel as the ranks of the other mesh are to hold and do not hold yet."""
+    """Minimal traffic: the number of moved blocks is the number that ranks of the other mesh need and lack."""
     program, old, new = PAIRS[pair]
     shape = (12, 12, 12)
     for have in layouts(old):

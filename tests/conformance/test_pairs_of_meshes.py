@@ -1,4 +1,4 @@
-"""Two stages on every pair of meshes, which may share ranks or have them in another order: what is unpacked in one body stays whole."""
+"""Two stages on every pair of meshes, which may share ranks or order them differently: an unpacked tensor in one body stays whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random programs of ops of every kind under random shardings: checked, and interpreted against NumPy.
+"""Random programs of all kinds of ops under random shardings: checked, and interpreted against NumPy.
 
-They go through either transport, with sizes that loops are chosen for and without, with functions and with a donated input.
+They use each transport, sizes with and without chosen loops, functions, and donated inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = 2e-3  # of the largest element: some ops divide
 
 
 class Writer:
-    """A program that is being traced: one tensor, of dims by their names, goes from op to op."""
+    """A program during tracing: one tensor, with named dims, passes from op to op."""
 
     def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh

@@ -1,6 +1,6 @@
-"""Every change of layout, on meshes of one and two axes: each rank's block of what the program means, against NumPy.
+"""Every change of layout, on meshes of one and two axes: each rank's block, against NumPy.
 
-A program holds all changes of one mesh, so that it is compiled once; it then runs at several sizes.
+One program contains all changes on one mesh, to compile only once; it then runs at several sizes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SIZES = {"A": 8, "B": 16, "C": 24}  # for meshes of 3 each is multiplied
 
 
 def reshards(mesh: Mesh) -> Fusion:
-    """From every layout to every other."""
+    """Reshards between all pairs of layouts."""
     layouts = LAYOUTS[len(mesh.axes)]
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -56,7 +56,7 @@ def reshards(mesh: Mesh) -> Fusion:
 
 
 def reductions(mesh: Mesh) -> Fusion:
-    """Of every dtype over a dim that is sharded: to every rank, and to shards."""
+    """Reductions with every dtype over a sharded dim: to all ranks, and to shards."""
     axes = ",".join(name for name, _ in mesh.axes)
 
     def results(x: hw.Tensor) -> list[hw.Tensor]:
@@ -75,14 +75,14 @@ def kinds_of(dtype: DType) -> tuple[str, ...]:
 
 
 def traced(name: str, mesh: Mesh, inputs: dict[str, TensorType], results: Callable[[hw.Tensor], list[hw.Tensor]]) -> Fusion:
-    """The fusion of what `results` makes of each input. A fusion's parameters are those of its function, so that is written here."""
+    """Fusion that applies `results` to each input. Its source is generated, because parameters of a fusion are those of its function."""
     scope: dict[str, Any] = {"results": results}
     exec(f"def {name}({', '.join(inputs)}):\n    return [y for x in ({', '.join(inputs)},) for y in results(x)]", scope)
     return hw.fusion(mesh=mesh, **inputs)(scope[name])
 
 
 def arrays(fusion: Fusion, sizes: dict[str, int], seed: int) -> dict[str, Array]:
-    """Of integers alone every element another one; else mostly ones or zeros, so that every dtype holds all sums and products."""
+    """For integers all elements differ; otherwise mostly ones or zeros, so that sums and products are exact in every dtype."""
     random = np.random.default_rng(seed)
     result = {}
     for value in fusion.inputs:
@@ -109,7 +109,7 @@ def compare(fusion: Fusion, given: dict[str, Array], results: list[dict[str, Arr
 
 
 def sizes_of(of: Callable[[Mesh], Fusion], mesh: Mesh, seed: int) -> dict[str, int]:
-    """First shared evenly by all ranks; then not, where the program takes that: some ranks hold less, some nothing."""
+    """Sizes that all ranks share evenly, and uneven ones if the program allows them, with empty shards."""
     even = {name: size * (3 if mesh.size == 3 else 1) * (1 + seed) for name, size in SIZES.items()}
     uneven = [{}, {"A": 10, "B": 3, "C": 7}, {"A": 1, "B": 17, "C": 2}][seed]
     return {**even, **{name: size for name, size in uneven.items() if name in lowered(of, mesh).uneven}}
@@ -159,7 +159,7 @@ def test_compiled(of: Callable[[Mesh], Fusion], mesh: Mesh, target: str) -> None
 
 @pytest.mark.parametrize(("of", "mesh"), CASES, **NAME_PARTS)
 def test_what_may_be_uneven_stands_once(of: Callable[[Mesh], Fusion], mesh: Mesh) -> None:
-    """A value is moved by one communication, of whatever sizes."""
+    """One communication moves a value, for even and uneven sizes."""
     host = lowered(of, mesh)
     assert not any(isinstance(i, ir.If) for i in tree.walk(host.body))
     moved = Counter(name for i in tree.walk(host.body) if isinstance(i, ir.Communication) for name in tree.names(i, "write"))

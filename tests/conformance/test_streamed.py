@@ -1,4 +1,4 @@
-"""The streamed rows of the table: gathers and reduce-scatters by every way, one program a number of ranks."""
+"""Streamed gathers and reduce-scatters by every algorithm, one program per number of ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ SCATTERS = {"auto": ("p2p", "ring", "reduce", "reduce_scatter"), "one_sided": ("
 
 
 def streamed(ranks: int, chunks: int, transport: str) -> Fusion:
-    """Rows that are gathered for products, each time of a tensor of its own; products whose rows or columns are summed and scattered.
-    Rows that are summed for all ranks, and a batch of matrices, of which ranks have rows, then columns."""
+    """Gathers for matmuls, each of its own tensor, and matmuls whose rows or columns are reduced and scattered.
+
+    Also all-reduces of rows, and a batch of matrices that is sharded by rows, then by columns.
+    """
     t = hw.f32["B", "M@x", "N"]
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"], a=hw.f32["M", "L@x"], b=hw.f32["L@x", "N"], t=t)

@@ -56,7 +56,7 @@ def in_zigzag() -> Fusion:
 
 
 def test_projects_run_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In one folder, so that the runtime is built once, and by what `hostweave export` prints, as it is printed."""
+    """All are in one folder, so that the runtime is built once, and are built by the commands that `hostweave export` prints."""
     folder = tmp_path / "a project"
     assert main(["export", f"{EXAMPLES / 'seeds.py'}:ag_matmul_p2p", "--set", "D=4", "--set", "S=3", str(folder)]) == 0
     result = run(tmp_path, "bash", "-c", capsys.readouterr().out)
@@ -195,7 +195,7 @@ HAS_NVCC = shutil.which("nvcc", path=TOOLS) is not None
 
 @needs_cuda
 def test_projects_compile_and_link_for_cuda(tmp_path: Path) -> None:
-    """In one folder, so that the runtime is built once."""
+    """All are in one folder, so that the runtime is built once."""
     for name in ("ag_matmul_p2p", *(("matmul_rs_flat",) if HAS_NVCC else ())):  # kernels need nvcc here
         build(FUSIONS[name], tmp_path, *for_cuda())
     if all(part.path for part in CUDA.cudnn):
@@ -217,7 +217,7 @@ def for_cuda() -> tuple[str, ...]:
 
 
 def test_what_is_configured_without_settings(tmp_path: Path) -> None:
-    """A target must be known, and what nobody asked to be debugged is optimised."""
+    """The target must be known, and the default build type is optimised."""
     hw.compile(FUSIONS["matmul_rs_flat"]).export(tmp_path)
     result = run(tmp_path, "cmake", "-B", "build", "-DHOSTWEAVE_TARGET=rocm")
     assert "HOSTWEAVE_TARGET is rocm: write cpu or cuda" in result.stderr

@@ -1,4 +1,4 @@
-"""Exports as libraries: two in one server, by add_subdirectory and as they are installed, by the C++ and the C API."""
+"""Exports as libraries: two in one server, by add_subdirectory and installed, by the C++ and the C API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def succeeds(folder: Path, *command: str) -> str:
 
 
 def each_rank(folder: Path, *command: str) -> list[str]:
-    """What two processes print, which find each other by a file."""
+    """Output of two processes that find each other through a file."""
     (folder / "id").unlink(missing_ok=True)
     started = [
         subprocess.Popen((*command, str(r), "2", "id"), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

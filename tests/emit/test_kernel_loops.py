@@ -1,4 +1,4 @@
-"""How threads share a kernel: how many neighbours each takes together, who holds a row, and that the numbers do not depend on it."""
+"""Distribution of kernels over threads: vector widths and rows in registers. Results must not depend on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("optimised_kernels")
 
 
 def kernels(function: Any, **specs: Any) -> str:
-    """The generated kernels of a function of arrays."""
+    """Generated kernels of a function of arrays."""
     return hw.compile(hw.fusion(**specs)(function), target="cuda").sources["kernels.cu"]
 
 
@@ -167,7 +167,7 @@ def test_columns_are_reduced_by_tiles(columns: Any, threads: str, bounds: str) -
 
 
 def scaled_sums(x, scales):
-    """With a factor for each row: a vector along what is reduced."""
+    """Sums with a factor per row: vectorised along the reduced dim."""
     return hw.sum(x * hw.expand_dims(scales, 1), 0)
 
 
@@ -178,7 +178,7 @@ def squares_and_sums(x, scales):
 
 @pytest.mark.parametrize("function", [scaled_sums, squares_and_sums])
 def test_columns_are_reduced_by_tiles_beside_vectors_and_with_every_element(function: Any) -> None:
-    """Read along the rows of x, whatever lies along its columns."""
+    """x is read along its rows, even if other operands are contiguous along its columns."""
     text = kernels(function, x=hw.bf16["M", 4096], scales=hw.bf16["M"])
     assert "hw::over_columns<kWidth>(4096)" in text
     assert "over_blocks" not in text
@@ -222,7 +222,7 @@ def target(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("length", [32, 64, 96, 128, 256, 1000, 1024, 5120, 8192, 20000])
 def test_rows(length: int, is_known: bool, target: str) -> None:
-    """Held by a few threads of a warp, by a block, and not at all; all of what a norm and a softmax need of them."""
+    """Rows held by a few threads of a warp, by a block, and not at all; with all that a norm and a softmax need."""
     bf16, dim = ml_dtypes.bfloat16, length if is_known else "N"
 
     @hw.fusion(x=hw.bf16["M", dim], r=hw.bf16["M", dim], weight=hw.bf16[dim], bias=hw.bf16[dim])
@@ -253,7 +253,7 @@ def test_rows(length: int, is_known: bool, target: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2000, 40), (70, 33), (2, 0), (0, 8)])
 def test_columns_of_any_number(shape: tuple[int, int], target: str) -> None:
-    """Fewer than a tile, several tiles, rows of several threads, none at all."""
+    """Less than a tile, several tiles, rows of several threads, and no columns."""
 
     @hw.fusion(x=hw.f32["M", "N"])
     def columns(x):

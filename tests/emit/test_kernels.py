@@ -1,4 +1,4 @@
-"""Generated kernels against NumPy. All cases of one dtype are one program, so that it compiles once."""
+"""Generated kernels against NumPy. All cases of one dtype are one program, to compile only once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Case:
 
 
 def of_table(dtype: str) -> dict[str, str]:
-    """Every op of the table of one or two tensors of this dtype, element by element."""
+    """Every elementwise op of the table with one or two tensors of this dtype."""
     ops, operand = {}, types.DTYPES[dtype]["M", "N"]
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
@@ -116,7 +116,7 @@ def cases(dtype: str) -> list[Case]:
 
 
 def program(dtype: str, cases: list[Case]) -> HostProgram:
-    """Every case a kernel of its own, on the caller's stream."""
+    """Each case is a kernel of its own, on the caller's stream."""
     kernels, outputs, launches = [], [], []
     types = {name: type.replace("{t}", dtype) for name, type in INPUTS.items()}
     for case in cases:
@@ -129,7 +129,7 @@ def program(dtype: str, cases: list[Case]) -> HostProgram:
 
 
 def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[str, Any]:
-    """Positive, so that log and sqrt are defined; small enough that products of rows are finite."""
+    """Positive numbers, so that log and sqrt are defined; small, so that products of rows are finite."""
     random = np.random.default_rng(0)
     result: dict[str, Any] = {}
     for name, type in INPUTS.items():
@@ -141,7 +141,7 @@ def arrays(dtype: str, sizes: dict[str, int], is_aligned: bool = True) -> dict[s
 
 
 def one_further(array: Any) -> Any:
-    """The same elements, from the second place of an allocation on."""
+    """The same elements, shifted by one in the allocation."""
     memory = np.empty(array.size + 1, array.dtype)
     moved = memory[1:].reshape(array.shape)
     moved[...] = array
@@ -251,7 +251,7 @@ def test_kernels_that_differ_in_more_are_two(op: str, length: int) -> None:
 
 
 def test_kernels_of_many_ops() -> None:
-    """More in a row than Python calls functions in one another, and reductions of reductions."""
+    """More ops in sequence than Python's recursion limit, and reductions of reductions."""
 
     def rows(x):  # type: ignore[no-untyped-def]
         y = x

@@ -1,4 +1,4 @@
-"""What clang-format does to generated lines, without clang-format. The golden files are compared with the real one in CI."""
+"""Layout of generated lines, which reimplements clang-format. CI compares golden files with the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies, fills and matrix products on every kind of view, against NumPy on the CPU device."""
+"""Copies, fills and matmuls on every kind of view, against NumPy on the CPU device."""
 
 from __future__ import annotations
 

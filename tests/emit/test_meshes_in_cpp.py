@@ -1,4 +1,4 @@
-"""Meshes of some of the ranks in C++."""
+"""C++ of meshes of some of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text as a whole: the same for equal programs, and errors for what has no C++."""
+"""Rendered text: equal for equal programs, and errors for ops that cannot be written in C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_equal_programs_give_the_same_bytes() -> None:
 
 
 def _kinds(base: type[Instruction]) -> list[type[Instruction]]:
-    """The classes below one that have none below them."""
+    """Leaf subclasses of a class."""
     return [kind for below in base.__subclasses__() for kind in _kinds(below)] or [base]
 
 
@@ -40,7 +40,7 @@ def test_every_instruction_has_a_macro_or_a_method(kind: type[Instruction]) -> N
 
 
 def test_what_only_members_are_called_is_not_declared() -> None:
-    """`channel_d_.rank()` does not name the number of this rank, nor `.size()` a size of the program."""
+    """`channel_d_.rank()` is not a use of this rank's number, nor is `.size()` a use of a size of the program."""
     body = "  gather %x -> %y to 0 on d\n}\n"
     block = f"function @b(%x: f32[4]) -> (%y: f32[8]) {{\n{body}"
     text = f"{block}host @f(%x: f32[4], %z: f32[size]) -> (%y: f32[8]) mesh(d=2) {{\n  call @b %x -> %y\n}}\n"

@@ -1,5 +1,8 @@
-"""Names of users that mean something in templates, runtime headers or the headers of C, CUDA, NCCL and cuBLAS: collected from there, so
-that none is forgotten, and given to dims, inputs, axes, kernels, blocks, streams and indices of one program."""
+"""User names that have a meaning in templates, runtime headers, or headers of C, CUDA, NCCL and cuBLAS.
+
+They are collected from those files, so that none is forgotten. One program uses them for dims, inputs, axes, kernels, blocks,
+streams and indices.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.
 
 
 def identifiers(text: str) -> set[str]:
-    """The names in C++ that stand without a qualifier; what a template substitutes is none."""
+    """Unqualified identifiers in C++, without those that a template substitutes."""
     text = re.sub(r"\{%.*?%\}|\{\{.*?\}\}|\{#.*?#\}", " ", text, flags=re.S)
     text = re.sub(r"//.*|\"(?:[^\"\\\n]|\\.)*\"|^\s*#\s*include.*", " ", text, flags=re.M)
     return set(re.findall(r"(?<![\w.:>])[A-Za-z_]\w*", text))
@@ -53,7 +56,7 @@ def of_headers() -> set[str]:
 
 @cache
 def macros(*folders: Path) -> frozenset[str]:
-    """What is defined where a program includes everything of the runtime, and so of the headers below it."""
+    """Macros that are defined if a program includes all headers of the runtime and, through them, all others."""
     headers = [f"hostweave/{path.name}" for path in (RUNTIME / "include" / "hostweave").glob("*.h")]
     text = "".join(f"#include <{header}>\n" for header in (*headers, *STANDARD))
     command = [str(find_compiler()), "-std=gnu++20", "-dM", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders), "-"]
@@ -92,7 +95,7 @@ def test_a_name_that_stays(name: str) -> None:
 
 
 def everything(names: Iterable[str]) -> HostProgram:
-    """A program in which each name is that of a dim, an axis, an input, an output, a kernel, a block, a stream, an index and memory."""
+    """Program that uses each name as a dim, axis, input, output, kernel, block, stream, index and buffer."""
     kernels, blocks, inputs, outputs, body, own = [], [], [], [], [], list(names)
     for at, n in enumerate(own):
         m, k = own[at - 1], own[at - 2]
@@ -112,7 +115,7 @@ def everything(names: Iterable[str]) -> HostProgram:
 
 
 def unusual() -> list[str]:
-    """Every name that was collected; those that the compiler keeps for itself are cut to what stands of them in programs."""
+    """All collected names. Reserved identifiers are reduced to the part that programs may contain."""
     found = of_templates() | of_headers() | C_FUNCTIONS | macros(*CPU_INCLUDES)
     if not cuda.find_cuda().missing:
         found |= macros(*folders_of("cuda"))
@@ -127,7 +130,7 @@ A_PROGRAM = 8  # names at most: what a program says grows with the square of the
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the programs of all names, and for each of their files one that includes it of all programs."""
+    """Folder with the programs of all names, and per kind of file one that includes those of all programs."""
     folder, names = tmp_path_factory.mktemp("programs"), unusual()
     count = -(-len(names) // A_PROGRAM)
     for number in range(count):
@@ -151,7 +154,9 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """NVRTC takes a quarter of a second a kernel: those of templates and of C, and some of the others, whose macros it has not got."""
+    """NVRTC takes a quarter of a second per kernel, so only names of templates and of C are compiled, and some others that are
+    not its macros.
+    """
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

@@ -1,4 +1,4 @@
-"""The comment of `prepare` on buffers that may share bytes, against what the same function tells the arena."""
+"""Comment in `prepare` about buffers that may share bytes, compared with the recorded live ranges of the same function."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PLANS = re.compile(r"^\w+ Program::(?:prepare|\w+_memory)\(.*?^}", re.M | re.S)
 
 
 def groups(plan: str) -> list[list[str]]:
-    """The buffers of each item; a long one goes on on the next line."""
+    """Buffers of each item; a long item continues on the next line."""
     comment = re.search(r"so that they may share bytes:\n((?: *// .*\n)*)", plan)
     lines = re.sub(r"\n *// (?!- )", " ", "\n" + comment[1]) if comment else ""
     return [re.findall(r"\w+", item) for item in lines.split("// - ")[1:]]
 
 
 def in_use(plan: str) -> list[set[str]]:
-    """What is in use after each line."""
+    """Live buffers after each line."""
     used: dict[str, str] = {}  # member -> the streams that have one each
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):

@@ -1,4 +1,4 @@
-"""The lines of the user's source, as comments beside what is made of them."""
+"""Source lines of the user as comments in generated code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_source_that_cannot_be_read() -> None:
 
 
 def test_lines_that_moved_are_the_same_program(tmp_path: Path) -> None:
-    """The cache finds a program by its IR, and objects by what they are compiled from but for comments, whose number counts."""
+    """The cache key of a program is its IR. That of an object is its source without the text of comments, whose number counts."""
     first, second = (program(tmp_path, (*before, "a = hw.relu(x)")) for before in ((), ("import math", "import math")))
     assert str(first) == str(second)
     texts = [render(host)["program.cpp"] for host in (first, second)]

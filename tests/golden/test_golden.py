@@ -1,6 +1,6 @@
-"""Every program at every stage, as files to read: the IR after each pass that changed it, and the C++.
+"""Golden files of every program: the IR after each pass that changes it, and the C++.
 
-`pytest --update-golden` writes them anew.
+`pytest --update-golden` rewrites them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ATTENTION = {
 
 @hw.fusion(mesh=hw.Mesh(dp=4), x=bf16["M@dp", "K"], up=bf16["N@dp", "K"], down=bf16["N", "K@dp"])
 def weights_by_columns(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> hw.Tensor:
-    """Of which one is transposed, and the other one's gather has a product beside it."""
+    """Two weights sharded by columns: one is transposed, and the other one's gather can overlap with a matmul."""
     h = hw.relu(hw.matmul(x, hw.reshard(up, "N", "K").named("all_up").T))
     return x + hw.matmul(h, hw.reshard(down, "N", "K").named("all_down"))
 
 
 @hw.fusion(mesh=hw.Mesh(x=4), x=bf16["M@x", "K"], dh=bf16["M", "N@x"])
 def weights_gradient(x: hw.Tensor, dh: hw.Tensor) -> hw.Tensor:
-    """Of rows that are sharded, which are gathered as they lie, and transposed afterwards."""
+    """Gradient of weights: sharded rows are gathered as stored, and transposed afterwards."""
     return hw.matmul(x.T, dh)
 
 
@@ -54,14 +54,14 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program, the stages that differ from the one before, and its C++."""
+    """A program, the stages that differ from their predecessors, and its C++."""
 
     name: str
     stages: dict[str, Fusion | HostProgram]
     host: HostProgram
 
     def files(self) -> dict[str, str]:
-        """The files in the folder of the program, path -> text: those of its sources that are C++, and a file per stage."""
+        """Files in the folder of the program, path -> text: its C++ sources, and one file per stage."""
         cpp = {path: text for path, text in render(self.host).items() if path != HOST_IR}  # which is the last stage
         return {**{f"{stage}.hw": str(program) for stage, program in self.stages.items()}, **cpp}
 

@@ -1,4 +1,4 @@
-"""Attention of f32 on one GPU, which is a kernel of ours: every mask, layout and size of heads, and gradients, against float64."""
+"""f32 attention on one GPU by this package's kernels: every mask, layout and head size, and gradients, against float64."""
 
 from __future__ import annotations
 

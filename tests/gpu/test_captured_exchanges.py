@@ -1,5 +1,4 @@
-"""Programs with puts, gets and signals as CUDA graphs, on ranks that are threads and on processes: replayed, also beside calls, and
-captured by themselves."""
+"""Programs with puts, gets and signals as CUDA graphs, on threads and processes: replayed, mixed with calls, and captured automatically."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def of_name(name: str, transport: str, ranks: int, graph: str | None = None) -> 
 
 
 class Arrays:
-    """Those of one rank for a program, of which the values change."""
+    """Arrays of one rank for a program, with changing values."""
 
     def __init__(self, fusion: Fusion, rank: int, times: int, empty: Callable[..., Any]):
         self.fusion, self.rank, self.sizes = fusion, rank, sizes_of(fusion, times)
@@ -74,7 +73,7 @@ def in_no_window(shape: tuple[int, ...], dtype: Any, target: str) -> Any:
 
 
 def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]) -> None:
-    """With new values each time; between replays calls, also with more memory than the graph has."""
+    """Replays with new values; calls in between, also with more memory than the graph has."""
     fusion, program = of_name(name, transport, group.count)
     arrays, larger = (Arrays(fusion, group.rank, times, empty) for times in (3, 24))
     step = program.capture(*arrays.given, group=group)
@@ -91,7 +90,7 @@ def replay(name: str, transport: str, group: hw.Group, empty: Callable[..., Any]
 
 
 def decide(name: str, group: hw.Group) -> None:
-    """Graphs that the ranks agree on, of arrays in an order of each rank's own; then calls of larger sizes, and arrays new on a rank."""
+    """Graphs by agreement of the ranks, for arrays in a different order per rank; then larger sizes, and new arrays on one rank."""
     fusion, program = of_name(name, "one_sided", group.count, "auto")
     sets, larger = [Arrays(fusion, group.rank, 3, in_no_window) for _ in range(3)], Arrays(fusion, group.rank, 24, in_no_window)
     first = program(*sets[0].given, group=group)

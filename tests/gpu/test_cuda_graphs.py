@@ -1,4 +1,4 @@
-"""Programs in CUDA graphs: captured by torch, and by themselves; replayed beside calls; captures that fail."""
+"""Programs in CUDA graphs: captured by torch and automatically, replayed between calls, and failed captures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mlp_on(ranks: int, **options: Any) -> hw.Program:
 
 
 def streamed_on(ranks: int) -> hw.Program:
-    """A gather in steps beside the products: side streams, events, sends and recvs."""
+    """Pipelined gather with matmuls: side streams, events, sends and recvs."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], w=hw.bf16["E", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -45,7 +45,7 @@ def streamed_on(ranks: int) -> hw.Program:
 
 
 def layers_on(ranks: int) -> hw.Program:
-    """Sends and recvs in chunk loops, two a layer, and two collectives: each a fork and a join of NCCL's stream."""
+    """Two chunk loops with sends and recvs per layer, and two collectives, each of which forks and joins NCCL's stream."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["T@x", "E"], up=hw.bf16["E", "F@x"], down=hw.bf16["F@x", "E"])
     def layers(x: hw.Tensor, up: hw.Tensor, down: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -66,12 +66,12 @@ def what_layers_give(x: Any, up: Any, down: Any) -> tuple[Any, Any]:
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Of -1, 0 and 1, on the CPU: sums are exact, and all ranks make the same ones."""
+    """Integers of -1, 0 and 1 on the CPU: sums are exact, and all ranks generate the same ones."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 class Rank:
-    """The MLP's arrays on one rank, and what it must give."""
+    """The MLP's arrays on one rank, and its expected output."""
 
     def __init__(self, rank: int, ranks: int, tokens: int = 16):
         self.device = torch.device("cuda", rank)
@@ -84,7 +84,7 @@ class Rank:
         self.x = torch.zeros(tokens, 32, device=self.device, dtype=torch.bfloat16)
 
     def fill(self, seed: int) -> Any:
-        """New inputs. Returns what the MLP gives."""
+        """Sets new inputs. Returns the expected output."""
         x = integers(self.tokens, 32, seed=seed)
         self.x.copy_(x)
         return (torch.relu(x.float() @ self.up.float()).bfloat16().float() @ self.down.float()).bfloat16()
@@ -113,7 +113,7 @@ def on_ranks(ranks: int, body: Callable[[int, hw.Group], None]) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_replays_beside_calls(ranks: int) -> None:
-    """100 times, with new inputs each; between them calls of the same program on other streams, of larger sizes, too."""
+    """100 replays with new inputs; in between calls of the same program on other streams, also with larger sizes."""
     program, streamed = mlp_on(ranks), streamed_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -138,7 +138,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
-    """NCCL's events are waited for and recorded around a launch, and are no nodes of the graph; calls that are none come between."""
+    """NCCL's events are awaited and recorded around a launch instead of by nodes of the graph. Plain calls come in between."""
     program = layers_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -192,7 +192,7 @@ def test_memsets_of_cublaslt_are_kernels_of_a_graph(shape: tuple[int, int, int])
 
 @pytest.mark.parametrize("ranks", SEVERAL)
 def test_launches_and_calls_on_several_streams_keep_their_order(ranks: int) -> None:
-    """Nothing but the program itself orders them: a call on another stream waits for the launch before it, and the other way round."""
+    """Only the program orders them: a call on another stream waits for the launch before it, and vice versa."""
     program = mlp_on(ranks)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -232,7 +232,7 @@ def test_calls_are_captured_by_themselves(ranks: int) -> None:
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, and there are {GPUS}")
 def test_a_rank_that_does_not_launch() -> None:
-    """The watchdog ends the launches of the others, and says of which call."""
+    """The watchdog ends the launches of the others, and names the call."""
     program, threads = mlp_on(2), hw.Threads(2)
     captured, failed = threading.Barrier(2), threading.Event()
 
@@ -266,7 +266,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
-    """Two programs and ops of torch in one graph; replayed beside calls; then a capture that fails, and calls after it."""
+    """Two programs and torch ops in one graph, replayed between calls; then a failing capture, and calls after it."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
     for one in (program, other):  # what a capture cannot do: build, connect, allocate
@@ -299,7 +299,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
 
 
 def fails(program: hw.Program, mine: Rank) -> None:
-    """Of sizes that the program is not prepared for. The capture is torch's to end."""
+    """Capture with sizes that the program is not prepared for. torch ends the capture."""
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(24, 32, device=mine.device, dtype=torch.bfloat16)
     out = torch.empty_like(x)
@@ -341,7 +341,7 @@ def test_puts_in_a_graph(ranks: int) -> None:
 
 
 class Driver:
-    """CUDA's own capture."""
+    """Capture by the CUDA API itself."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -430,7 +430,7 @@ def test_a_first_call_in_a_capture_says_so() -> None:
 
 
 def test_calls_go_on_while_another_thread_captures() -> None:
-    """In torch's usual mode nothing that is potentially unsafe may be called anywhere: the watchdog's questions are not that."""
+    """torch's default capture mode forbids potentially unsafe calls on all threads; the watchdog's queries are allowed."""
     program = mlp_on(1)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -461,7 +461,7 @@ def test_calls_go_on_while_another_thread_captures() -> None:
 
 
 def test_in_graphs_of_torch_on_two_processes(built_here: Mapping[str, str]) -> None:
-    """One process a GPU, as under torchrun."""
+    """One process per GPU, as under torchrun."""
     ranks = 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     done = subprocess.run(command, env=dict(built_here), capture_output=True, text=True, timeout=300)

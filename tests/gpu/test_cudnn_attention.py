@@ -1,4 +1,4 @@
-"""cuDNN's attention on one GPU against the same in float32 by PyTorch: masks, groups, layouts, sizes of heads, and few rows."""
+"""cuDNN attention on one GPU against PyTorch in float32: masks, groups, layouts, head sizes, and few rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WINDOW = 100
 
 @cache
 def masks(t: DType, size: int, group: int) -> Fusion:
-    """In the order of the dims that heads usually have, and in that of [S, B, H, D]."""
+    """Masks in the usual order of dims of heads, and in [S, B, H, D]."""
 
     @hw.fusion(q=t["B", 8, "S", size], k=t["B", 8 // group, "T", size], v=t["T", "B", 8 // group, size])
     def masks(q, k, v):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def masks(t: DType, size: int, group: int) -> Fusion:
 
 @hw.fusion(qkv=hw.bf16["S", "B", 1, 10, 128])
 def merged_projections(qkv):  # type: ignore[no-untyped-def]
-    """Of one group, a dim whose stride leads nowhere: that of 8 heads of the query, the key and the value."""
+    """One group, so the stride of a dim is arbitrary: a projection that contains 8 heads of the query, the key and the value."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     q, k, v = (hw.reshape(by_group[:, :, a:b], "B", b - a, "S", 128) for a, b in ((0, 8), (8, 9), (9, 10)))
     return hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -102,7 +102,7 @@ def cached(t: DType, rows: int, size: int) -> Fusion:
 
 @pytest.mark.parametrize(("rows", "dtype", "size"), [(1, hw.bf16, 128), (3, hw.f16, 64), (200, hw.bf16, 128)], ids=str)
 def test_lengths(rows: int, dtype: DType, size: int) -> None:
-    """Tokens against a cache that is not full; a row that sees nothing gives zeros."""
+    """Tokens against a partially filled cache; a row without columns gives zeros."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)
@@ -169,7 +169,7 @@ def test_gradients(dtype: DType, size: int, group: int) -> None:
 
 
 def test_gradients_with_lengths() -> None:
-    """Of what is not valid they are zeros."""
+    """Gradients of invalid columns are zero."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
 
@@ -193,7 +193,7 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_diagonals_beside_the_corners(diagonal: int) -> None:
-    """As of a rank's rows or keys: first rows may see nothing, the last ones all, and no row the last columns."""
+    """As for a rank's rows or keys: the first rows may attend to nothing, the last ones to everything, and no row to the last columns."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
@@ -239,7 +239,7 @@ def test_parts_of_merged_projections(batch: int) -> None:
     ],
 )
 def test_errors(type: str, operand: str, why: str) -> None:
-    """Of host IR alone: fusions are composed for such heads, and copy such operands."""
+    """Errors of host IR only: fusions are decomposed for such heads, and such operands are copied."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     size = 64 if operand == "%s" else int(type.rpartition(" ")[2][:-1])
     result = type.rpartition(",")[0] + f", {size}]"
@@ -253,7 +253,7 @@ def test_errors(type: str, operand: str, why: str) -> None:
 
 
 def test_what_cudnn_has_not() -> None:
-    """Rows of a rank that begin in the middle, with lengths; and operands whose rows are not aligned, which are copied."""
+    """Rows of a rank that begin in the middle, with lengths; and misaligned operands, which are copied."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     q, k = "bf16[2, 8, 37, 64]", "bf16[2, 2, 300, 64]"
@@ -281,7 +281,7 @@ def test_what_cudnn_has_not() -> None:
 
 @cache
 def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> Fusion:
-    """Operands and results whose dims lie in another order than that of [B, H, S, D]."""
+    """Operands and results with an order of dims other than [B, H, S, D]."""
     back = tuple(order.index(dim) for dim in range(4))
 
     def laid(heads: int) -> Any:
@@ -311,7 +311,7 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
     ],
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
-    """By cuDNN, or by kernels of ours; sequences are empty, and tokens of none."""
+    """By cuDNN or by this package's kernels, with empty sequences and tokens outside sequences."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)

@@ -1,4 +1,4 @@
-"""What cuBLASLt makes of a product before it rounds it, on one GPU against NumPy in float64: all shapes have an algorithm."""
+"""cuBLASLt epilogues on one GPU against NumPy in float64: every shape has an algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of up to 8 rows, by kernels of ours, and of 9, by cuBLASLt, on one GPU against NumPy in float64."""
+"""Matmuls of up to 8 rows by this package's kernels, and of 9 by cuBLASLt, on one GPU against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def products(t: DType) -> Fusion:
 
 
 def scaled(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With weights of which products are about as large as operands: of large ones an exp on the GPU has fewer digits."""
+    """Weights scaled so that products have the magnitude of operands: exp on the GPU is less accurate for large ones."""
     k = arrays["x"].shape[-1]
     return {name: (array * k**-0.5).astype(array.dtype) if name in ("w", "wt", "v") else array for name, array in arrays.items()}
 

@@ -1,4 +1,4 @@
-"""A decode step on GPUs whose cache is donated: the right numbers, in the array that the caller has, of which nothing is copied."""
+"""Decode step on GPUs with a donated cache: correct values, in the caller's array, without copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`argsort` and `top_k` on a GPU beside NumPy's stable order: equal elements, NaNs and zeros, all kinds of dtypes, rows around tiles."""
+"""`argsort` and `top_k` on a GPU against NumPy's stable sort: ties, NaNs and zeros, all kinds of dtypes, row lengths around the
+tile size.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark
 
 
 def test_tf32() -> None:
-    """Between the errors of f32 and of f16: operands have 11 significant bits, sums 24."""
+    """The error is between those of f32 and f16: operands have 11 significant bits, sums 24."""
 
     @hw.fusion(x=hw.f32["M", "K"], w=hw.f32["K", "N"], b=hw.f32["N"])
     def product(x, w, b):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""`program.prepare` on a GPU: a server of varying sizes plans and allocates nothing while it serves."""
+"""`program.prepare` on a GPU: a server with varying sizes plans and allocates nothing while it serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same programs on as many real GPUs as there are, and what only GPUs have: devices, streams of other libraries, memory."""
+"""The same programs on all available GPUs, and GPU-specific behaviour: devices, streams of other libraries, memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="session")
 def built(request: pytest.FixtureRequest) -> None:
-    """Compiles what the chosen tests run, side by side."""
+    """Compiles the programs of the selected tests in parallel."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     chosen = [call.params["case"] for call in calls if call and isinstance(call.params.get("case"), Case)]
     with ThreadPoolExecutor(max(len(os.sched_getaffinity(0)) // 2, 2)) as pool:
@@ -192,7 +192,7 @@ def test_calls_in_flight_on_gpus_that_take_everything_from_one_queue() -> None:
 
 @hw.fusion(x=hw.f32["M", "N"])
 def back_and_forth(x):
-    """Every kernel reads what all blocks of the one before it have written, of which the last ones end late."""
+    """Every kernel reads data that all blocks of the previous kernel wrote, some of which end late."""
     for _ in range(8):
         x = x * 0.5 + hw.sum(x, 0, keepdims=True) * (1 / 2048)
         x = x * 0.5 - hw.sum(x, 1, keepdims=True) * (1 / 2048)
@@ -200,7 +200,7 @@ def back_and_forth(x):
 
 
 def test_a_kernel_that_is_launched_early_waits_for_the_one_before() -> None:
-    """16 kernels a call, three calls in flight, over memory full of NaN."""
+    """16 kernels per call, three calls in flight, over memory full of NaN."""
     program = hw.compile(back_and_forth, target="cuda")
     assert program.source.count("hw::launch_pdl(") == 16
     calls = [random_arrays(back_and_forth, {"M": 3000, "N": 2048}, seed) for seed in range(3)]
@@ -313,7 +313,7 @@ def test_ctrl_c_and_the_time_out_end_ranks_that_wait_for_ever() -> None:
 
 
 def test_outputs_belong_to_the_stream_of_the_call(request: pytest.FixtureRequest) -> None:
-    """What torch's allocator gave for the stream, current or given, it gives again on that stream, and on no other."""
+    """Memory that torch's allocator returned for the current or given stream is reused on that stream only."""
     torch = pytest.importorskip("torch", reason="whose streams the test uses: pip install torch")
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["M"])

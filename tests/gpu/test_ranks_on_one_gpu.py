@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, by transport `peer`, as NCCL has no communicator for them: processes run, calls and graphs; threads are refused."""
+"""Two ranks on one GPU with transport `peer`, since NCCL does not support this: processes make calls and graphs; threads are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ("ag_matmul_put", "ag_matmul_pull", "matmul_rs_put", "mlp_put")
 
 
 def compare(fusion: Fusion, group: Group) -> None:
-    """One rank's calls, and replays of their graph, against the reference."""
+    """Compares one rank's calls, and replays of their graph, with the reference."""
     import torch
 
     torch.cuda.set_device(0)

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats on one GPU: close to float64, and as close as torch._scaled_mm for the same scales."""
+"""Scaled matmuls of 8-bit floats on one GPU: close to float64, and as accurate as torch._scaled_mm with the same scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scatter_add` and `scatter` on a GPU beside NumPy's: one index for all lanes and one for each, full warps and others, ranges of ranks."""
+"""`scatter_add` and `scatter` on a GPU against NumPy: shared and separate indices per lane, full and partial warps, ranges of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.parametrize(("tokens", "rows", "width"), [(1, 1, 1), (33, 40, 31), (100, 7, 96), (1000, 300, 257), (4096, 1024, 512)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_sums_at_indices(tokens: int, rows: int, width: int, shared: bool) -> None:
-    """Sums of integers, which are exact, and the last of those that go to one place."""
+    """Exact integer sums, and the last of several writes to one place."""
     index = hw.i64["T", 1 if shared else "E"]
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["V", "E"], index=index, source=hw.f32["T", "E"])

@@ -1,4 +1,4 @@
-"""All-reduces inside of kernels on GPUs: their sums, in captures and beside them, several calls in flight, and a rank that never comes."""
+"""All-reduces inside kernels on GPUs: sums, captured and not, several calls in flight, and a rank that never comes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {hw.bf16: "bfloat16", hw.f16: "float16", hw.f32: "float32"}
 
 
 def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> hw.Program:
-    """y = x + all_reduce(p), and what begins with its row sums: a kernel that reads what it reduces in two walks."""
+    """y = x + all_reduce(p), and a kernel that begins with its row sums, so that it reads the sum twice."""
 
     @hw.fusion(mesh=hw.Mesh(tp=RANKS), x=dtype["T", width], p=dtype[f"{RANKS}@tp", "T", width])
     def reduced(x: hw.Tensor, p: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -36,12 +36,12 @@ def reducing(width: int, dtype: hw.DType = hw.bf16, transport: str = "auto") -> 
 
 
 def integers(*shape: int, seed: int) -> Any:
-    """Of -1, 0 and 1, on the CPU: sums are exact, and all ranks make the same ones."""
+    """Integers of -1, 0 and 1 on the CPU: sums are exact, and all ranks generate the same ones."""
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 class Rank:
-    """The arrays of one rank, and what it must give."""
+    """Arrays of one rank, and the expected outputs."""
 
     def __init__(self, rank: int, rows: int, width: int, dtype: hw.DType = hw.bf16):
         self.rank, self.shape, self.dtype = rank, (rows, width), getattr(torch, DTYPES[dtype])
@@ -77,7 +77,7 @@ def on_ranks(body: Callable[[int, hw.Group], None], **options: Any) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums(dtype: hw.DType) -> None:
-    """Of rows that fill packets and of rows that do not, up to the largest and beyond, where NCCL reduces."""
+    """Rows that fill packets and rows that do not, up to the maximum size and beyond, where NCCL reduces."""
     programs = [(width, reducing(width, dtype)) for width in (8192, 96, 31)]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -92,7 +92,7 @@ def test_sums(dtype: hw.DType) -> None:
 
 
 def test_as_nccl_rounds() -> None:
-    """On two ranks there is one way to round a sum."""
+    """On two ranks a sum can be rounded in only one way."""
     programs = [reducing(8192), reducing(8192, transport="two_sided")]
 
     def body(rank: int, group: hw.Group) -> None:
@@ -107,7 +107,7 @@ def test_as_nccl_rounds() -> None:
 
 
 def test_captured_and_not_with_many_in_flight() -> None:
-    """Launches of two graphs and calls of two programs, of several sizes, nobody waiting in between: packets are counted all the same."""
+    """Launches of two graphs and calls of two programs of several sizes, without waits in between; packets are still counted correctly."""
     program, other = reducing(8192), reducing(256)
 
     def body(rank: int, group: hw.Group) -> None:
@@ -138,7 +138,7 @@ def test_captured_and_not_with_many_in_flight() -> None:
 
 
 def test_a_rank_that_never_comes() -> None:
-    """The kernels that wait for it end when the call is given up, and the GPU is free afterwards."""
+    """Kernels that wait for it end when the call is aborted, and the GPU is usable afterwards."""
     program = reducing(8192)
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Timelines that are measured on GPUs: each instruction's time, in the order of the program, and close to the whole call's."""
+"""Timelines measured on GPUs: each instruction's time, in program order, with a total close to the time of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Options(tune=True)` on GPUs: products by measured algorithms, which all ranks take, and which are found again."""
+"""`Options(tune=True)` on GPUs: matmuls by measured algorithms, the same on all ranks, reused from the cache."""
 
 from __future__ import annotations
 

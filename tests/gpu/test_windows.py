@@ -1,4 +1,4 @@
-"""Programs whose ranks write and read each other's memory, on real GPUs of one host; by one_sided with NCCL 2.29 or later."""
+"""Programs whose ranks access each other's memory, on GPUs of one host; transport one_sided with NCCL 2.29 or later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TRANSPORTS = ["peer", pytest.param("one_sided", marks=OLD)]
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", [*NAMES, *WHOLLY])
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
-    """With memory that grows between calls, over memory full of NaN, and with several calls in flight."""
+    """Memory grows between calls and is full of NaN before each; several calls are in flight."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times in (1, 16, 128, 16):
@@ -53,7 +53,7 @@ def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
 @pytest.mark.parametrize("ranks", [1, *RANKS])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
-    """Communication outside of loops, with memory that grows, several calls in flight, and blocks of two sizes, of which one may be 0."""
+    """Communication outside loops, with growing memory, several calls in flight, and blocks of two sizes, one of which may be 0."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     if fusion.mesh.size == 1:
         pytest.skip("one rank has nobody to communicate with")
@@ -95,7 +95,7 @@ def test_torch_tensors_of_a_layer(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["ag_matmul_put", "exchanges"])
 def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> None:
-    """By threads, with arrays that are freed between calls."""
+    """On threads, with arrays that are freed between calls."""
     torch = pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, provider = hw.compile(fusion, target="cuda", options=Options(transport="peer")), hw.Threads(ranks)

@@ -1,4 +1,4 @@
-"""Text of either IR that was changed at random, or that asks for too much: a program, or a ProgramError with its place, in bounded time."""
+"""Randomly changed or excessive text of either IR gives a program or a ProgramError with its place, in bounded time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_host(source: str) -> HostProgram:
 
 
 def mutated(source: str, draw: random.Random) -> str:
-    """With some tokens deleted, doubled, swapped, or in place of others."""
+    """Text with some tokens deleted, doubled, swapped, or replaced by others."""
     tokens = TOKEN.findall(source)
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         at, other = (draw.randrange(len(tokens)) for _ in range(2))
@@ -75,7 +75,7 @@ def mutated(source: str, draw: random.Random) -> str:
 
 
 def expect_a_program_or_an_error(read: Callable[[str], Fusion | HostProgram], source: str) -> bool:
-    """Whether it is a program; one prints and parses back."""
+    """Returns True if the text is a program. A program must survive printing and parsing."""
     start = time.monotonic()
     try:
         program = read(source)

@@ -1,4 +1,4 @@
-"""Blocks of shards that may be uneven: between any two meshes every element goes to each rank that is to hold it, once."""
+"""Blocks of possibly uneven shards: between any two meshes every element reaches each rank that needs it exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks as they are traced and written: once each, before who calls them; and what is refused, with the exact message."""
+"""Tracing and text of blocks: each is written once, before its callers. Errors have exact messages."""
 
 from __future__ import annotations
 

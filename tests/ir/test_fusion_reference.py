@@ -1,4 +1,4 @@
-"""The NumPy reference computes what each op means, and the tolerance covers what rounding does."""
+"""NumPy reference of each op, and tolerances that cover rounding."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_tolerance_covers_the_scores_of_a_softmax_and_not_much_more(head: int) -
 
 @pytest.mark.parametrize("dtype", [hw.f64, hw.f32, hw.f16, hw.bf16])
 def test_tolerance_grows_as_sums_do(dtype: DType) -> None:
-    """As the square root of what is added up: a sum of 16 times as many terms of either sign is 4 times as large."""
+    """Grows with the square root of the number of terms: with 16 times as many terms of either sign a sum is 4 times as large."""
     for length in (1 << 10, 1 << 14, 1 << 26):
         assert tolerance(dtype, 16 * length).atol <= 4 * tolerance(dtype, length).atol
 
@@ -138,7 +138,7 @@ def test_integers_have_no_tolerance() -> None:
 
 
 def test_one_device_computes_the_same_without_communication() -> None:
-    """What exported projects compare with: every program, its functions, pipelines and slices among them."""
+    """Covers every program with its functions, pipelines and slices; exported projects compare with this reference."""
     for fusion in (*all_fusions(ranks=4, chunks=3).values(), *more_fusions(ranks=4).values(), *pipelines(ranks=4).values()):
         alone = on_one_device(fusion)
         assert not needs_ranks(fusion)

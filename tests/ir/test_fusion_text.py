@@ -1,4 +1,4 @@
-"""Fusions print and parse back equal, and text that is wrong is refused with its line and column."""
+"""Text of fusions: printing and parsing are inverse, and wrong text is refused with line and column."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tracing writes down."""
+"""Result of tracing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_names() -> None:
 
 
 def test_names_of_variables() -> None:
-    """Of the function and of those that it calls, bound once or again; an argument is named by who made it."""
+    """Covers variables of the function and of functions that it calls, bound once or again.
+
+    An argument has the name given by its creator.
+    """
     fusion = trace(
         "def layer(h, w):\n    product = h @ w\n    gated = product * hw.sigmoid(product)\n    return gated\n"
         "for w in (v, u):\n    x = layer(x, w)\n"

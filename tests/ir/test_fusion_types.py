@@ -1,4 +1,4 @@
-"""Specs, meshes, and the blocks of global arrays."""
+"""Type specs, meshes, and blocks of global arrays."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sums_of_extents() -> None:
 
 
 def test_sizes_of_shares() -> None:
-    """Their text is read back, whatever the size is that ranks share."""
+    """Their text is parsed back for any size that is sharded."""
     m, n = Size.of("M"), Size.of("N")
     mesh = hw.Mesh(x=4)
     part = Size(1, (LocalSize(m, ("x",)),))

@@ -1,4 +1,4 @@
-"""One failing fusion for every rule of the verifier, with the exact message."""
+"""One invalid fusion for every rule of the verifier, with the exact message."""
 
 from __future__ import annotations
 

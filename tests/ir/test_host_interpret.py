@@ -1,4 +1,4 @@
-"""The hand-written host programs give what plain NumPy gives, on every rank's copy of the output."""
+"""Hand-written host programs give NumPy's results in every rank's copy of the output."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ REFERENCE: dict[str, Callable[..., Array]] = {
 
 
 def arguments(host: HostProgram, sizes: dict[str, int]) -> dict[str, Array]:
-    """Small integers, so that bf16 holds every sum exactly."""
+    """Small integers, so that bf16 sums are exact."""
     random = np.random.default_rng(0)
     return {p.name: random.integers(-1, 2, global_shape(p.type, sizes)).astype(np.float32) for p in host.inputs}
 

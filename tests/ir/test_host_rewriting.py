@@ -1,4 +1,4 @@
-"""Rewriting of host programs: rules that see what has become of a body, and edits of single instructions, inside of others that change."""
+"""Rewriting of host programs: rules on rewritten bodies, and edits of single instructions, also inside other edited ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = HostProgram.parse("""host @p(%x: f32[M]) -> (%y: f32[M]) mesh(x=1) str
 
 
 def the(kind: type[tree.Instruction]) -> tuple[int, tree.Instruction]:
-    """The first of its kind, with its number."""
+    """First instruction of its kind, with its position."""
     return next((number, i) for number, i in enumerate(tree.walk(PROGRAM.body)) if isinstance(i, kind))
 
 
@@ -55,7 +55,7 @@ def test_an_edit_that_would_be_lost_is_refused() -> None:
 
 
 def test_an_edit_is_of_one_place() -> None:
-    """Also where the same object stands at two: a pass may say an instruction again."""
+    """Holds even if one object stands at two places: a pass may repeat an instruction."""
     fill = ir.Fill("y", 0.0)
     assert tree.edited((fill, fill), {1: ()}) == (fill,)
     again = (ir.OnStream("ring", Const(0), (fill,)),) * 2
@@ -63,7 +63,7 @@ def test_an_edit_is_of_one_place() -> None:
 
 
 def test_a_rule_that_gives_what_compares_equal() -> None:
-    """0.0 == -0.0, and places do not count when instructions are compared; inside of others the rule has its effect all the same."""
+    """0.0 == -0.0, and comparison of instructions ignores locations; nested rules take effect all the same."""
     negative = tree.rewrite(PROGRAM.body, lambda i: replace(i, value=-i.value) if isinstance(i, ir.Fill) else None)
     assert [repr(i.value) for i in tree.walk(negative) if isinstance(i, ir.Fill)] == ["-0.0", "-0.0"]
     place = Location("elsewhere", 1)

@@ -1,4 +1,4 @@
-"""Host programs print and parse back equal; text that is no program is a ParseError with a place, never anything else."""
+"""Text of host programs: printing and parsing are inverse; invalid text raises ParseError with a place, never another exception."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_percent_at_the_start_of_a_line_is_a_name() -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_expressions(seed: int) -> None:
-    """What is printed has the value of what was built."""
+    """Printed text has the same value as the expression."""
     draw = random.Random(seed)
 
     def expr(depth: int) -> Expr:
@@ -165,7 +165,7 @@ def test_truncated_text() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("ag_matmul_ring", "matmul_rs_flat", "allreduce_rows")])
 def test_garbled_text(name: str) -> None:
-    """A token lost, doubled or replaced gives a program or an error that says where, and no other exception."""
+    """A token that is lost, doubled or replaced gives a program or an error with a place, and no other exception."""
     tokens = [token for token in TOKEN.findall(text(name)) if not token.isspace()]
     draw = random.Random(name)
     for _ in range(400):

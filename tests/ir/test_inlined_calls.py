@@ -1,4 +1,4 @@
-"""Host programs with functions: all calls inlined, and the bodies apart and together again."""
+"""Host programs with functions: inlining of calls, and splitting into bodies and joining them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ host @f(%x: f32[M@x, E], %w: f32[E, E]) -> (%y: f32[M@x, E]) mesh(x=2) streams(r
 
 
 def test_inlined() -> None:
-    """Memory is of each call: what a block needs to its end is deallocated there, and the next call may have the same."""
+    """Each call has its own memory: memory that lives to the end of a block is deallocated there, and the next call may reuse it."""
     host = HostProgram.parse(CPU_DEVICE)
     verify_host(host)
     flat = inlined(host)
@@ -99,7 +99,7 @@ def test_inlined() -> None:
 
 
 def test_donated_arguments() -> None:
-    """The names of parameters say which contents of the memory they stand for."""
+    """Names of parameters tell which contents of the memory they stand for."""
     text = """function @fn(%x: f32[4], %u: f32[4]) -> (%y: f32[4] in %x) {
   copy %u -> %y
 }

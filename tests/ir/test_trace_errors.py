@@ -1,4 +1,4 @@
-"""What tracing refuses, each with the exact message."""
+"""Errors of tracing, each with the exact message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dims in zigzag: their text, what each rank has of them, where they travel through a program, and what is refused."""
+"""Dims in zigzag: text, local blocks, propagation through a program, and errors."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_other_meshes_and_streams() -> None:
 
 
 def test_a_second_half_in_reverse() -> None:
-    """Of any dims, also the innermost ones, side by side or not; as it is stored, computed with and reduced."""
+    """For any dims, also innermost and adjacent ones; stored, used in computation, and reduced."""
     text = """\
 fusion @reversed(%a: bf16[2, 3, N, 8], %b: f32[N, 5, 2], %c: f32[N, 2, 4], %d: f8e4m3[2, N], %e: bool[4, N, 2, 8]) mesh(x=1) {
   %a_pieces: bf16[2, 3, N, 8] = reverse_second(%a, axis=1, halves=0)

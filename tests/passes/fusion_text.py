@@ -1,4 +1,4 @@
-"""Text in, text out: a fusion before a pass and after it."""
+"""Tests of passes by text: a fusion before a pass and after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pass = Callable[[Fusion, Options], Fusion]
 
 
 def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
-    """A fusion that returns what its last op makes; choices follow the ops."""
+    """Fusion that returns the result of its last op. Choices follow the ops."""
     lines = [line.strip() for line in ops.strip().splitlines()]
     last = [line for line in lines if not line.startswith("choice")][-1].partition(":")[0]
     body = "".join(f"  {line}\n" for line in lines)
@@ -21,7 +21,7 @@ def fusion(inputs: str, ops: str, mesh: str = "x=8") -> Fusion:
 
 
 def check(apply: Pass, inputs: str, before: str, after: str, mesh: str = "x=8") -> None:
-    """Applies the pass, verifies what comes out and compares its text."""
+    """Applies the pass, verifies the result and compares its text."""
     result = apply(fusion(inputs, before, mesh), Options())
     verify_fusion(result, after=level_of(apply.__name__))
     assert "\n".join(str(result).splitlines()[1:-2]) == "\n".join("  " + line.strip() for line in after.strip().splitlines())

@@ -1,4 +1,4 @@
-"""What a stage's analyses and its verifier cost: each is run once for each program that a pass made."""
+"""Cost of analyses and verifier: each runs once per program that a pass makes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEEDS = fusions("seeds.py")
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_once_a_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a compile and of the sources: def-use, live ranges, and the operations of all ranks, whose order the check and a pass ask for."""
+    """During compilation and emission: def-use, live ranges, and the operations of all ranks, whose order the check and a pass need."""
     found: dict[str, list[object]] = defaultdict(list)
 
     def counted(module: ModuleType, function: str) -> None:

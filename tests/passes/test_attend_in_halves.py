@@ -1,4 +1,4 @@
-"""The pass attend_in_halves: one attention of rows in zigzag becomes two, and what says which rows they are."""
+"""The pass attend_in_halves: one attention with rows in zigzag becomes two, with attributes for the rows of each."""
 
 from __future__ import annotations
 

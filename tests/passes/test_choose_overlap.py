@@ -1,4 +1,4 @@
-"""Which ops share a loop, what a step covers, and by what the loop communicates."""
+"""Ops that share a chunk loop, the range of a step, and the algorithm of the loop."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_error(program: tuple[str, str], stated: str, message: str) -> None:
 
 
 def test_gathers_of_other_shards_stand_before_the_loop() -> None:
-    """A step takes a slice of every shard, so all that it reads has as many."""
+    """A step takes a slice of every shard, so all operands of the loop have the same number of shards."""
     check(
         choose_overlap,
         "%x: f32[M@dp], %w: f32[M@dp,tp]",
@@ -240,7 +240,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_gather_for_something_else_stays_out_with_a_warning(other: str) -> None:
-    """The gather stands in front of the loop, and the user is told."""
+    """The gather stands before the loop, and a warning is printed."""
     first = "%b: f32[M, K] = matmul(%g, %w)" if other == "comes first" else ""
     before = f"""%g: f32[M, K] = all_gather(%x, dim=0, axes=(x))
         {first}

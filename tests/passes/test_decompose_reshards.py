@@ -173,7 +173,7 @@ def test_case(case: str) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "stream" not in CASES[case][2]])
 def test_steps_that_a_program_states_stay_as_they_are(case: str) -> None:
-    """No pass before it touches them, or what they are of."""
+    """No earlier pass changes them or their operands."""
     inputs, _, after = CASES[case]
     program = fusion(inputs, after, mesh="x=8, y=2")
     for apply in (propagate_sharding, insert_reshards, decompose_reshards):
@@ -191,7 +191,7 @@ def test_sizes_decide_between_ways() -> None:
 
 
 def test_costs() -> None:
-    """Of all ways of one or two steps none moves less than the plan."""
+    """No other plan of one or two steps moves fewer bytes."""
     mesh = Mesh(x=4, y=2)
     types = [f32["M@x", "N"], f32["M@y", "N"], f32["M@x,y", "N"], f32["M", "N@y,x"], f32["M@y", "N@x"], f32["M", "N"], f32["M@x", "N@y"]]
     sizes = {"M": 64, "N": 1024}

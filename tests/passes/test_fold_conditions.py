@@ -58,7 +58,7 @@ CASES = {
 
 
 def program(body: str) -> HostProgram:
-    """With the channel and the events that the body uses."""
+    """Program with the channel and events that the body uses."""
     channels, events = " channels(b: b two_sided)" if " on b" in body else "", " events(done[1])" if "done" in body else ""
     return HostProgram.parse(f"host @f(%x: f32[4]) -> (%y: f32[4]) mesh(a=2, b=1){channels}{events} {{\n{body}}}\n")
 
@@ -72,7 +72,7 @@ def test_fold_conditions(case: str) -> None:
 
 
 def test_a_simpler_condition_says_the_same() -> None:
-    """At every value of an index and a coordinate."""
+    """Both conditions agree for every value of an index and a coordinate."""
     mesh, count = Mesh(a=2, b=1), 4
     terms: list[Expr] = [Const(0), Const(1), Const(3), Var("i"), Coordinate("a"), Coordinate("b")]
     terms += [Binary(op, Var("i"), right) for op in "+-*" for right in terms[1:5]] + [Var("i") // 2, Var("i") // 5, Var("i") % 3]

@@ -1,4 +1,4 @@
-"""Which launches a matmul takes over, how far, and which stay."""
+"""Launches that become matmul epilogues, completely or in part, and launches that stay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kernel(*ops: str, inputs: str = "%h: {t}[M, N], %b: {t}[N]", results: str = 
 
 
 def srcs(inputs: str) -> str:
-    """The names of a kernel's inputs."""
+    """Names of a kernel's inputs."""
     return ", ".join(re.findall(r"%\w+", inputs))
 
 
@@ -97,7 +97,7 @@ def test_kernels_that_stay(name: str) -> None:
 
 
 def test_a_kernel_is_left_with_what_a_value_that_it_wrote_leads_to() -> None:
-    """A sum that is normed, and added to again later."""
+    """A sum that is normalised, and later added to again."""
     ops = ["s = add(%h, %r)", "e = exp(%s)", "y = multiply(%e, %b)"]
     before = host(
         kernel(*ops, inputs=BOTH, results="%s, %y"),
@@ -138,7 +138,7 @@ host @f(%x: bf16[M, K], %w: bf16[K, N], %v: bf16[K, N]) -> (%y: bf16[M, N]) mesh
 
 
 def test_one_kernel_after_another() -> None:
-    """What a fold leaves may be folded again."""
+    """The remainder of a fold can be folded again."""
     kernels = ADD + "kernel @relu_y(%a: {t}[M, N]) {\n  %y: {t}[M, N] = relu(%a)\n}\n"
     body = """\
 %h = allocate {t}[M, N]

@@ -1,4 +1,4 @@
-"""Which launches become one kernel, under which names, and why a kernel ends where it does."""
+"""Launches that become one kernel, names of the kernel's values, and reasons why a kernel ends."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ host @f(%x: f16[N]) -> (%y: f32[N], %z: f32[]) mesh() {
 
 
 def apart(between: str, later: str = "launch @multiply_y %x, %w -> %b") -> bool:
-    """Whether a kernel of %x, and one of %x and %w after these instructions, stay two."""
+    """True if a kernel of %x and one of %x and %w after these instructions stay separate."""
     inputs = "(%x: f32[N, N], %w: f32[N, N]) -> (%y: f32[N, N], %z: f32[N, N]) mesh() streams(s[1]) events(e[1])"
     body = f"launch @negative_h %x -> %y\n{between}\n%b = allocate f32[N, N]\n{later}\nmatmul %w, %b -> %z"
     text = fused(host_text.parse(str(host(body, inputs)).replace("[M, N]", "[N, N]")))
@@ -242,7 +242,7 @@ def test_kernels_that_read_the_same_are_one() -> None:
 
 @pytest.mark.parametrize("order", ["wgns", "gnws", "gnsw", "gsnw"])
 def test_a_kernel_joins_none_whose_own_users_it_cannot_join(order: str) -> None:
-    """The backward pass of a norm: the sum of columns takes over nothing that the sum of rows needs, and so need not write it."""
+    """Backward pass of a norm: the column sum recomputes nothing that the row sum needs, so it need not be written."""
     x = hw.bf16["M", "N"]
 
     @hw.fusion(a=x, b=x, p=x, q=x, w=hw.bf16["N"], r=hw.f32["M", 1], t=x)
@@ -291,7 +291,7 @@ kernel @negative_multiply_max_y_m(%x: f32[M, N]) {
 
 
 def test_streams_that_write_nothing_of_it_go_on_between() -> None:
-    """A gather beside it, of what a later matmul takes, splits no kernel."""
+    """An asynchronous gather for a later matmul does not split a kernel."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nfork ring\n"
@@ -302,7 +302,7 @@ def test_streams_that_write_nothing_of_it_go_on_between() -> None:
 
 
 def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
-    """What it reads is written chunk by chunk, and by nothing once it has been read."""
+    """The kernel's input is written chunk by chunk, and not written again after it has been read."""
     text = fused(
         host(
             "%h = allocate f32[M, N]\n%k = allocate f32[M, N]\n"
@@ -389,7 +389,7 @@ def test_a_cheap_vector_is_computed_where_it_is_used() -> None:
 
 
 def test_what_two_kernels_took_over_is_computed_once() -> None:
-    """The cast of c is in the sum and in the difference, which are one kernel in the end."""
+    """The cast of c is part of the sum and of the difference, which finally become one kernel."""
 
     def both(x: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
         wide = hw.astype(c, hw.f32)
@@ -448,7 +448,7 @@ def test_numbers_are_told_apart_as_they_are_written() -> None:
 
 
 def test_a_wider_dtype_is_not_written() -> None:
-    """Two kernels that need a value in f32 read it as it is rounded, and widen it each."""
+    """Two kernels that need a value in f32 each read it in its rounded form and widen it."""
 
     @hw.fusion(x=hw.bf16["M", "N"], y=hw.bf16["M", "N"])
     def both(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -1,7 +1,7 @@
-"""After the passes every rank, computing on its own shards alone, gets its block of what the program means.
+"""After the passes, every rank, computing on its own shards only, gets its block of the program's result.
 
-The passes' output is run here op by op in NumPy, a list of local arrays a value: what is checked is the meaning of layouts,
-partial results and reshards, before any host program exists.
+The output of the passes runs here op by op in NumPy, with a list of local arrays per value. This checks the meaning of layouts,
+partial results and reshards before any host program exists.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def lowered(fusion: Fusion) -> Fusion:
 
 
 def run_ranks(fusion: Fusion, arrays: dict[str, Array]) -> list[list[Array]]:
-    """Every output as one local array a rank."""
+    """Every output as one local array per rank."""
     mesh = fusion.mesh
     sizes = bind_sizes(fusion.name, mesh, {v.name: v.type for v in fusion.inputs}, {name: a.shape for name, a in arrays.items()})
     local = {v.name: [v.type.shard(arrays[v.name], rank, mesh) for rank in range(mesh.size)] for v in fusion.inputs}
@@ -62,7 +62,7 @@ def compute(op: Op, tensors: list[Array], sizes: dict[str, int], mesh: Mesh) -> 
 
 
 def exchange(op: Op, local: list[Array], mesh: Mesh) -> list[Array]:
-    """One communication or local slice, as the op's attributes alone say it."""
+    """One communication or local slice, from the op's attributes only."""
     change = step_of(op)
     result = []
     for rank, mine in enumerate(local):
@@ -114,7 +114,7 @@ REDUCTIONS = (hw.sum, hw.mean, hw.max, hw.min)
 
 
 def random_fusion(seed: int) -> Fusion:
-    """A random program on a random mesh, with random shardings of its inputs and of what is stated on the way."""
+    """Random program on a random mesh, with random shardings of inputs and of stated intermediate values."""
     rng = random.Random(seed)
     mesh = rng.choice([hw.Mesh(x=2), hw.Mesh(x=3), hw.Mesh(x=2, y=3), hw.Mesh(x=2, y=2), hw.Mesh(x=1, y=4)])
 

@@ -1,4 +1,4 @@
-"""Which communications share a group, what is moved for that, and where a group ends."""
+"""Communications that share a group, instructions that move for that, and ends of groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def grouped(program: HostProgram) -> str:
-    """The body after the pass."""
+    """Body after the pass."""
     result = group_communications(program, Options())
     verify_host(result)
     assert HostProgram.parse(str(result)) == result
@@ -122,7 +122,7 @@ def test_what_stays_apart(body: str) -> None:
 
 
 def posting(program: HostProgram, most: int) -> HostProgram:
-    """On channels whose transport takes so many calls in a group."""
+    """Channels whose transport accepts this many calls per group."""
     transport = replace(find_transport("two_sided"), posts_in_group=most)
     return replace(program, channels=tuple(replace(channel, transport=transport) for channel in program.channels))
 
@@ -153,7 +153,7 @@ def test_a_group_holds_what_its_transport_takes() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_program_with_groups(ranks: int) -> None:
-    """Gathers, sums and scatters that share groups, at even and uneven sizes: every rank's copy."""
+    """Gathers, reductions and scatters that share groups, at even and uneven sizes; every rank's copy is checked."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), u=hw.f32["M@x", "K"], v=hw.f32["M@x", "L"])
     def shared(u, v):
@@ -177,7 +177,7 @@ def test_a_program_with_groups(ranks: int) -> None:
 
 
 def test_what_lays_out_comes_behind() -> None:
-    """What only moves what has arrived goes behind the next communication, unless that takes it, or writes where it was moved to."""
+    """An unpack of received data moves behind the next communication, unless that reads or overwrites its result."""
     laid = "%c = allocate f32[4, 1]\nall_reduce sum %a -> %c on x\ncopy %c -> %p\n"
     assert (
         grouped(host(f"{laid}all_reduce sum %b -> %q on x\nlaunch @negative_n %c -> %r"))

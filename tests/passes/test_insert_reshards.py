@@ -1,4 +1,4 @@
-"""Where producer and consumer disagree a reshard is inserted; a partial result is resolved right after its producer."""
+"""Reshards are inserted where producer and consumer disagree; a partial result is reduced right after its producer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How single ops become instructions: views, what is made in place, what is communicated beside the rest. Fusion text in, host text out."""
+"""Lowering of single ops: views, in-place results, and asynchronous communication. Fusion text in, host text out."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_lower_to_host(case: str) -> None:
 
 @pytest.mark.parametrize(("chunks", "streams"), [((2, 3), 3), ((3, 2), 3), ((2, 8), 4), ((1, 1), 1)])
 def test_no_more_streams_than_the_steps_of_the_longest_loop(chunks: tuple[int, int], streams: int) -> None:
-    """Of blocks and of what calls them."""
+    """Counts loops of blocks and of their callers."""
     inner, outer = (f"stream(M, {count})" for count in chunks)
     stage = Fusion.parse(f"""\
 function @b(%x: f32[M]) {{

@@ -1,4 +1,4 @@
-"""What lower_to_host decides before it writes anything: which ops share a loop, and where results lie."""
+"""Decisions of lower_to_host before emission: ops that share a loop, and memory of results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hostweave.pipeline import PASSES, lower
 
 
 def flow(inputs: str, ops: str, returned: str = "%y", mesh: str = "x=4") -> Dataflow:
-    """A fusion as the passes before lower_to_host leave it."""
+    """A fusion after the passes before lower_to_host."""
     body = "".join(f"  {line.strip()}\n" for line in ops.strip().splitlines())
     fusion = Fusion.parse(f"fusion @f({inputs}) mesh({mesh}) {{\n{body}  return {returned}\n}}\n")
     for apply in PASSES[: PASSES.index(lower_to_host)]:
@@ -102,7 +102,7 @@ def test_what_is_transposed_in_its_loop_lies_whole() -> None:
 
 
 def test_a_short_loop_forks_the_streams_that_it_uses() -> None:
-    """The check sees what a loop uses and does not fork."""
+    """The check detects streams that a loop uses without a fork."""
     fusion = flow("%x: f32[M, N]", "%h: f32[M, N] stream(M, 2) = negative(%x)\n%y: f32[M, N] stream(M, 6) = exp(%h)").fusion
     host = lower(fusion, Options())
     assert [i.first for i in host.body if isinstance(i, ir.Fork | ir.Join)] == [2, 2, None, None]

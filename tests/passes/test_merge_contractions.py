@@ -1,4 +1,4 @@
-"""Matrices whose inner dim is merged of the same dims are multiplied by a contraction over these."""
+"""Matmuls whose inner dim merges the same dims in both operands become contractions over these dims."""
 
 from __future__ import annotations
 

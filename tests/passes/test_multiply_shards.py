@@ -1,4 +1,4 @@
-"""Which products take the shards of what is gathered one after another, and what they end with: fusion text in and out."""
+"""Matmuls that process gathered shards one after another, and their epilogues: fusion text in and out."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_stays(case: str) -> None:
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
-    """Of a weight of 4096 x 8192 that is gathered beside another product, with 1408 rows of a rank."""
+    """Choice for a 4096 x 8192 weight whose gather overlaps with another matmul, with 1408 rows per rank."""
     rows = 1408 * ranks
     stored = hw.bf16[4096, "8192@dp"] if columns else hw.bf16["8192@dp", 4096]
 
@@ -112,7 +112,7 @@ def names_of(choice: Choice | None) -> list[str]:
 
 
 def test_the_model_decides() -> None:
-    """The copy of the own shard, and of all shards to their columns, against products that fill fewer multiprocessors."""
+    """Trades copies of the own shard and of all shards to their columns against matmuls that fill fewer multiprocessors."""
     assert names_of(choice_of(2, columns=True)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(2, columns=False)) == ["put(2)", "put(1)", "none"]
     assert names_of(choice_of(8, columns=False)) == ["put(1)", "put(8)", "none"]
@@ -129,7 +129,7 @@ def test_only_products_that_alone_take_it() -> None:
 
 
 def multiplies_right(seed: int) -> bool:
-    """Layers of weights that are sharded by columns, as they are or transposed, and of what products end with."""
+    """Layers with weights sharded by columns, plain or transposed, and with different epilogues."""
     generator = Generator(seed)
     random, mesh = generator.random, hw.Mesh(x=generator.random.choice([2, 3, 4]))
     generator.mesh, generator.sizes = mesh, {"M": random.choice([1, 2]) * mesh.size, "N": 6 * mesh.size}

@@ -1,4 +1,4 @@
-"""The order of what the stages of a pipeline do: in time, with the same results, from micro-batches as they are written."""
+"""Order of a pipeline's stages: time, equal results, and schedules found from the order in the program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hostweave.pipeline import lower
 
 
 def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion:
-    """A matmul a stage, forward and backward. `naive`: one micro-batch after the other; `gpipe`: all forward first, by stages."""
+    """One matmul per stage, forward and backward. `naive`: one micro-batch after another; `gpipe`: all forward passes first, by stage."""
     mesh = hw.Mesh(x=stages * ranks)
     on = [mesh.ranks(range(stage * ranks, (stage + 1) * ranks)) for stage in range(stages)]
     weights = {f"w{stage}": hw.f32["N", "N"].on(on[stage]) for stage in range(stages)}
@@ -48,8 +48,7 @@ def pipeline(stages: int, batches: int, order: str, ranks: int = 1) -> hw.Fusion
 
 
 def units(program: ir.HostProgram) -> float:
-    """How long the ranks take where a matmul takes 1, and all else no time: a rank does one after another, and both sides of a transfer
-    come together."""
+    """Simulated time if a matmul takes 1 and everything else 0. A rank runs one op at a time, and both sides of a transfer meet."""
     instances = instantiate(program, {"M": 2, "N": 3})
     partners: dict[int, set[int]] = {}
     for meeting in meetings(instances):
@@ -85,7 +84,7 @@ def test_stages_are_busy(order: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_results(ranks: int) -> None:
-    """In either order, by either transport, in calls in a row."""
+    """In either order, with either transport, in consecutive calls."""
     fusion = pipeline(3, 3, "naive", ranks)
     for options in (hw.Options(), hw.Options(transport="one_sided")):
         program = lower(fusion, options)
@@ -101,7 +100,7 @@ def test_results(ranks: int) -> None:
 
 
 def test_what_is_left_as_it_is() -> None:
-    """One micro-batch has one order, and what is streamed keeps its own; so does everything without overlap."""
+    """One micro-batch has only one order, and streamed ops keep theirs. With overlap off, nothing changes."""
 
     def stage(fusion: hw.Fusion, **options: object) -> tuple[object, object]:
         stages = {}

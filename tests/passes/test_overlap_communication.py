@@ -1,4 +1,4 @@
-"""What is communicated beside the rest, and how early: fusion text in and out."""
+"""Asynchronous communication and its earliest position: fusion text in and out."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_unknown_overlap() -> None:
 
 
 def test_times() -> None:
-    """A product of 8192 x 8192 x 8192 takes its waves of tiles on 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
+    """A matmul of 8192 x 8192 x 8192 takes its waves of tiles on 132 multiprocessors; 7/8 of 128 MiB gathered among 8 take 386 us."""
     program = fusion(
         "%x: bf16[8192@x, 8192], %w: bf16[8192, 8192]",
         """%g: bf16[8192, 8192] = all_gather(%x, dim=0, axes=(x))
@@ -190,7 +190,7 @@ def test_times() -> None:
 
 
 def test_a_gather_with_nothing_beside_it() -> None:
-    """By copy engines where they take less time than a collective, and where they are used anyway."""
+    """Uses copy engines if they are faster than a collective, and if they are used anyway."""
     inputs, before, _ = next(iter(CASES.values()))
     for ranks, size, by in ((2, 8192, "async peer"), (2, 1024, ""), (8, 8192, "")):
         sizes = dict.fromkeys("MNK", size)
@@ -201,7 +201,7 @@ def test_a_gather_with_nothing_beside_it() -> None:
 
 
 def test_sums_that_kernels_may_add_up() -> None:
-    """They stay where nothing else is beside the rest; by the sizes that are stated, and in functions, too."""
+    """They stay if nothing else overlaps; for stated sizes, also in functions."""
     inputs = "%x: bf16[M, 64@x], %w: bf16[64@x, 4096], %u: bf16[N, N], %s: bf16[N@x, N]"
     ops = """%p: bf16[M, 4096] partial(sum, x) = matmul(%x, %w)
         %h: bf16[M, 4096] = all_reduce(%p, axes=(x), reduction=sum)
@@ -221,7 +221,7 @@ def test_sums_that_kernels_may_add_up() -> None:
 
 
 def test_a_reduce_scatter_beside_products() -> None:
-    """By copy engines and a kernel that adds, where ranks reach each other's memory and that holds multiprocessors for less time."""
+    """Uses copy engines and an adding kernel if there is peer access and this occupies multiprocessors for less time."""
     inputs = "%dy: bf16[M, N@x], %w: bf16[N@x, K], %a: bf16[M, K], %b: bf16[M, K]"
     ops = """%p: bf16[M, K] partial(sum, x) = matmul(%dy, %w)
         %dx: bf16[M@x, K] = reduce_scatter(%p, dim=0, axes=(x), reduction=sum)

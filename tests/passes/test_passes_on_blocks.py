@@ -1,4 +1,4 @@
-"""Passes on programs with blocks: each body as a program of its own, calls with the layouts that a block takes and gives."""
+"""Passes on programs with blocks: each body is a program of its own, and calls keep the layouts of parameters and results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stages(text: str) -> dict[str, str]:
 
 
 def body_of(text: str, head: str) -> list[str]:
-    """The lines of the body that starts with `head`."""
+    """Lines of the body that starts with `head`."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(head))
     return [line.strip() for line in lines[start + 1 : lines.index("}", start)]]
@@ -63,7 +63,7 @@ fusion @f(%x: f32[M, E@x], %w: f32[E, F]) mesh(x=4) {
 
 
 def test_what_a_reshard_of_a_result_states_stands_beside_the_call() -> None:
-    """A call has no stream, so a copy gets the one that a reshard without effect states; a name goes to the call."""
+    """A call has no stream, so a copy gets the one stated by a reshard without effect; a name goes to the call."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -86,7 +86,7 @@ fusion @f(%x: f32[M@x, E]) mesh(x=2) {
 
 
 def test_a_call_joins_no_loop() -> None:
-    """Though it feeds a streamed communication, as its sole consumer."""
+    """Not even as the sole consumer of a streamed communication."""
     text = """\
 function @layer(%x: f32[M@x, E]) {
   %y: f32[M, E] = negative(%x)
@@ -141,7 +141,7 @@ def test_each_body_has_events_of_its_own() -> None:
 
 
 def test_a_block_has_a_channel_where_it_communicates() -> None:
-    """On one rank a ring sends nothing; with two it does."""
+    """On one rank a ring sends nothing; on two it does."""
     text = """\
 fusion @f(%x: f32[M@x, E], %w: f32[E, E]) mesh(x={}) {{
   %y: f32[M@x, E] = call @layer(%x, %w)
@@ -184,7 +184,7 @@ fusion @f(%x: f32[M, E], %z: f32[E, M]) mesh(x=2) {
 
 
 def test_a_join_stays_before_a_call() -> None:
-    """The block forks the same streams again, and what it communicates comes after what they hold."""
+    """The block forks the same streams again, and its communication follows their work."""
     text = """\
 function @layer(%x: f32[M, E]) {
   %y: f32[M, E] stream(M, 2) = negative(%x)
@@ -202,7 +202,7 @@ fusion @f(%x: f32[M, E], %z: f32[M, E]) mesh(x=2) {
 
 
 def test_channels_take_turns_in_each_body() -> None:
-    """A body knows the sizes of its own parameters alone."""
+    """A body knows only the sizes of its own parameters."""
     text = """\
 function @layer(%x: f32[M@dp, K@tp], %w: f32[K@tp, N]) {
   %h: f32[M, N] = matmul(%x, %w)
@@ -223,7 +223,7 @@ fusion @f(%x: f32[M@dp, K@tp], %w: f32[K@tp, N], %z: f32[L@dp]) mesh(dp=2, tp=2)
 
 
 def test_channels_of_a_program_whose_block_has_events() -> None:
-    """Its calls are looked at with it, and so are their events, which stay the block's."""
+    """Calls are analysed with their bodies and events; the events remain the block's."""
     text = """\
 function @layer(%x: f64[N, 6@b], %w: f64[6, N]) {
   %h: f64[N, N] = matmul(%x, %w)
@@ -265,7 +265,7 @@ fusion @f(%x: f32[M@dp, K@tp]) mesh(dp=2, tp=2) {
 
 
 def test_a_block_takes_contiguous_arguments() -> None:
-    """A view that is not is packed, once for all calls."""
+    """A non-contiguous view is packed once for all calls."""
     text = """\
 function @layer(%w: f32[E, F]) {
   %y: f32[E, F] = negative(%w)
@@ -321,14 +321,14 @@ function @layer(%x: f32[M@x, E]) {
     ],
 )
 def test_a_block_writes_contiguous_memory(ops: str, expected: list[str]) -> None:
-    """Not where its result lies in something else."""
+    """Not if its result is part of another buffer."""
     text = f"{LAYER}fusion @f(%x: f32[M@x, E]) mesh(x=2) {{\n  %h: f32[M, E] = call @layer(%x)\n  {ops}\n  return %y\n}}\n"
     host = body_of(stages(text)["lower_to_host"], "host")
     assert host == ["%h = allocate f32[local(M, x), E]", "call @layer %x -> %h", *expected]
 
 
 def test_a_call_gives_all_results_of_its_block() -> None:
-    """In layouts of their own; one that nobody reads has memory, too."""
+    """Results have their own layouts; unused ones have memory too."""
     text = """\
 function @norm(%x: f32[M@x, E]) {
   %s: f32[M, 1] = sum(%x, axis=(1,), keepdims=true)
@@ -371,7 +371,7 @@ def test_stacked_weights_are_passed_as_they_lie() -> None:
 
 
 def test_what_is_communicated_beside_the_rest_is_waited_for_before_a_block_that_communicates() -> None:
-    """On every rank the two come in one order. A block that does not communicate runs beside it."""
+    """This gives the same order on every rank. A block without communication overlaps with it."""
     text = """\
 function @sums(%x: f32[M, K@x], %w: f32[K@x, N]) {
   %y: f32[M, N] async = matmul(%x, %w)

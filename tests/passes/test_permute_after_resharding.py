@@ -1,4 +1,4 @@
-"""Reshards of permuted tensors: fusion text in and out, and what a product with a transposed shard costs."""
+"""Reshards of permuted tensors: fusion text in and out, and the cost of a matmul with a transposed shard."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_same(case: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_product_with_a_transposed_shard_costs_its_gather(ranks: int) -> None:
-    """As the gradient of weights, whose rows are sharded: no copy and no kernel, and the same of several heads."""
+    """Gradient of weights with sharded rows: no copy and no kernel; also for several heads."""
     mesh, f32 = hw.Mesh(x=ranks), hw.f32
     fusions = (
         hw.fusion(mesh=mesh, x=f32["M@x", "K"], dh=f32["M", "N@x"])(lambda x, dh: hw.matmul(x.T, dh)),

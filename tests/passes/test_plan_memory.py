@@ -1,4 +1,4 @@
-"""What shares memory: chunks of steps, results and their operands, and what is not needed at once as far as streams are ordered."""
+"""Memory sharing: chunks of steps, results and their operands, and buffers with disjoint live ranges under the order of streams."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ join ring
 
 
 def with_planned_memory(program: HostProgram) -> HostProgram:
-    """By all passes that are about memory."""
+    """Applies all memory passes."""
     for apply in PASSES[PASSES.index(multi_buffer) :]:
         program = apply(program, Options())
     return program

@@ -1,4 +1,4 @@
-"""What shares memory where ranks of several meshes do different things."""
+"""Memory sharing between ranks of several meshes that run different instructions."""
 
 from __future__ import annotations
 

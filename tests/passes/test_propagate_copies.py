@@ -1,4 +1,4 @@
-"""Own chunks that are used where they lie: host text in, host text out, and both mean the same."""
+"""Own chunks that are used in place: host text in, host text out, with equal meaning."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ STAYS = {
 
 
 def program(step: str) -> HostProgram:
-    """Three steps of three ranks; what lands in %l is summed after them."""
+    """Three steps on three ranks; the data that arrives in %l is summed after them."""
     return HostProgram.parse(f"""\
 kernel @negative_b(%a: f32[4, 4]) {{
   %b: f32[4, 4] = negative(%a)
@@ -128,7 +128,7 @@ def test_a_copy_stays_where(case: str) -> None:
 
 
 def test_a_choice_touches_what_it_chooses_on_each_rank() -> None:
-    """A write of the chosen buffer beside a read of it is a race on that rank alone."""
+    """A write of the chosen buffer during a read of it is a race on that rank only."""
     text = """\
 host @f(%x: f32[4]) -> (%y: f32[4], %z: f32[4]) mesh(x=2) streams(ring[2]) {{
   fork ring

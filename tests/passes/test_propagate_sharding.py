@@ -1,4 +1,4 @@
-"""Shardings that nobody stated: forward, then backward into open dims."""
+"""Inferred shardings: forward, then backward into open dims."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Attention of which nobody thought: sizes, groups of heads, masks and shardings by seeds, forward and backward, on 1 to 8 ranks.
+"""Random attention: sizes, head groups, masks and shardings from seeds, forward and backward, on 1 to 8 ranks.
 
-It rounds, so that it is compared within a tolerance, and is no op of the other random programs.
+Its results are rounded and compared within a tolerance, so it is not part of the other random programs.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Case:
 
 
 def is_right(seed: int) -> bool:
-    """Whether there is such a program, of these sizes. Fails where it computes something else, or is refused for no known reason."""
+    """Returns True if the program is possible at these sizes. Fails on wrong results and on unknown refusals."""
     case = Case(seed)
     try:
         fusion = case.fusion()

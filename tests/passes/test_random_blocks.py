@@ -1,4 +1,4 @@
-"""Random programs with some of their ops in a block: they mean what they meant. `pytest -m slow` tries many more."""
+"""Random programs with some of their ops moved to a block keep their meaning. `pytest -m slow` tries many more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.types.tensor import Dim
 
 
 def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
-    """The program with a run of its ops in a block, which takes its parameters sharded at random and is called twice; or None."""
+    """Program with a run of its ops in a block that has randomly sharded parameters and is called twice; or None."""
     first = generator.random.randrange(len(fusion.ops))
     ops = fusion.ops[first : first + generator.random.randint(1, 4)]
     made = {op.result.name: op.result for op in ops}
@@ -41,7 +41,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
 
 
 def parameter(generator: Generator, value: Value) -> Value:
-    """As an input may be: a dim that is computed from sizes stays whole."""
+    """Type of an input or parameter. A dim that is computed from sizes stays unsharded."""
     axes = [dim.axes for dim in map(Dim.of, generator.sharded(["M"] * len(value.type.dims)))]
     whole = [size.is_int or str(size) in generator.sizes for size in value.type.shape]
     dims = (Dim(size, own if may else ()) for size, own, may in zip(value.type.shape, axes, whole, strict=True))
@@ -49,7 +49,7 @@ def parameter(generator: Generator, value: Value) -> Value:
 
 
 def is_right(seed: int) -> bool | None:
-    """Whether the program of this seed runs; None where it has no ops that make a block."""
+    """Returns True if the program of this seed runs; None if it has no ops for a block."""
     generator = Generator(seed)
     fusion = outlined(generator, generator.fusion())
     return fusion and computes(generator, fusion, seed)

@@ -53,7 +53,7 @@ def test_compiled_donations(seed: int) -> None:
 
 
 def late_copies(host: HostProgram) -> Iterator[HostProgram]:
-    """The program with one copy of donated memory at the end of its body, behind what overwrites that memory."""
+    """Programs with one copy of donated memory moved to the end of the body, after the write that overwrites it."""
     parts = bodies(host)
     for at, part in enumerate(parts):
         uses, donated = def_use(part), {output.memory for output in part.outputs}

@@ -1,4 +1,4 @@
-"""Fusions that nobody thought of: each lowers, prints and parses, passes the static check, and means what NumPy says; or it is refused.
+"""Random fusions: each lowers, prints and parses, passes the static check, and gives NumPy's results; or it is refused.
 
 `pytest -m slow` tries many more.
 """
@@ -39,7 +39,7 @@ from hostweave.runtime.cpu import parallel, seeded
 
 
 def is_right(seed: int) -> bool:
-    """Whether the program of this seed runs at its sizes. Fails where it does so wrongly."""
+    """Returns True if the program of this seed runs at its sizes. Fails on wrong results."""
     generator = Generator(seed)
     return computes(generator, generator.fusion(), seed)
 
@@ -67,7 +67,7 @@ NOT_MADE |= {"LaunchAllReduce"}  # of f64 and i64, which these programs are of; 
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_they_have_every_instruction_and_algorithm() -> None:
-    """What random programs leave out is found by nobody."""
+    """Bugs in an instruction that random programs omit would go unnoticed."""
     known = {name for name, value in vars(ir).items() if isinstance(value, type) and issubclass(value, tree.Instruction) and value.syntax}
     missing: set[str | None] = {None, *known - NOT_MADE, *GATHERING, *SCATTERING, *SUMMING}
     for seed in range(400):
@@ -106,7 +106,7 @@ def test_compiled_programs(seed: int) -> None:
 
 
 def moves_right(seed: int) -> bool:
-    """A tensor from layout to layout over several axes, in loops where that can be, and with its dims in another order."""
+    """Tensor moved between layouts over several axes, in loops if possible, and with permuted dims."""
     generator = Generator(seed)
     generator.mesh = hw.Mesh(**generator.random.choice(({"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2})))
     generator.sizes = dict.fromkeys("MNK", 2 * generator.mesh.size)
@@ -132,7 +132,7 @@ def test_random_moves() -> None:
 
 
 def turns_right(seed: int) -> bool:
-    """Transposes between ops of one loop, with and without a communication before them."""
+    """Transposes between ops of one loop, with and without a preceding communication."""
     generator = Generator(seed)
     dims = list("MNK")[: generator.random.randint(2, 3)]
 
@@ -149,9 +149,9 @@ def test_random_transposes_in_loops() -> None:
 
 
 def contracts_right(seed: int) -> bool:
-    """Products over several dims, each with a sharding of its own, in loops where that can be.
+    """Contractions over several dims with independent shardings, in loops if possible.
 
-    A result is an operand, is returned as a view, or is a part of another one, beside its double along any dim.
+    A result is also an operand, is returned as a view, or is concatenated with its double along any dim.
     """
     generator = Generator(seed)
     random = generator.random
@@ -184,7 +184,7 @@ def test_random_contractions() -> None:
 
 
 def merges_right(seed: int) -> bool:
-    """The same by reshaped matrices, also of what is transposed before or after."""
+    """The same by reshaped matrices, also with transposes before or after."""
     generator = Generator(seed)
     random = generator.random
     k = random.sample(["M", "N", 2, 3], random.randint(2, 3))
@@ -208,13 +208,13 @@ def test_random_merged_matrices() -> None:
 
 
 def regroups_right(seed: int) -> bool:
-    """Reshapes that split and merge dims, of which ranks may each have one index."""
+    """Reshapes that split and merge dims, with as little as one index per rank."""
     generator = Generator(seed)
     random = generator.random
     factors = [size for _, size in generator.mesh.axes for _ in range(random.randint(1, 2))] + ["K"] * random.randint(0, 1) + [2]
 
     def grouped(rest: list[Any]) -> list[Any]:
-        """Dims whose product in order is that of the factors."""
+        """Random grouping of the factors into dims, in order."""
         dims = []
         while rest:
             count = random.randint(1, len(rest))
@@ -241,7 +241,7 @@ def test_random_regrouping() -> None:
 
 
 def sums_right(seed: int) -> bool:
-    """Sums over dims that are split, and what is linear in them, or is not."""
+    """Sums over split dims, with linear and nonlinear consumers."""
     generator = Generator(seed)
 
     @hw.fusion(mesh=generator.mesh, x=generator.dtype[generator.sharded("MN")], y=generator.dtype[generator.sharded("NK")])

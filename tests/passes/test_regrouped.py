@@ -1,4 +1,4 @@
-"""A reshape keeps what ranks have where their elements stay their own, also of several dims."""
+"""A reshape keeps shards local if each rank's elements stay its own, also over several dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communications take turns, where the waits and records of that stand, and what is left as it is."""
+"""Communications that are ordered, positions of their waits and records, and programs that stay unchanged."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def host(body: str, header: str = HEADER) -> HostProgram:
 
 
 def in_turn(program: HostProgram) -> HostProgram:
-    """After the passes that put channels into an order."""
+    """After the passes that order channels."""
     return serialize_channels(software_pipeline(program, Options()), Options())
 
 
 def ordered(program: HostProgram) -> str:
-    """The body after the pass."""
+    """Body after the pass."""
     result = in_turn(program)
     verify_host(result)
     check(result)
@@ -223,7 +223,7 @@ def test_a_communication_of_uneven_sizes_alone() -> None:
 
 
 def test_no_turn_before_the_first_and_after_the_last() -> None:
-    """Of what runs once."""
+    """For bodies that run once."""
     body = """\
   fork ring
   stream ring[0] {
@@ -325,7 +325,7 @@ def test_the_first_communication_of_a_step_goes_ahead() -> None:
 
 
 def known_of_step_before(program: HostProgram, first: type[tree.Instruction], last: type[tree.Instruction]) -> tuple[set[bool], set[bool]]:
-    """Whether, when the `first` of a step starts, the `last` of the step before has ended; and whether the launch of it has."""
+    """Returns two bools: at the start of a step's `first`, has the previous step's `last` ended, and has its launch ended."""
     instances = instantiate(program, minimal_sizes(program))
     found: tuple[set[bool], set[bool]] = (set(), set())
     done: dict[tuple[int, type[tree.Instruction]], list[Task]] = {}
@@ -363,7 +363,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 
 def test_a_channel_keeps_its_order() -> None:
-    """Of two collectives of a step on one channel, none goes ahead without the other."""
+    """Of two collectives of a step on one channel, none moves without the other."""
     text = str(in_turn(steps(TWICE)))
     assert "for %i in 0..2" in text
 
@@ -404,7 +404,7 @@ PING_PONG_HEADER = "(%v: f32[4, N] on mesh(x=2 of ranks 2, 3)) -> (%y: f32[4, N]
 
 
 def test_ranks_that_would_wait_for_one_another_keep_the_order_of_steps() -> None:
-    """What goes back depends on what came: its recv of the next step would wait for a send that stands after the recv of this one."""
+    """Returned data depends on received data: the next step's recv would wait for a send that follows this step's recv."""
     result = in_turn(steps(PING_PONG, PING_PONG_HEADER))
     assert "for %i in 0..2" in str(result)
     assert known_of_step_before(result, ir.Recv, ir.AllReduce)[0] == {True}
@@ -421,7 +421,7 @@ def test_recvs_of_a_pipeline_go_ahead() -> None:
 
 
 def test_calls_in_a_row_are_looked_at_once() -> None:
-    """What may run beside one of them may run beside all."""
+    """Work that may overlap with one of the calls may overlap with all."""
     types = {"h": hw.f32["M", "K"], "w": hw.f32["K", "K@tp"], "v": hw.f32["K@tp", "K"]}
 
     @hw.block(**types)

@@ -1,4 +1,4 @@
-"""Equal ops are computed once; what may have effects, and what a loop makes or reads, stays."""
+"""Equal ops are computed once; ops with effects, and ops inside loops or on their chunks, stay."""
 
 from __future__ import annotations
 

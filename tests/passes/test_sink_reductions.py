@@ -1,4 +1,4 @@
-"""Partial sums pass what is linear, and are reduced where that moves the fewest bytes, in the fewest communications."""
+"""Partial sums pass linear ops, and are reduced where that moves the fewest bytes in the fewest communications."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_kept(case: str) -> None:
 
 
 def communications(program: Fusion, options: Options | None = None) -> list[str]:
-    """What a program communicates, in order."""
+    """Communications of a program, in order."""
     stages: dict[str, Fusion] = {}
     lower(program, options or Options(), lambda name, stage: stages.setdefault(name, stage))
     kinds = ("all_gather", "all_reduce", "all_to_all", "permute_shards", "reduce", "reduce_scatter", "transfer")
@@ -192,7 +192,7 @@ def test_the_backward_pass_of_swiglu_reduces_the_gradient_of_its_input_once() ->
 
 
 def test_the_sizes_decide() -> None:
-    """A sum of a few columns, or of the product: whichever is smaller."""
+    """Reduces either a sum of a few columns or the matmul's result, whichever is smaller."""
     program = fusion(
         "%p: f32[M, K@x], %v: f32[K@x, N]",
         """%a_partial: f32[M, N] partial(sum, x) = matmul(%p, %v)

@@ -1,4 +1,4 @@
-"""Where views go: host text in, host text out."""
+"""Positions of views: host text in, host text out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the caller's stream waits for a loop, and what may go before that."""
+"""Positions where the caller's stream waits for a loop, and instructions that may run before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def host(body: str) -> HostProgram:
 
 
 def sunk(body: str) -> str:
-    """The end of the body after the pass, from where the loop has ended."""
+    """The body after the pass, from the end of the loop."""
     result = sink_waits(host(body), Options())
     verify_host(result)
     check(result)

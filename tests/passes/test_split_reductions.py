@@ -1,4 +1,4 @@
-"""Reductions to few numbers are two kernels where there is much to read, and the numbers are the same."""
+"""Reductions of much data to few numbers are split into two kernels, with equal results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hostweave.fusion_ir.reference import run_reference
 
 
 def kernels(function: Any, **specs: Any) -> list[str]:
-    """The kernels that are launched, in order."""
+    """Launched kernels, in order."""
     host_ir = hw.compile(hw.fusion(**specs)(function)).host_ir
     return [line.split()[1] for line in host_ir.splitlines() if line.strip().startswith("launch")]
 
@@ -48,7 +48,7 @@ def test_many_numbers_have_threads_enough() -> None:
 
 
 def test_neighbours_join_either_half() -> None:
-    """The norm of a gradient: what is before the sum is done with the rows, what is after it with the number."""
+    """Norm of a gradient: ops before the sum join the kernel over rows, ops after it the kernel over the result."""
     norm = kernels(lambda x: hw.sqrt(hw.sum(hw.astype(x, hw.f32) ** 2)), x=hw.bf16["M", "N"])
     assert norm == ["@astype_multiply_sum_x_rows", "@sum_sqrt_y"]
 

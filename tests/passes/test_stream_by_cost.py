@@ -1,4 +1,4 @@
-"""Which reshards beside matmuls the cost model puts into a chunk loop, at which sizes, and what the text says of it."""
+"""Reshards next to matmuls that the cost model pipelines, by size, and the text of the choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SLOW_LINKS = replace(H200, links=tuple(replace(link, points=tuple((x, 10 * y) fo
 
 
 def taken(program: tuple[str, str], ranks: int = 2, machine: Machine = H200, **options: object) -> list[str]:
-    """What is done of each reshard that there was a choice for."""
+    """Choice for each reshard that has alternatives."""
     inputs, ops = program
     chosen = stream_by_cost(fusion(inputs, ops, f"x={ranks}"), Options(machine=machine, **{"sizes": LARGE, **options}))  # type: ignore[arg-type]
     return [choice.taken.name for choice in chosen.choices]
@@ -57,7 +57,7 @@ def test_sends_and_recvs_are_not_taken_from_4_ranks_on(program: tuple[str, str])
 
 
 def test_what_is_not_chosen() -> None:
-    """Open sizes, sizes that do not divide, an earlier user of a result, a stream that the user states, overlap="off"."""
+    """Open sizes, sizes that do not divide, an earlier user of a result, a stated stream, overlap="off"."""
     assert taken(GATHER, sizes={"M": 8192, "K": 8192}) == []
     assert taken(GATHER, sizes={**LARGE, "M": 8191}) == ["none"]
     inputs, ops = GATHER
@@ -127,7 +127,7 @@ def test_several_matmuls_share_a_loop() -> None:
 
 
 def test_sums_of_a_matmul_in_slices() -> None:
-    """An all-reduce, which only kernels do, where it is slow beside its matmul."""
+    """An all-reduce that is slow compared with its matmul; only kernels can do it in slices."""
     ops = "%h: bf16[M, N] partial(sum, x) = matmul(%x, %w)\n%y: bf16[M, N] = all_reduce(%h, axes=(x), reduction=sum)"
     program = "%x: bf16[M, K@x], %w: bf16[K@x, N]", ops
     assert taken(program, 8) == ["none"]
@@ -135,7 +135,7 @@ def test_sums_of_a_matmul_in_slices() -> None:
 
 
 def test_what_other_ops_hide_stays_out_of_loops() -> None:
-    """The sum of a gradient, which nothing waits for, runs beside the rest of the backward pass."""
+    """The reduction of a gradient, which no op waits for, overlaps with the rest of the backward pass."""
     inputs, ops = SCATTER
     inputs, rest = f"{inputs}, %v: bf16[N, N], %u: bf16[M, N]", "\n%a: bf16[M, N] = matmul(%u, %v)\n%z: bf16[M, N] = negative(%a)"
     assert taken((inputs, ops)) != ["none"]
@@ -143,7 +143,7 @@ def test_what_other_ops_hide_stays_out_of_loops() -> None:
 
 
 def test_a_sum_that_goes_on_takes_what_is_read_more() -> None:
-    """The kernel that takes it adds up what was put to the rank: the sum is not written, and not read again."""
+    """The consuming kernel adds the terms that were put to the rank: the sum is neither written nor read again."""
     inputs, ops = SCATTER
     residual = f"{inputs}, %r: bf16[M@x, N]", ops + "\n%z: bf16[M@x, N] = add(%r, %y)"
     micros = []
@@ -215,7 +215,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("program", "rows", "inner", "columns", "matmul", "loops"), MEASURED)
 def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, matmul: float, loops: dict[int, float]) -> None:
-    """Within 15% of what was measured."""
+    """Within 15% of measurements."""
     sizes = {"M": rows, "K": inner * (2 if program is SCATTER else 1), "N": columns}
     given = fusion(*program, "x=2")
     times = seconds(given, sizes)

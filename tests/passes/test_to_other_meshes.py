@@ -1,4 +1,4 @@
-"""What the passes make of a reshard to another mesh: which communications, what stays where it is, what a stream loop takes along."""
+"""Lowering of reshards to another mesh: communications, blocks that stay, and ops that join a chunk loop."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_transfer_of_whole_blocks_joins_the_loop_that_it_leads_to() -> None:
 
 @pytest.mark.parametrize("there", ["f32[M, K@x] on mesh(x=2 of ranks 2, 3)", "f32[M, K] on mesh(x=2 of ranks 1, 2)"])
 def test_other_transfers_stay_outside(there: str) -> None:
-    """Blocks of parts of dims, and ranks that are on both sides, are no steps."""
+    """Blocks of parts of dims, and ranks on both sides, cannot be steps of a loop."""
     source, target = hw.f32["M", "K"].on(A), Reader(there).tensor_type()
     text = STREAMED.replace(WHOLE, f"blocks={transfer(source, target, ALL)}")
     before = text.replace(f"f32[M, K] {ON_B}", there)
@@ -129,7 +129,7 @@ def test_a_transfer_that_cannot_be_streamed() -> None:
 
 
 def lowered(text: str) -> str:
-    """The body of the host program."""
+    """Body of the host program."""
     return str(lower(Fusion.parse(text), Options())).partition(" {\n")[2].removesuffix("}\n")
 
 
@@ -153,7 +153,7 @@ def test_ranks_on_both_sides_post_in_one_group() -> None:
 
 
 def test_what_is_there_is_not_copied() -> None:
-    """Replicated to a mesh of some of the ranks: a value that is computed further costs nothing; a slice is a view."""
+    """Replication to a mesh of some of the ranks: a value that is used in computation costs nothing; a slice is a view."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K]) mesh(x=4) {{
           %t: f32[M@x, K] {ON_B} pinned = reshard(%x)
@@ -166,7 +166,7 @@ def test_what_is_there_is_not_copied() -> None:
 
 
 def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
-    """A C++ block ends with each `on` body, so the slice of %x cannot be named in the second one."""
+    """A C++ block ends with each `on` body, so the slice of %x is out of scope in the second one."""
     body = lowered(
         f"""fusion @f(%x: f32[M, K] {ON_A}) mesh(x=4) {{
           %s: f32[M@x, K] {ON_A} pinned = reshard(%x)
@@ -182,7 +182,7 @@ def test_a_view_of_one_mesh_is_made_again_after_another_one() -> None:
 
 
 def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
-    """Packed, unless they lie in order; of a dim that both meshes split, each shard of the one may have a part of each of the other."""
+    """They are packed unless they are contiguous. If both meshes split a dim, each shard of one may overlap each shard of the other."""
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] {ON_A}, %v: f32[K, M@x] {ON_A}) mesh(x=4) {{
           %y: f32[M, K] {ON_B} pinned = reshard(%x)
@@ -206,7 +206,7 @@ def test_blocks_that_may_be_uneven_end_where_shards_do() -> None:
 
 
 def test_what_several_ranks_are_to_have_leaves_a_rank_once() -> None:
-    """A rank that is on both meshes copies it. With as many holders as receivers each sends."""
+    """A rank on both meshes copies locally. With as many holders as receivers, each holder sends."""
     there, first = ALL.ranks([0, 2, 3]), ALL.ranks([0])
     body = lowered(
         f"""fusion @f(%x: f32[M@x, K] on {first}) mesh(x=4) {{

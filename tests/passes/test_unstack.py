@@ -1,4 +1,4 @@
-"""What is stacked only to be taken apart again; variances, whose two terms are reduced as one stack."""
+"""Values that are stacked and then split again; variances, whose two terms are reduced as one stack."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Times of 8 H200 of one host in milliseconds, of the slowest rank.
+"""Times on 8 H200 of one host in milliseconds, of the slowest rank.
 
-In sequence a collective of NCCL 2.28 and a product of cuBLAS follow one another; keys are rows x inner x columns of one rank. No figure of
-the cost model was fitted to these times. A pipeline sends and receives one shard in a group per step, on four streams; the figure of how
-much kernels that communicate slow down beside matmuls was set for such pipelines.
+In sequence, a collective of NCCL 2.28 and a matmul of cuBLAS follow one another. Keys are rows x inner x columns of one rank. The
+cost model was not fitted to these times, with one exception: the slowdown of communication kernels that overlap with matmuls was
+set for such pipelines. A pipeline sends and receives one shard in a group per step, on four streams.
 """
 
 GATHER = {

@@ -1,4 +1,4 @@
-"""What is measured: every instruction between two marks, in a program of its own that computes the same."""
+"""Measured timelines: every instruction is between two marks, in a separate program with the same results."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_mistakes() -> None:
 
 
 def test_ranks_are_moved_until_none_receives_what_was_not_sent() -> None:
-    """Rank 1's clock begins 100 us late: it seems to have received before rank 0 sends."""
+    """Rank 1's clock starts 100 us late, so it seems to have received before rank 0 sends."""
     program, sizes = HostProgram.parse(P2P), {"M": 4, "K": 8, "N": 4}
     operations = instantiate(marked(program), sizes)
     assert len(meetings(operations)) == 2

@@ -1,4 +1,4 @@
-"""What a timeline predicts: close to measurements, and never against the order that the program states."""
+"""Predicted timelines: close to measurements, and consistent with the order of the program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES: dict[str, Fusion] = {
 
 
 def product(ranks: int, result: tuple[str, str], is_gathered: bool = False, **stream: Any) -> Fusion:
-    """A product whose rows are gathered, or whose inner dim is sharded."""
+    """Matmul whose rows are gathered, or whose inner dim is sharded."""
     x, w = (hw.bf16["M@x", "K"], hw.bf16["K", "N"]) if is_gathered else (hw.bf16["M", "K@x"], hw.bf16["K@x", "N"])
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=x, w=w)
@@ -79,7 +79,7 @@ def test_a_pipeline_of_sends_is_as_long_as_measured(ranks: int, measured: float)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("result", [("M@x", "N"), ("M", "N")])
 def test_what_was_chosen_takes_as_long_as_the_choice_says(ranks: int, result: tuple[str, str]) -> None:
-    """The cost model of choices knows one loop at a time, by a formula; the timeline plays all operations."""
+    """The cost model of choices covers one loop at a time by a formula; the timeline simulates all operations."""
     sizes = {"M": 8192, "K": 3584 * ranks, "N": 8192}
     made = hw.compile(product(ranks, result), options=hw.Options(machine=H200, check=False, sizes=sizes))
     assert made.predict(sizes).predicted.micros == pytest.approx(made.choices[0].taken.micros, rel=0.05)
@@ -142,7 +142,7 @@ def test_names_are_the_users() -> None:
 
 
 def test_memory_is_held_from_allocate_to_deallocate() -> None:
-    """x and y are 4 MB each; a is 4 MB, in memory of its own, until b is there."""
+    """x and y have 4 MB each; a has 4 MB of its own memory until b exists."""
     host = """host @f(%x: f32[M, M]) -> (%y: f32[M, M]) mesh() {
   %a = allocate f32[M, M]
   copy %x -> %a
@@ -217,7 +217,7 @@ HOSTS = replace(H200, network=NETWORK)
 
 
 def test_hosts_are_joined_by_their_network() -> None:
-    """Of 16 ranks each takes half of the tensor from the other host, which its 8 ports share."""
+    """Each of 16 ranks receives half of the tensor from the other host through 8 shared ports."""
     size, sizes = 2 * 65536 * 8192, {"M": 65536, "K": 8192, "N": 64}
     found = predicted_on(16, sizes, HOSTS)
     assert gather(found) == pytest.approx(1e6 * max(5e-6 + size / 2 / 8 / 45e9, H200.link("collective", 8).seconds(size * 15 / 16)))
@@ -237,7 +237,7 @@ def predicted_on(ranks: int, sizes: dict[str, int], machine: Machine) -> Timelin
 
 
 def test_an_axis_within_hosts_does_not_use_the_network() -> None:
-    """Ranks of `tp` are neighbours; those of `dp` are one on each host."""
+    """Ranks of `tp` are on one host; those of `dp` are on different hosts."""
     x = hw.bf16["M@dp", "N@tp"]
     sizes = {"M": 8192, "N": 8192}
     slow = replace(H200, network=replace(NETWORK, bandwidth=1e9))

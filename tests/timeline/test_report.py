@@ -1,4 +1,4 @@
-"""The page, the trace for Perfetto and the picture of a timeline, as what reads them sees them."""
+"""Page, Perfetto trace and picture of a timeline, as their readers see them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report() -> Report:
 
 
 class Page(HTMLParser):
-    """What of a page would be fetched, and its text outside of scripts."""
+    """Parser that collects resources a page would fetch, and its text outside scripts."""
 
     def __init__(self, text: str):
         super().__init__()
