@@ -1,6 +1,7 @@
-"""Causal attention of bf16, forward and backward, beside torch's by cuDNN: the heads of Llama 3, of one rank and of four; and with
-the sequence over two GPUs, in order and in zigzag, in which both have as much to do. Operands lie as [S, B, H, D]. A row at a time, the
-long sequences first; the median of timings in turn, of GPUs that do not wait for the host.
+"""Causal bf16 attention, forward and backward, against torch with cuDNN: heads of Llama 3, one rank's part and all four.
+
+Also with the sequence over two GPUs, in order and in zigzag, which balances the work. Operands are [S, B, H, D]. One row at a
+time, long sequences first. Times are medians of alternating measurements on GPUs that do not wait for the host.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def compare(rows: int, heads: int, groups: int, programs: list[hw.Program], grou
 
 
 def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
-    """Passes over a sequence that two GPUs share, beside the same on one; in turn, and the slower GPU counts."""
+    """Passes over a sequence on two GPUs and on one, alternating; the slower GPU counts."""
     arrays = {name: _drawn(fusion) for name, (fusion, _) in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(ROUNDS):
@@ -100,7 +101,7 @@ def over_gpus(programs: dict[str, tuple[hw.Fusion, hw.Program]]) -> None:
 
 
 def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
-    """Inputs, of which the first rows come again."""
+    """Random inputs; the first rows repeat."""
     random, arrays = np.random.default_rng(0), {}
     for value in fusion.inputs:
         rows, *row = map(int, value.type.shape)
@@ -110,7 +111,7 @@ def _drawn(fusion: hw.Fusion) -> dict[str, Any]:
 
 
 def _shared() -> dict[str, hw.Fusion]:
-    """Attention forward and backward, on one GPU and with the rows on two, in order and in zigzag."""
+    """Attention forward and backward, on one GPU and with rows on two, in order and in zigzag."""
     made = {}
     for name, pass_ in (("forward", _forward_of), ("backward", _backward_of)):
         made[name] = pass_(1, "cp")
@@ -185,7 +186,7 @@ def _back(x: hw.Tensor) -> hw.Tensor:
 
 
 def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
-    """Forward and backward by cuDNN; with heads of the keys repeated beforehand, where that does not take groups."""
+    """Forward and backward by cuDNN; key heads are repeated beforehand if it does not support groups."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -207,7 +208,7 @@ def _of_torch(q: Any, k: Any, v: Any, dy: Any) -> tuple[Attend, Attend]:
 
 
 def _times(calls: tuple[Attend, ...], count: int) -> list[float]:
-    """Milliseconds of one call on the GPU, the median of timings of `count` calls that are taken in turn, enqueued behind a wait."""
+    """Milliseconds per call on the GPU: median of alternating measurements of `count` calls, enqueued behind a wait."""
     import torch
 
     timings: list[list[float]] = [[] for _ in calls]

@@ -1,6 +1,6 @@
-"""Every communication, as a program of one instruction, beside the NCCL calls alone: host time a call, and bandwidth.
+"""Every communication as a program of one instruction, against plain NCCL calls: host time per call, and bandwidth.
 
-Both are programs of this process; in the second one the body of `run` is replaced by the bare calls.
+Both are programs of this process; in the second one the body of `run` is replaced by the plain calls.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _bare(program: Any, calls: str) -> Any:
-    """The program with nothing but these calls in the body of `run`."""
+    """Program with only these calls in the body of `run`."""
     source = program.sources["program.cpp"]
     begin = source.index("void Program::run(")
     body = f"""void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {{
@@ -125,7 +125,7 @@ def _bare(program: Any, calls: str) -> Any:
 
 
 def _times(program: Any, x: Any) -> tuple[float, float]:
-    """Host microseconds and device milliseconds of a call: the slowest rank, the median of repetitions."""
+    """Host microseconds and device milliseconds per call: slowest rank, median of repetitions."""
     times = program.measure(warmups=2, repetitions=9, x=x)
     host = max(statistics.median(t.enqueue_us for t in rank) for rank in times)
     return host, statistics.median(max(rank[i].total_ms for rank in times) for i in range(len(times[0])))

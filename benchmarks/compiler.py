@@ -1,4 +1,4 @@
-"""What compiling costs: import, lowering, growth with the number of ops, cold compile, cached load."""
+"""Cost of compilation: import, lowering, growth with the number of ops, cold compile, cached load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ hw.compile(hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", "K"], w=hw.bf16["K", "N
 
 
 def import_seconds(code: str = "import hostweave") -> float:
-    """Of a processor, for what runs in a fresh interpreter that has compiled the modules before."""
+    """Processor seconds of code in a fresh interpreter with compiled modules."""
     timed = f"import time\nstarted = time.process_time()\n{code}\nprint(time.process_time() - started)"
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": folder}
@@ -81,7 +81,7 @@ def chain_seconds(length: int) -> float:
 
 
 def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
-    """Seconds of a compile into an empty cache that holds the runtime, of a load from it, and whether there are kernels."""
+    """Seconds of a compile into an empty cache with the runtime, seconds of a load from it, and True if there are kernels."""
     programs = {**programs_in(load_file(EXAMPLES / "seeds.py")), **programs_in(load_file(EXAMPLES / "single_device.py"))}
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
@@ -105,7 +105,7 @@ print(time.perf_counter() - started)
 
 
 def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
-    """Seconds of lowering, checking and compiling into an empty cache that holds the runtime; and again with another constant."""
+    """Seconds of lowering, checking and compiling into an empty cache with the runtime, and again with another constant."""
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         _ = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target).folder
@@ -116,7 +116,7 @@ def cold_seconds(fusion: hw.Fusion, target: str) -> tuple[float, float]:
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
-    """Of a processor: the least of several."""
+    """Processor seconds: minimum of several runs."""
     return min(once(work, time.process_time) for _ in range(repetitions))
 
 

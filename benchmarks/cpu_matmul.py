@@ -1,4 +1,4 @@
-"""A matmul program on the CPU target beside the same OpenBLAS call made directly, in turn, in one process."""
+"""Matmul program on the CPU target against the same OpenBLAS call made directly, alternating in one process."""
 
 from __future__ import annotations
 

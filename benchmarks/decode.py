@@ -1,10 +1,10 @@
-"""Blocks of a decoder's MLP with their norms, for few tokens, beside torch: calls in a row, so that the time of the host counts.
+"""Decoder MLP blocks with norms for few tokens, against torch: consecutive calls, so that host time counts.
 
-16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: on one GPU of 8B's shapes, on all GPUs of this machine of
-70B's at a width of 8. Milliseconds a call of the slowest rank, the median of rows of calls that all ranks begin together; random bf16
-data. A process a GPU runs all of them in turn, on the same arrays. As torch.compile has measured its algorithms, so has one of ours.
-Beside them a copy reads and writes as many bytes as the weights have: at the speed of a copy no program is faster, whatever else it does.
-`decode.py 70B` runs one case alone, in a minute, and `decode.py 70B 128` one number of tokens.
+16 blocks x + swiglu(rms_norm(x)), tensor-parallel with an all_reduce each: shapes of 8B on one GPU, and of 70B at TP 8 on all
+GPUs of this machine. Milliseconds per call of the slowest rank: median over series of calls that all ranks start together. Random
+bf16 data. One process per GPU runs all variants alternately on the same arrays. One of our variants uses measured algorithms, as
+torch.compile does. For comparison, a copy reads and writes as many bytes as the weights have: no program can be faster than that
+bandwidth. `decode.py 70B` runs one case in a minute, and `decode.py 70B 128` one number of tokens.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iterator[Calls]:
-    """For every number of tokens a row of calls of each way. Raises AssertionError where their results differ."""
+    """Series of calls of each variant for every number of tokens. Raises AssertionError if their results differ."""
     import torch
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ def in_a_graph(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _torch_decode(block: Callable[..., Any], x: Any, blocks: list[tuple[Any, ...]]) -> Any:
-    """`block` is compiled once for all of them, and torch fuses in it what it would in the whole: a sum with the norm that follows."""
+    """`block` is compiled once for all blocks, and torch fuses a sum with the following norm as it would in the whole model."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""Products of 1 to 8 rows on one GPU, beside a device copy of their weights and beside torch in a CUDA graph.
+"""Matmuls of 1 to 8 rows on one GPU, against a device copy of their weights and against torch in a CUDA graph.
 
-A captured call has several products of one operand with weights of their own, more than the GPU's cache holds, and so has torch's graph;
-they are timed in turn. What counts is the share of a copy's bandwidth, in which a copy reads and writes: weights are read alone.
+A captured call has several matmuls of one operand with different weights, more than the GPU's cache holds; torch's graph has the
+same. They are timed alternately. The result is the share of a copy's bandwidth. A copy reads and writes; weights are only read.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _replayed(graph: Any, result: Any) -> Any:
 
 
 def _timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds of each call, the median, in turn."""
+    """Microseconds per call: median of alternating measurements."""
     import torch
 
     times: dict[str, list[float]] = {name: [] for name in calls}

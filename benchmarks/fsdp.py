@@ -1,11 +1,11 @@
-"""Eight layers whose weights are sharded over all GPUs (FSDP): how much of the gathers of weights is hidden behind the matmuls.
+"""Eight layers with weights sharded over all GPUs (FSDP): share of the weight gathers that is hidden behind matmuls.
 
-Each layer is x + swiglu(x), of a batch that is sharded and of three weights of 4096 x 8192 that are gathered where they are used, for so
-many rows that a matmul takes about 1.1 times its gather. Milliseconds of the slowest rank, the median over calls that all ranks begin
-together: the gathers alone, the layers with weights that every GPU has, and both, in sequence, as the compiler chooses, and with
-gathers beside by NCCL's kernels and by copy engines; of weights that are sharded by rows, by columns, and as those of a linear layer
-of PyTorch, whose rows are the columns of the product. Of the last two products can take one shard after another. Random bf16 data, a
-thread a GPU.
+Each layer is x + swiglu(x) on a sharded batch, with three weights of 4096 x 8192 that are gathered where they are used. The
+number of rows makes a matmul take about 1.1 times its gather. Milliseconds of the slowest rank, median over calls that all ranks
+start together. Measured are the gathers alone, and the layers with replicated weights. Both together run in sequence, as the
+compiler chooses, and with asynchronous gathers by NCCL kernels and by copy engines. Weights are sharded by rows, by columns, and
+as in a PyTorch linear layer, whose rows are the columns of the matmul. In the last two cases matmuls can process one shard after
+another. Random bf16 data, one thread per GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _compiled(ranks: int, layout: str, multiplies: bool = True, **options: Any) -> hw.Program:
-    """The layers, of weights that are sharded by "rows", "columns" or "rows of transposes", or by "" not at all; or the gathers alone."""
+    """Layers with weights sharded by "rows", "columns" or "rows of transposes", or "" for replicated ones; or the gathers alone."""
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     def model(x: hw.Tensor, **weights: hw.Tensor) -> tuple[hw.Tensor, ...] | hw.Tensor:
@@ -85,7 +85,7 @@ def _shapes() -> dict[str, tuple[int, int]]:
 
 
 def _arrays(ranks: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The input, and the weights."""
+    """Input and weights."""
 
     def random(shape: tuple[int, int]) -> torch.Tensor:
         return torch.randn(shape, device="cuda:0", dtype=torch.bfloat16) / 64

@@ -1,5 +1,8 @@
-"""Host time of calls, in turn: with bound weights over the same weights passed, and, on one GPU, of Llama 8B, replayed and not, of calls of
-varying sizes, and of a generated program over the same calls written by hand."""
+"""Host time of calls, measured alternately.
+
+Cases: bound weights against passed ones; on one GPU Llama 8B, replayed and not; calls with varying sizes; and a generated program
+against the same calls written by hand.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def main() -> None:
 
 
 def _bound_weights(target: str) -> None:
-    """A call whose work is one addition, so that what it costs is to take its inputs."""
+    """Call with a single addition, so that its cost is that of its inputs."""
     weights = {f"w_{i}": hw.f32[16] for i in range(WEIGHTS)}
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32[16], **weights)
@@ -69,7 +72,10 @@ def _bound_weights(target: str) -> None:
 
 
 def _llama() -> None:
-    """A step of decode of all layers of Llama 8B; the CUDA, cuBLASLt and cuDNN calls alone are what the generated `run` makes."""
+    """A decode step of all layers of Llama 8B.
+
+    The baseline is the plain sequence of CUDA, cuBLASLt and cuDNN calls of the generated `run`.
+    """
     import torch
 
     example = load_file(EXAMPLES / "llama.py")
@@ -98,7 +104,7 @@ def _llama() -> None:
 
 
 def _varying_sizes() -> None:
-    """Calls of a server, each waited for, beside the others of its size; and whether memory grows."""
+    """Calls of a server, each followed by a wait, compared with other calls of that size; also checks that memory does not grow."""
     import torch
 
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
@@ -153,7 +159,7 @@ def _resident_bytes() -> int:
 
 
 def _medians(calls: dict[str, Callable[[], Any]], wait: Callable[[], Any], repetitions: int = 200) -> dict[str, float]:
-    """The host's microseconds of calls that are made in turn, on an idle device."""
+    """Host microseconds of alternating calls on an idle device."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repetitions):
         for name, call in calls.items():
@@ -181,7 +187,7 @@ def _by_hand_and_generated() -> None:
 
 
 def _by_hand(generated: Any, fusion: Any) -> Any:
-    """The same program with the hand-written files in place of the generated ones."""
+    """The same program with hand-written files instead of the generated ones."""
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / generated.name).mkdir()

@@ -1,7 +1,7 @@
-"""Generated kernels at the shapes of Llama 3 on one GPU, beside a device copy of the same bytes and beside torch.compile.
+"""Generated kernels at the shapes of Llama 3 on one GPU, against a device copy of the same bytes and against torch.compile.
 
-Each of the three is timed in turn, over inputs that are taken from more memory than the GPU's cache holds. The share of a copy's
-bandwidth is what counts for many rows, the time beside torch.compile everywhere.
+The three are timed alternately, on inputs that exceed the GPU's cache. For many rows the share of a copy's bandwidth matters; the
+time relative to torch.compile matters everywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = 128
 
 @dataclass(frozen=True)
 class Case:
-    """A function of the same text for Hostweave and torch: `ops` is either library."""
+    """Function with one text for Hostweave and torch: `ops` is either library."""
 
     name: str
     compute: Callable[..., Any]
@@ -98,7 +98,7 @@ CASES = (
 
 
 class Torch:
-    """torch under the names that the cases use; norms and softmax are over the last dim."""
+    """torch under the names that the cases use. Norms and softmax are over the last dim."""
 
     def __init__(self) -> None:
         import torch
@@ -153,7 +153,7 @@ def _fusion(case: Case, hidden: int, inner: int) -> hw.Fusion:
 
 
 def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -> dict[str, list[Callable[[], Any]]]:
-    """What is timed, by name: calls of the same kind, each on buffers of its own. Raises AssertionError where results differ."""
+    """Timed calls by name: several per kind, each on its own buffers. Raises AssertionError if results differ."""
     import torch
 
     def filled(shape: str) -> Any:
@@ -196,9 +196,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
 
 
 def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
-    """Microseconds of one call on the GPU, the median of timings that are taken in turn, each over the buffers that come next.
+    """Microseconds per call on the GPU: median of alternating measurements, each on the next buffers.
 
-    The calls of a timing are enqueued behind a long wait, so that the host's time does not count.
+    The calls of a measurement are enqueued behind a long wait, so host time does not count.
     """
     import torch
 

@@ -1,11 +1,10 @@
-"""The MLP of Llama 3, forward, beside torch: eager and torch.compile, with the same NCCL collectives.
+"""Llama 3 MLP, forward, against torch: eager and torch.compile, with the same NCCL collectives.
 
 8B on one GPU; 70B on all GPUs of this machine, tensor-parallel (an all_reduce) and sequence-parallel (an all_gather and a
-reduce_scatter), in sequence, as the compiler chooses (by puts), and that captured; also at the sizes that a rank
-of 8 has. torch.compile fuses the collectives of the sequence-parallel form with matmuls, too (asynchronous tensor parallelism).
-Milliseconds of the slowest rank, the median over calls that all ranks begin together; random bf16 data. Ours and torch have the weights
-of gate and up as one. A process a GPU runs all of them in turn, on the same arrays: matmuls run against the power limit of a GPU, so that
-what is measured later is measured on a warmer one.
+reduce_scatter). Variants: in sequence, as the compiler chooses (puts), and that captured; also with the sizes of a rank of TP 8.
+torch.compile also fuses collectives of the sequence-parallel form with matmuls (async TP). Milliseconds of the slowest rank:
+median over calls that all ranks start together; random bf16 data. Gate and up are one weight in both. One process per GPU runs
+all variants alternately on the same arrays. Matmuls run at a GPU's power limit, so later measurements are on a warmer GPU.
 Arguments are names of cases, such as "70B at TP8"; default: all.
 """
 
@@ -81,7 +80,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
-    """For every case a call of each way beside one of each peer. Raises AssertionError where their results differ."""
+    """A call of each variant and of each baseline for every case. Raises AssertionError if their results differ."""
     import torch
 
     group = hw.init()
@@ -116,7 +115,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
 
 
 def _async_tp() -> Callable[..., Any]:
-    """The sequence-parallel form, whose collectives torch.compile decomposes beside the matmuls."""
+    """Sequence-parallel form, whose collectives torch.compile decomposes to overlap with the matmuls."""
     import torch
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor

@@ -1,10 +1,11 @@
-"""Layers of Llama 3 8B with random weights as `examples/llama.py` runs them, beside transformers: prefill, and decode with a full cache.
+"""Layers of Llama 3 8B with random weights as in `examples/llama.py`, against transformers: prefill, and decode with a full
+cache.
 
-8 of the 32 layers, and all of the vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers has its static cache,
-torch.compile, and for decode CUDA graphs, and takes the most probable token as ours does; its projections are sharded as its own plan
-says, which loads checkpoints only. Prompts of 4096 tokens; a call of decode is a row of steps, each of which the host enqueues, so that
-its time counts. Milliseconds of the slowest rank, the medians of calls in turn, each row as soon as it is known.
-`model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side alone, in less than a minute each.
+8 of the 32 layers, and the full vocabulary; bf16; on one GPU, and tensor-parallel on two. transformers uses its static cache,
+torch.compile, and CUDA graphs for decode. Both take the most probable token. Its projections are sharded by hand as in its own
+plan, which supports only checkpoints. Prompts have 4096 tokens. A decode call is a series of steps that the host enqueues one by
+one, so host time counts. Milliseconds of the slowest rank: medians of alternating calls. Each row is printed as soon as it is
+known. `model.py 2 ours` and `model.py 2 transformers` run one number of GPUs and one side, in less than a minute each.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _calls(sides: Sequence[str], rank: int, ranks: int) -> Iterator[Calls]:
-    """Decode for each size of a batch, and prefill after the first."""
+    """Decode for each batch size, and prefill for the first."""
     import torch
 
     hw.init()
@@ -120,7 +121,7 @@ def _transformers(c: Config, rank: int, ranks: int) -> Any:
 
 
 def _shard(model: Any, rank: int, ranks: int) -> None:
-    """Its projections: those to heads, to the inner dim and to the vocabulary by columns of results, those back by rows, and added up."""
+    """Shards its projections: those to heads, inner dim and vocabulary by output columns; those back by rows, with a reduction."""
     import torch
     from torch.distributed import group
     from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
@@ -148,7 +149,7 @@ def _cache(model: Any) -> Any:
 
 
 def _prefills(model: Any, prompts: Any) -> Calls:
-    """Of the prompts: as it is, and compiled."""
+    """Prefill of the prompts: eager, and compiled."""
     import torch
 
     cache = _cache(model)
@@ -164,7 +165,7 @@ def _prefills(model: Any, prompts: Any) -> Calls:
 
 
 def _step(model: Any, prompts: Any) -> Callable[[], Any]:
-    """A step of decode with a cache that holds the prompts."""
+    """Decode step with a cache that contains the prompts."""
     import torch
 
     compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)

@@ -1,11 +1,12 @@
-"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, beside torch and by hand.
+"""All-gather + matmul and matmul + reduce-scatter on all GPUs of this machine, as the compiler chooses, against torch and
+hand-written code.
 
-All in milliseconds of the slowest rank, the median over calls that all ranks begin together, behind a spin. First, of each case, ours as
-chosen beside the best pipeline of puts or pulls by hand (`handwritten/put_pipelines.cu`, where nvcc and NCCL 2.32 are here), also of those
-pulls that wait until the peer says that its shard is there, and each way that the cost model predicts, as measured and as predicted. Then,
-as they come, the matmul and the communication alone, torch in sequence and its fused operators, and ours in a CUDA graph, also where what
-is gathered lies in a window, as it does by hand: these run one process a GPU, the others one thread a GPU. Random bf16 data.
-Arguments are names of cases; default: all.
+Milliseconds of the slowest rank: median over calls that all ranks start together, behind a spin. For each case, first our choice
+is compared with the best hand-written pipeline of puts or pulls (`handwritten/put_pipelines.cu`; needs nvcc and NCCL 2.32). This
+includes pulls that wait for a signal of the peer. Each alternative of the cost model follows, measured and predicted. Then come
+the matmul alone, the communication alone, torch in sequence, and torch's fused operators. Last is our program in a CUDA graph,
+also with the gathered tensor in a window, as in the hand-written code. These use one process per GPU, the others one thread per
+GPU. Random bf16 data. Arguments are names of cases; default: all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 
 @dataclass(frozen=True)
 class Case:
-    """M x K x N of one rank, M after the gather or before the scatter."""
+    """M x K x N of one rank, with M after the gather or before the scatter."""
 
     name: str
     kind: str  # ag or rs
@@ -105,7 +106,7 @@ def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choic
 
 
 def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
-    """By each way that could be, the one that is chosen first."""
+    """All alternatives, with the chosen one first."""
     chosen = _chosen(case, ranks)
     choice: Choice = chosen.choices[0]
     stated = {way.name: _stated(case.kind, ranks, way.algorithm, way.chunks) for way in choice.ways}
@@ -117,14 +118,14 @@ def _choice_of(ways: dict[str, hw.Program]) -> Choice:
 
 
 def _chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
-    """As the compiler chooses for these sizes."""
+    """Program with the compiler's choice for these sizes."""
     inner = case.K if case.kind == "ag" else case.K * ranks
     return _compiled(case.kind, ranks, sizes={"M": case.M, "K": inner, "N": case.N}, **options)
 
 
 @cache
 def _stated(kind: str, ranks: int, algorithm: str, chunks: int) -> hw.Program:
-    """By one way, for all sizes: cases share it, so that each costs the build of one program."""
+    """Program with one stated alternative for all sizes. Cases share it, so each alternative is built once."""
     return _compiled(kind, ranks, algorithm, chunks, overlap="off")
 
 
@@ -146,7 +147,7 @@ def _compiled(kind: str, ranks: int, algorithm: str = IN_SEQUENCE, chunks: int =
 
 
 def _measured(case: Case, ranks: int, programs: dict[str, hw.Program]) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a call, and microseconds of its host."""
+    """Milliseconds per call, and host microseconds."""
     arrays, times = _arrays(case, ranks), dict[str, list[float]]()
     hosts = dict[str, list[float]]()
     for _ in range(ROUNDS):
@@ -173,7 +174,7 @@ def _arrays(case: Case, ranks: int) -> dict[str, Any]:
 
 
 def _built_by_hand(cases: list[Case]) -> tuple[Path, dict[str, str]] | None:
-    """The program, and the environment that it runs in; None where it cannot be built here, or has no such rows."""
+    """Hand-written executable and its environment; None if it cannot be built here or lacks this case."""
     if all(case.M <= SMALL for case in cases):
         return None
     found = find_cuda()
@@ -197,7 +198,7 @@ def _built_by_hand(cases: list[Case]) -> tuple[Path, dict[str, str]] | None:
 
 
 def _by_hand(built: tuple[Path, dict[str, str]] | None, cases: list[Case]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Of a case and a variant milliseconds and microseconds of the host."""
+    """Milliseconds and host microseconds of a case and variant."""
     if not built:
         return {}
     program, places = built

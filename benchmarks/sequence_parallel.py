@@ -1,9 +1,9 @@
-"""A layer of Llama 3 70B with the sizes that a rank of 8 has, forward, sequence-parallel on all GPUs of this machine, beside torch.
+"""Llama 3 70B layer with the sizes of a rank of 8, forward, sequence-parallel on all GPUs of this machine, against torch.
 
-Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. Ours and torch have the weights of q, k and v as one, and those of gate
-and up; torch runs eager, in a CUDA graph, with its fused operators of gathers and reductions (async TP), and by torch.compile. Milliseconds
-of the slowest rank, the median over calls in turn that all ranks begin together, on the same arrays. First the memory that ours plans for
-32,768 tokens.
+Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. In both, q, k and v are one weight, and so are gate and up.
+torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. Milliseconds of the
+slowest rank: median over alternating calls that all ranks start together, on the same arrays. First prints the memory that our
+program plans for 32,768 tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def layer(x: Any, wqkv: Any, wo: Any, wgu: Any, wd: Any, n1: Any, n2: Any, cos: 
 
 
 def _attended(qkv: Any, cos: Any, sin: Any) -> Any:
-    """Of [S, B, groups, heads and the group's key and value, HEAD]."""
+    """Attention on [S, B, groups, heads and the group's key and value, HEAD]."""
     by_group = hw.permute_dims(qkv, (1, 2, 3, 0, 4))
     rotated, groups = hw.rotary_embedding(by_group[:, :, : HEADS + 1], cos, sin), qkv.shape[2]
     q = hw.reshape(rotated[:, :, :HEADS], "B", groups * HEADS, "S", HEAD)
@@ -79,7 +79,7 @@ def _attended(qkv: Any, cos: Any, sin: Any) -> Any:
 
 
 def _multiplied(x: Any, weights: Any) -> Any:
-    """By weights of [E, blocks, parts of a block, columns of a part]."""
+    """Matmul by weights of [E, blocks, parts of a block, columns of a part]."""
     blocks, parts, columns = weights.shape[1:]
     y = hw.matmul(x, hw.reshape(weights, "E", blocks * parts * columns))
     return hw.reshape(y, "S", "B", blocks, parts, columns)
@@ -95,7 +95,7 @@ def sizes_of(tokens: int) -> dict[str, int]:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """A call of each way. Raises AssertionError where their results differ."""
+    """A call of each variant. Raises AssertionError if their results differ."""
     import torch
 
     group = hw.init()
@@ -155,7 +155,7 @@ def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:
-    """The layer, with collectives before and behind matmuls, or in them."""
+    """Layer with collectives before and after matmuls, or fused with them."""
     import torch
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as collectives
@@ -176,7 +176,7 @@ def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:
         return collectives.reduce_scatter_tensor(x @ w, "sum", 0, name)
 
     def rotated(x: Any, cos: Any, sin: Any) -> Any:
-        """Of [S, heads, HEAD], in f32."""
+        """Rotary embedding of [S, heads, HEAD], in f32."""
         a, b = x.float().chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 

@@ -1,8 +1,8 @@
-"""All-reduces of few rows with the residual and the norm that follow, beside torch: NCCL's all_reduce and a kernel of torch.compile.
+"""All-reduces of few rows with residual and norm, against torch: NCCL's all_reduce and a kernel of torch.compile.
 
-16 steps, each of which needs the one before: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term.
-Microseconds a step of the slowest rank, the median of calls that all ranks begin together behind a spin, each way in a CUDA graph;
-random bf16 data. A process a GPU runs all of them in turn, on the same arrays.
+16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
+of the slowest rank: median of calls that all ranks start together behind a spin, each variant in a CUDA graph; random bf16 data.
+One process per GPU runs all variants alternately on the same arrays.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _program(ranks: int, transport: str) -> hw.Program:
 
 
 def _calls(rank: int, ranks: int) -> Iterator[Calls]:
-    """For every number of rows the steps in each way. Raises AssertionError where results differ."""
+    """Steps in each variant for every number of rows. Raises AssertionError if results differ."""
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,12 @@
-"""A module of PyTorch, by `hostweave.torch.compile` and by torch's own parallelize_module and torch.compile, with one plan.
+"""A PyTorch module, by `hostweave.torch.compile` and by torch's parallelize_module and torch.compile, with one sharding plan.
 
-4 decoder layers of Llama 70B, at the sizes that a rank of 8 has, sequence-parallel on all GPUs of this machine: the forward pass of 4096
-tokens, and forward and backward pass with the gradients of parameters and input, in milliseconds of the slowest rank, the median over
-calls that all ranks begin together; random bf16 data. A process a GPU runs all ways in turn. torch.compile is per layer, as training
-frameworks use it, without and with async tensor parallelism. The host's time of a captured forward pass, and the time to compile 32
-layers, cold. `python benchmarks/torch_door.py forward` measures forward passes alone, `... backward` forward and backward passes,
-`... host` the host's time, on one GPU, too, `... compile` the time to compile.
+4 decoder layers of Llama 70B with the sizes of a rank of 8, sequence-parallel on all GPUs of this machine, with 4096 tokens.
+Measured are the forward pass, and forward and backward pass with gradients of parameters and input. Milliseconds of the slowest
+rank: median over calls that all ranks start together; random bf16 data. One process per GPU runs all variants alternately.
+torch.compile is applied per layer, as in training frameworks, without and with async tensor parallelism. Also measured are the
+host time of a captured forward pass, and the time to compile 32 layers from cold. `python benchmarks/torch_door.py forward`
+measures only forward passes, `... backward` forward and backward passes, `... host` the host time (also on one GPU), `...
+compile` the compile time.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Llama(nn.Module):
 
 
 def plan(layers: int) -> dict[str, Any]:
-    """The plan of the layers, as torch has it, and what goes in and out of each."""
+    """torch's plan of the layers, with the shardings of inputs and outputs of each."""
     between = {"x": "-, tp, -"} | {f"layers.{number}": "-, tp, -" for number in range(layers)}
     return {f"layers.*.{name}": style for name, style in LAYER_PLAN.items()} | between
 
@@ -131,7 +132,7 @@ def main(what: str = "forward, backward, host and compile") -> None:
 
 
 def _weights(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The same on all ranks; of a size that keeps what the layers add near 1."""
+    """Weights, equal on all ranks, scaled so that what the layers add stays near 1."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -179,9 +180,10 @@ def _calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def _host_times(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """How long a forward pass takes on the host while the GPU is busy: captured, where launches follow one another, and the first one
-    behind a wait, for which all that it reads is out of the caches of the CPU; and not captured, where so few stand in its queue. torch's
-    own capture is of torch.compile, and of one addition.
+    """Host time of a forward pass while the GPU is busy.
+
+    Captured: consecutive launches, and the first launch after a wait, when its data are out of the CPU caches. Not captured: few
+    enough calls that the queue does not fill. torch's own capture is of torch.compile, and of one addition.
     """
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input()
@@ -227,7 +229,7 @@ def _captured_by_torch(call: Callable[[], torch.Tensor]) -> Callable[[], torch.T
 
 
 def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
-    """Of each of them, behind a kernel that keeps the GPU from them until all are enqueued."""
+    """Microseconds of each call, behind a kernel that blocks the GPU until all are enqueued."""
     torch.cuda.synchronize()
     torch.cuda._sleep(40_000_000)
     times = [time.perf_counter()]
@@ -238,7 +240,7 @@ def _microseconds(call: Callable[[], Any], calls: int) -> list[float]:
 
 
 def _training_calls(rank: int, ranks: int) -> Iterator[dict[str, Callable[[], Any]]]:
-    """Of one module, whose parameters are DTensors: the gradients of all of them, and of the input."""
+    """Calls of one module with DTensor parameters: gradients of all parameters and of the input."""
     group, mesh = hw.init(), torch.distributed.init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))
     x = _input().requires_grad_()
     local, tangent = (t.detach().chunk(ranks, 1)[rank].contiguous() for t in (x, x.flip(1)))
@@ -304,7 +306,7 @@ def _say(rank: int, line: str) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """The same parameters, all of one element."""
+    """The same parameters as expanded single elements."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.ones(1, dtype=torch.bfloat16).expand(parameter.shape), requires_grad=False))
@@ -312,8 +314,10 @@ def _without_memory(model: nn.Module) -> nn.Module:
 
 
 def _compile_32_layers() -> None:
-    """Cold: nothing of it is in a cache but the libraries of the runtime, which an installation makes once. Ours for 8 ranks;
-    torch.compile's one rank's part, without communication."""
+    """Compile time from cold: only runtime libraries, which an installation builds once, are cached.
+
+    Ours is for 8 ranks; torch.compile's is one rank's part, without communication.
+    """
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOSTWEAVE_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/hostweave", f"{folder}/inductor"
         _compiled_by_us(1, training=True)
@@ -327,7 +331,7 @@ def _compile_32_layers() -> None:
 
 
 def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
-    """The seconds until there is C++, and until it is compiled."""
+    """Seconds until the C++ is generated, and until it is compiled."""
     x = torch.empty(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=training)
     with torch.device("meta"):
         whole = Llama(layers, 8).to(torch.bfloat16).train(training)
@@ -342,7 +346,7 @@ def _compiled_by_us(layers: int, training: bool) -> tuple[float, float]:
 
 
 def _compiled_by_torch(layers: int, training: bool) -> float:
-    """The seconds of the first call and its backward pass."""
+    """Seconds of the first call and its backward pass."""
     torch._dynamo.reset()
     with torch.device("cuda"):
         alone = _weights(Llama(layers, 1).to(torch.bfloat16)).train(training)
@@ -358,7 +362,7 @@ def _compiled_by_torch(layers: int, training: bool) -> float:
 
 
 def _with_tables(model: nn.Module, ranks: int) -> None:
-    """The constants of a model that was made without memory."""
+    """Constants of a model that was made without memory."""
     tables = Attention(1, 1, 1, HEAD, TOKENS)
     for layer in model.layers:  # type: ignore[union-attr]
         layer.attention.cos, layer.attention.sin = tables.cos, tables.sin

@@ -1,7 +1,7 @@
-"""Forward and backward pass of some layers of a Llama on one GPU: hostweave.torch against torch, eager and torch.compile.
+"""Forward and backward pass of Llama layers on one GPU: hostweave.torch against torch, eager and torch.compile.
 
-`python benchmarks/torch_training.py --layers 2 --tokens 4096`: the shapes are those of a rank of Llama 70B at TP 8. The ways take turns
-in one process; a time is the median over turns, of the work that a loss and its backward pass enqueue.
+`python benchmarks/torch_training.py --layers 2 --tokens 4096` uses the shapes of a rank of Llama 70B at TP 8. Variants alternate
+in one process. A time is the median of the work that a loss and its backward pass enqueue.
 """
 
 import argparse

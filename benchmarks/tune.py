@@ -1,6 +1,6 @@
-"""Products whose algorithm was measured, `Options(tune=True)`, beside the first that cuBLASLt recommends: on one GPU, in turn.
+"""Matmuls with measured algorithms, `Options(tune=True)`, against cuBLASLt's first recommendation: on one GPU, alternating.
 
-A call has several products of one operand, with weights of their own that are more than the GPU's cache holds, as layers of a model have.
+A call has several matmuls of one operand with different weights, more than the GPU's cache holds, like the layers of a model.
 """
 
 from __future__ import annotations

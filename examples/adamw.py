@@ -1,7 +1,7 @@
-"""AdamW (Loshchilov and Hutter, 2019) in one kernel, in place: weights and moments are donated.
+"""AdamW (Loshchilov and Hutter, 2019) in one in-place kernel: weights and moments are donated.
 
-ZeRO (Rajbhandari et al., 2020) is a choice of shardings: its stage 1 shards the moments, stage 2 the gradients, too, and FSDP the weights
-as well. Each rank has a gradient of its own, a row of `g`; where gradients are sharded their sum is reduce-scattered.
+ZeRO (Rajbhandari et al., 2020) is a choice of shardings: stage 1 shards the moments, stage 2 also the gradients, and FSDP also
+the weights. Each rank has its own gradient, a row of `g`; if gradients are sharded, their sum is reduce-scattered.
 """
 
 import hostweave as hw
@@ -11,7 +11,7 @@ BETAS = (0.9, 0.999)
 
 
 def adamw(ranks, stage, eps=1e-8):
-    """One step: `(w, m, v, g, **rates(step))` gives the new w, m and v."""
+    """One step: `(w, m, v, g, **rates(step))` returns the new w, m and v."""
     weights, gradients = ZERO[stage]
 
     @hw.fusion(
@@ -35,6 +35,6 @@ def adamw(ranks, stage, eps=1e-8):
 
 
 def rates(step, lr=1e-3, weight_decay=1e-2):
-    """What depends on the number of the step, from 1 on: three numbers, which are inputs, so that a schedule may change them."""
+    """Coefficients of step number `step`, starting at 1: three numbers, passed as inputs, so that a schedule may change them."""
     rate, scale = lr / (1 - BETAS[0] ** step), (1 - BETAS[1] ** step) ** -0.5
     return {"rate": rate, "scale": scale, "decay": 1 - lr * weight_decay}

@@ -1,4 +1,4 @@
-"""A checkpoint of Llama as Hugging Face lays it out: config.json, and weights as safetensors, of which a rank reads what it holds."""
+"""Llama checkpoints of Hugging Face: config.json, and weights as safetensors, of which a rank reads only its shards."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ SWITCHES = {"attention_bias": "biases of attention", "mlp_bias": "biases of the 
 
 @dataclass(frozen=True)
 class Config:
-    """What config.json says of a model, by its names; of Llama 3 8B by default."""
+    """Fields of config.json that describe a model; the defaults are Llama 3 8B."""
 
     vocab_size: int = 128256
     hidden_size: int = 4096
@@ -31,11 +31,11 @@ class Config:
 
 
 class CheckpointError(Exception):
-    """What is wrong with a folder, or with what is asked of it, and what to do."""
+    """Problem with a folder or a request, with a remedy."""
 
 
 def needed(module):
-    """A package that the math does without."""
+    """Imports an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -51,7 +51,7 @@ def read_json(path):
 
 
 def read_config(folder, dtype=None):
-    """The config, the radians a token of each pair of elements, and the tokens that end a text. Raises CheckpointError for no Llama."""
+    """Config, radians per token of each pair of elements, and end-of-text tokens. Raises CheckpointError if it is not a Llama."""
     path = folder / "config.json"
     found = read_json(path)
     kind, rope = found.get("model_type"), found.get("rope_parameters") or found.get("rope_scaling") or {}
@@ -78,7 +78,7 @@ def read_config(folder, dtype=None):
 
 
 def frequencies(size, theta, scaling=None):
-    """theta ** (-2 i / size); in Llama 3.1 the slow ones are slower by a factor, so that longer texts fit."""
+    """theta ** (-2 i / size). Llama 3.1 slows the low frequencies by a factor, for longer texts."""
     rates = 1 / np.float32(theta) ** (np.arange(0, size, 2, dtype=np.float32) / size)
     if scaling:
         low, high, factor = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "factor"))
@@ -96,9 +96,9 @@ def read_tokenizer(folder):
 
 
 def read_weights(folder, types, mesh, rank, device="cpu"):
-    """What a rank has of each tensor of the model, by name; nothing else is read. `types` has no others than the checkpoint, or fewer.
+    """This rank's shard of each tensor of the model, by name; nothing else is read.
 
-    Raises CheckpointError for tensors that are not in it, or that the model does not have.
+    Raises CheckpointError if `types` names a tensor that the checkpoint lacks, or if the checkpoint has others.
     """
     open_file, torch = needed("safetensors").safe_open, needed("torch")
     index = folder / "model.safetensors.index.json"

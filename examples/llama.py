@@ -1,8 +1,9 @@
 """Llama 3 from a checkpoint of Hugging Face: `python examples/llama.py FOLDER --prompt "Once upon a time" --tp 2`.
 
-Two programs share the weights, and a cache of keys and values that both update in place: `prefill` takes the prompt, sequence-parallel,
-and `decode` one token after the other: each call leaves the next token where the next call reads it. `hw.block` makes one C++ function
-of the layers. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3 8B on 8 ranks.
+Two programs share the weights, and a cache of keys and values that both update in place. `prefill` processes the prompt,
+sequence-parallel. `decode` processes one token after another: each call leaves the next token where the next call reads it.
+`hw.block` makes the layers one C++ function. `hostweave inspect examples/llama.py:llama --after all` shows the prefill of Llama 3
+8B on 8 ranks.
 """
 
 import argparse
@@ -21,7 +22,7 @@ OPTIONS = hw.Options(sizes={"B": 1})
 
 
 def layer_weights(c):
-    """The tensors of a layer by their names in a checkpoint, as in `model.layers.0.self_attn.q_proj.weight`; a matrix is [out, in]."""
+    """Tensors of a layer by their checkpoint names, as in `model.layers.0.self_attn.q_proj.weight`; a matrix is [out, in]."""
     E, F, dtype = c.hidden_size, f"{c.intermediate_size}@tp", c.dtype
     heads, groups = (f"{count * c.head_dim}@tp" for count in (c.num_attention_heads, c.num_key_value_heads))
     return {
@@ -38,13 +39,13 @@ def layer_weights(c):
 
 
 def other_weights(c):
-    """A rank has some rows of the table of tokens, and computes the logits of as many."""
+    """Embeddings and output weights. A rank has some rows of the token table, and computes the logits of as many."""
     table = c.dtype[f"{c.vocab_size}@tp", c.hidden_size]
     return {"model.embed_tokens": table, "model.norm": c.dtype[c.hidden_size], **({} if c.tie_word_embeddings else {"lm_head": table})}
 
 
 def short(name):
-    """The name of an input of the programs for that of a tensor."""
+    """Input name in the programs for a tensor's name."""
     return name.rpartition(".")[2]
 
 
@@ -53,7 +54,7 @@ def cache_of(c):
 
 
 def llama_layer(c, decode):
-    """A layer, of a prompt's tokens, which are sharded along the sequence, or of the next token, which attends to the cache."""
+    """One layer, for a prompt whose tokens are sharded along the sequence, or for the next token, which attends to the cache."""
     S, E, D, H, G, eps = 1 if decode else "S", c.hidden_size, c.head_dim, c.num_attention_heads, c.num_key_value_heads, c.rms_norm_eps
     inputs = {"x": c.dtype[1 if decode else "S@tp", "B", E], **dict.fromkeys(("cos", "sin"), hw.f32["B" if decode else 1, 1, S, D // 2])}
     if decode:
@@ -80,17 +81,17 @@ def llama_layer(c, decode):
 
 
 def largest(x):
-    """The index of the first largest element of each row. Where rows are sharded only two numbers of each travel."""
+    """Index of the first largest element of each row. If rows are sharded, only two numbers per row are sent."""
     return hw.min(hw.where(x == hw.max(x, -1, keepdims=True), hw.iota(x, -1), int(x.type.shape[-1])), -1)
 
 
 def sampled(logits, temperature, top_p, seed, draw):
-    """Draws of each row from the fewest tokens whose probabilities add up to top_p, found by bisection: nothing is sorted or gathered."""
+    """Samples a token per row from the smallest set with total probability top_p, found by bisection without sorting or gathering."""
     V = int(logits.type.shape[-1])
 
     @hw.block(p=hw.f32[1, "B", f"{V}@tp"], low=hw.f32[1, "B", 1], high=hw.f32[1, "B", 1], top_p=hw.f32[()])
     def halved(p, low, high, top_p):
-        """Of an interval the half where this holds: all p of at least `low` add up to top_p, and all of at least `high` do not."""
+        """Bisection step that keeps the invariant: the sum of all p >= `low` reaches top_p, and the sum of all p >= `high` does not."""
         middle = (low + high) / 2
         enough = hw.sum(hw.where(p >= middle, p, 0.0), -1, keepdims=True) >= top_p
         return hw.where(enough, middle, low), hw.where(enough, high, middle)
@@ -106,8 +107,8 @@ def sampled(logits, temperature, top_p, seed, draw):
 def program(c, tp, decode=False, is_sampled=False):
     """`prefill` or `decode`: the next token of each sequence, its logits, and the cache.
 
-    `position` is how many tokens of each sequence the cache has after `prefill`, of prompts that may be filled up, or before a step of
-    `decode`.
+    `position` is the number of tokens of each sequence in the cache: after `prefill`, whose prompts may be padded, or before a
+    step of `decode`.
     """
     S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
@@ -152,14 +153,14 @@ def program(c, tp, decode=False, is_sampled=False):
 
 
 def compiled(c, tp, target="cpu", is_sampled=False):
-    """The two programs. Raises CheckpointError where ranks cannot share the heads."""
+    """Both programs. Raises CheckpointError if ranks cannot share the heads."""
     if c.num_key_value_heads % tp:
         raise CheckpointError(f"{c.num_key_value_heads} heads of keys and values cannot be shared by {tp} ranks; give a divisor as --tp")
     return [hw.compile(program(c, tp, decode, is_sampled), target, OPTIONS) for decode in (False, True)]
 
 
 def load(folder, c, mesh, rank, device="cpu"):
-    """The weights of a rank by the names of the programs' inputs."""
+    """Weights of a rank by the names of the programs' inputs."""
     ours = {name: short(name) for name in other_weights(c)}
     types = other_weights(c)
     for i in range(c.num_hidden_layers):
@@ -171,7 +172,7 @@ def load(folder, c, mesh, rank, device="cpu"):
 class Llama:
     """The model on one rank, with a cache of `length` tokens for each of `batch` sequences. All ranks make the same calls.
 
-    `weights` are those of the rank; `sampling` has temperature, top_p and seed, for programs that sample.
+    `weights` are those of the rank. `sampling` has temperature, top_p and seed, for programs that sample.
     """
 
     def __init__(self, c, programs, weights, frequencies, batch=1, length=4096, sampling=None):
@@ -192,7 +193,7 @@ class Llama:
         self.graph = None
 
     def start(self, prompts):
-        """Takes a prompt for each of the batch; `ids` are the next tokens then. Raises CheckpointError where the cache is too small."""
+        """Processes a prompt per sequence; `ids` then holds the next tokens. Raises CheckpointError if the cache is too small."""
         counts = [len(prompt) for prompt in prompts]
         if wrong := [count for count in counts if not 0 < count < self.length]:
             raise CheckpointError(f"a prompt of {wrong[0]} tokens, of 1 to {self.length - 1} that the cache has room for; raise --length")
@@ -203,14 +204,14 @@ class Llama:
         self.prefill(filled, self.position, **self.cache, out=(self.ids, self.logits, *(None for _ in self.cache)))
 
     def advance(self):
-        """One token more. A call leaves `ids` and `position` as the next one takes them, so all are one CUDA graph."""
+        """One more token. A call leaves `ids` and `position` as the next one needs them, so all calls are one CUDA graph."""
         if self.graph:
             return self.graph()
         out = (None, self.logits, None, *(None for _ in self.cache))
         self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # which makes the call, too
 
     def generate(self, prompts, count):
-        """Yields the next token of each sequence, until there are `count` or a cache is full. The device is a token ahead."""
+        """Yields the next token of each sequence, until there are `count` or a cache is full. The device is one token ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
         room = self.length - max(map(len, prompts)) + 1  # the last one is not put into the cache

@@ -1,6 +1,6 @@
-"""Pipelines: the first half of the ranks computes the first layers and sends the activations to the second half, which computes the rest.
+"""Pipelines: the first half of the ranks computes the first layers and sends activations to the second half for the rest.
 
-Each stage is a mesh of some of the ranks. A tensor is on the mesh of what it is computed from, until a reshard moves it to another.
+Each stage is a mesh of some of the ranks. A result is on the mesh of its operands, until a reshard moves it to another.
 """
 
 import hostweave as hw

@@ -1,6 +1,6 @@
-"""Streams on one device: each op of a loop works on one slice a step, and the steps go round the streams.
+"""Streams on one device: each op of a loop processes one slice per step, and steps use the streams round-robin.
 
-`allreduce_rows` is the odd one out: eight devices, a sum over rows that each rank adds up in a kernel of its own.
+`allreduce_rows` is different: eight devices, with a row sum that each rank adds in a kernel of its own.
 """
 
 import hostweave as hw

@@ -1,6 +1,7 @@
-"""A Llama of transformers, tensor-parallel: `python examples/torch_llama.py FOLDER --tp 2` compiles it and prints the tokens that follow.
+"""A tensor-parallel Llama of transformers: `python examples/torch_llama.py FOLDER --tp 2` prints the tokens that follow.
 
-Without FOLDER it is a small one with random weights. The layers are one function of the generated program, which `--source` prints.
+Without FOLDER it is a small model with random weights. The layers are one function of the generated program, which `--source`
+prints.
 """
 
 import argparse

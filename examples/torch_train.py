@@ -1,6 +1,7 @@
-"""A GPT-2 of transformers, trained with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints its losses.
+"""Training of a GPT-2 with tensor and data parallelism: `python examples/torch_train.py --dp 2 --tp 2` prints its losses.
 
-It is a small one with random weights, which learns to count. Forward and backward pass are a program each, which `--source` prints.
+It is a small model with random weights, which learns to count. Forward and backward pass are one program each; `--source` prints
+them.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Transformer layers as a user writes them: tensor-parallel or sequence-parallel by the spec of the input alone.
+"""Transformer layers in the form that users write: the spec of the input makes them tensor-parallel or sequence-parallel.
 
 MLP and attention are plain functions. The columns of the first weight and the rows of the second one are sharded over `tp`, so
-the result is partial: it is all-reduced if it is to be replicated, or reduce-scattered if it is to be sharded along the
-sequence. The backward passes are written out from the same ops.
+the result is partial. It is all-reduced if it is to be replicated, or reduce-scattered if it is to be sharded along the sequence.
+The backward passes are written with the same ops.
 """
 
 from math import pi, sqrt
@@ -170,7 +170,7 @@ def linear_rows_backward(x, w, dy):
 
 
 def mlp_gradients(x, h, w1, w2, dy):
-    """`h` is what the first linear layer gave."""
+    """`h` is the result of the first linear layer."""
     dw2 = hw.matmul(hw.gelu(h).T, dy)
     dh = hw.matmul(dy, w2.T) * gelu_slope(h)
     dw1 = hw.matmul(x.T, dh)

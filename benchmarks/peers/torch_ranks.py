@@ -1,4 +1,4 @@
-"""Times of calls on all GPUs of this machine, one process of torch.distributed a GPU."""
+"""Times of calls on all GPUs of this machine, with one torch.distributed process per GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
 def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> Iterator[dict[str, list[float]]]:
-    """Of each group the milliseconds of every call, a repetition each, of the slowest rank, as soon as all ranks have them. All ranks
-    begin each call together, and the GPU waits for so many cycles before it, while the host enqueues it.
+    """Milliseconds of every call of each group, one list per repetition, of the slowest rank, as soon as all ranks have them.
 
-    `make` is a function of a module, since other processes run it; torch.distributed is ready when they do, and so is hw.init.
+    All ranks start each call together, and the GPU waits for some cycles before it, while the host enqueues it. `make` must be a
+    module-level function, because other processes run it; torch.distributed and hw.init are ready then.
     """
     import torch.multiprocessing as processes
 

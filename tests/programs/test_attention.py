@@ -1,4 +1,4 @@
-"""Attention as one instruction: every mask, layout and sharding on every rank, against PyTorch's in float64; what it needs; its C++."""
+"""Attention as one instruction: every mask, layout and sharding on every rank, against PyTorch in float64; its memory and its C++."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {"B": 3, "C": 5, "S": 9, "T": 13, "U": 70, "V": 300}
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Heads, sequences of a batch and rows are shared by the ranks; blocks of rows and columns are short."""
+    """Heads, sequences of a batch, and rows are sharded; blocks of rows and columns are short."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -81,7 +81,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def decode(ranks: int, t: DType) -> Fusion:
-    """A cache that is not full: the batch, the rows and the heads of it are shared by the ranks."""
+    """Partially filled cache: its batch, rows and heads are sharded."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -112,7 +112,7 @@ def decode(ranks: int, t: DType) -> Fusion:
 
 
 def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
-    """Each of the batch by itself, with the keys that it has."""
+    """Each batch element by itself, with its valid keys."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     q, k, n, r, w, m, h, g, one = (torch.from_numpy(array.astype(np.float64)) for array in arrays.values())
 
@@ -141,7 +141,7 @@ def decoded_by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, hw.bf16), (2, hw.f16), (3, hw.f32), (4, hw.bf16)], ids=str)
 def test_lengths(ranks: int, dtype: DType) -> None:
-    """What lies behind the valid keys is not looked at; a row without any gives zeros."""
+    """Memory after the valid keys is not read; a row without keys gives zeros."""
     fusion = decode(ranks, dtype)
     sizes = {"B": ranks + 1, "C": 3, "S": 9, "T": 13, "V": 300}
     arrays = random_arrays(fusion, sizes, seed=ranks)
@@ -159,7 +159,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sequence_in_pieces(ranks: int) -> None:
-    """Of each piece a rank has a part, so that all have as much to see; keys are gathered to where they are used, and not copied."""
+    """Each rank has a part of each piece, so the work is balanced; keys are gathered in place and not copied."""
     pieces, length = 4, 8
 
     @hw.fusion(mesh=hw.Mesh(cp=ranks), q=hw.f16[pieces, f"{length}@cp", 4, 16], k=hw.f16[pieces, f"{length}@cp", 2, 16])
@@ -192,7 +192,7 @@ def test_matches_torch(ranks: int, dtype: DType) -> None:
 
 
 def test_the_scores_are_never_in_memory() -> None:
-    """At S = 4096: nothing is allocated, not even a transpose for [S, B, H, D]; keys are gathered where the rows are shared."""
+    """At S = 4096 nothing is allocated, not even a transpose for [S, B, H, D]; keys are gathered if rows are sharded."""
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))

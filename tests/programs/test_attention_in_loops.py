@@ -1,4 +1,4 @@
-"""Attention to the blocks of keys of other ranks as they come: by each algorithm, beside heads that are sharded, chosen or stated."""
+"""Attention to blocks of keys as they arrive from other ranks: by each algorithm, with sharded heads, chosen or stated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALGORITHMS = ("p2p", "put", "ring", "broadcast")
 
 @cache
 def in_loops(ranks: int, t: DType, algorithm: str, tp: int = 1) -> Fusion:
-    """A causal one whose log-sum-exps are asked for, and one of other rows that sees all, whose values are narrower."""
+    """Causal attention with log-sum-exps, and attention without mask of other rows, with smaller value heads."""
     heads, groups = f"{4 * tp}@tp", f"{2 * tp}@tp"
 
     @hw.fusion(
@@ -99,7 +99,7 @@ def test_on_gpus(algorithm: str, size: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(len(gpus()) < 2, reason="needs two GPUs")
 def test_blocks_at_once_on_gpus() -> None:
-    """Blocks that all rows see are attended to by one plan, on two streams that run at once where they are large."""
+    """Blocks that all rows attend to use one plan, which runs on two streams concurrently if the blocks are large."""
     fusion, sizes = context_parallel(2, causal=None), {"S": 16384}
     arrays = random_arrays(fusion, sizes, seed=0)
     results = []
@@ -124,7 +124,9 @@ def in_zigzag(ranks: int, t: DType) -> Fusion:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("ranks", "way"), [(2, "put(2)"), (2, "p2p(2)"), (3, "put(3)"), (4, "p2p(4)")])
 def test_rows_in_zigzag(ranks: int, way: str) -> None:
-    """A rank sees half of what each other one has: all rows the first half of the keys, or the second half of the rows all keys."""
+    """A rank attends to half of each other rank's keys: all rows to the first half of the keys, or the second half of the rows to
+    all keys.
+    """
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
@@ -167,7 +169,7 @@ def context_parallel(ranks: int, **how: Any) -> Fusion:
 
 
 def test_chosen_where_it_gains() -> None:
-    """By the cost model; what ranks share unevenly is attended to at once, in the call that has it."""
+    """Chosen by the cost model. With uneven shards a call attends to all keys at once."""
     large = {"S": 2**14}
     program = hw.compile(context_parallel(2), options=Options(sizes=large))
     (choice,) = program.choices
@@ -202,7 +204,7 @@ def test_stated_way() -> None:
 
 
 def test_p2p_keeps_a_block_a_stream() -> None:
-    """However many ranks there are."""
+    """Holds for any number of ranks."""
     host = lower(in_loops(8, hw.bf16, "p2p"), Options(streams=2))
     blocks = [i for i in tree.walk(host.body) if isinstance(i, ir.OnStream)]
     assert [sum(isinstance(i, ir.Recv) for i in tree.walk(block.body)) for block in blocks] == [1, 1]
@@ -212,7 +214,7 @@ def test_p2p_keeps_a_block_a_stream() -> None:
 
 
 def test_other_masks_see_all_keys_at_once() -> None:
-    """A window is of all keys, and so are gathers that something else takes, or whose loops have other chunks."""
+    """A window needs all keys. So do gathers with another consumer, and loops with different chunks."""
     options = Options(sizes={"S": 2**14})
     assert not lower(context_parallel(2, window=8), options).choices
     rows = "S@cp"

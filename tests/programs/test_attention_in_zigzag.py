@@ -1,4 +1,4 @@
-"""Causal attention whose sequence is in zigzag, forward and backward: what it gives, how much each rank has to do, and what is refused."""
+"""Causal attention with a sequence in zigzag, forward and backward: results, work per rank, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = ({"B": 2, "S": 48}, {"B": 1, "S": 24}, {"B": 3, "S": 112})
 
 @cache
 def in_zigzag(mesh: hw.Mesh, t: DType) -> Fusion:
-    """Rows and keys that are sharded alike, with a batch, and without one as they lie in memory; with gradients, a window, and no mask."""
+    """Rows and keys sharded alike, with a batch, and without one in its memory layout; with gradients, a window, and no mask."""
     heads, groups, s = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp", "S@zigzag(cp)"
 
     @hw.fusion(
@@ -104,7 +104,7 @@ def test_on_gpus(dtype: DType) -> None:
 
 @pytest.mark.parametrize("positions", ["S", "S@zigzag(cp)"])
 def test_layers(positions: str) -> None:
-    """Heads over tp, rows over cp; tables of rotary embeddings in order are cut as the rows are."""
+    """Heads over tp, rows over cp; tables of rotary embeddings in natural order are split like the rows."""
     mesh, x, wq, wk = hw.Mesh(cp=2, tp=2), hw.f32["S@zigzag(cp)", "E"], hw.f32["E", "4@tp", 16], hw.f32["E", "2@tp", 16]
     types = {"x": x, "wq": wq, "wk": wk, "wo": hw.f32["4@tp", 16, "E"], "g": hw.f32["E"], "cos": hw.f32[positions, 8]}
 
@@ -139,7 +139,7 @@ def causal(axes: str, ranks: int, size: str = "S") -> Fusion:
 
 
 def scores(host: HostProgram, rank: int) -> int:
-    """How many of them a rank computes, as the diagonals of its calls say."""
+    """Number of scores that a rank computes, according to the diagonals of its calls."""
     types = {p.name: host.local_type(p) for p in (*host.inputs, *host.outputs)}
     total = 0
     for i in tree.walk(host.body):
@@ -154,7 +154,7 @@ def scores(host: HostProgram, rank: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_each_rank_has_as_much_to_do(ranks: int) -> None:
-    """Keys and values travel once, a kernel each puts them in order, and the result is made where it is returned."""
+    """Keys and values move once, one kernel each reorders them, and the result is written directly to the output."""
     size = 16 * ranks
     host = lower(causal("zigzag(cp)", ranks, str(size)), hw.Options())
     work = [scores(host, rank) for rank in range(ranks)]

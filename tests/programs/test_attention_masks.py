@@ -1,4 +1,4 @@
-"""What masks attention beside its diagonal: a bias of the scores, and sequences that are packed; forward and backward, on every rank."""
+"""Masks of attention besides the diagonal: a bias of the scores, and packed sequences; forward and backward, on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hostweave.types.tensor import DType
 
 @cache
 def masked(ranks: int, t: DType) -> Fusion:
-    """Biases of all heads, of one and of a row; keys that are shared by the ranks, and rows; packed sequences of a batch and alone."""
+    """Biases of all heads, of one head, and of a row; sharded keys and rows; packed sequences with and without a batch."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -84,7 +84,7 @@ def wanted(arrays: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
-    """Some columns are hidden by the bias, for some rows all; sequences are empty, and tokens before and behind them are of none."""
+    """The bias hides some columns, for some rows all; some sequences are empty, and some tokens belong to none."""
     arrays = random_arrays(fusion, {"B": 3, "S": 9, "T": 13, "U": 70, "V": 300, "W": 80, "N": 4}, seed=ranks)
     hidden = np.random.default_rng(ranks).random(arrays["bias"].shape) < 0.3
     arrays["bias"][hidden] = -np.inf
@@ -120,7 +120,7 @@ def test_on_gpus(ranks: int, dtype: DType) -> None:
 
 @pytest.mark.extra("torch")
 def test_gradients_of_biases_that_are_composed() -> None:
-    """What there is no kernel for: f64, heads in groups, biases of all dims, of some, and of some once."""
+    """Cases without a kernel: f64, grouped heads, and biases with all, some, or broadcast dims."""
     shapes = {"q": (2, 6, 5, 12), "k": (2, 3, 7, 12), "whole": (2, 6, 5, 7), "once": (1, 6, 1, 7), "few": (5, 7)}
 
     @hw.fusion(**{name: hw.f64[shape] for name, shape in shapes.items()})
@@ -140,7 +140,7 @@ def test_gradients_of_biases_that_are_composed() -> None:
 
 
 def test_a_program_has_the_kernels_that_it_may_need() -> None:
-    """They are compiled once a machine, for the dtypes and heads of programs that have what cuDNN has not."""
+    """Kernels are compiled once per machine, for the dtypes and head sizes of programs that need features that cuDNN lacks."""
 
     def libraries(t: DType, size: int, **how: Any) -> set[str]:
         @hw.fusion(mesh=hw.Mesh(x=2), q=t[4, "S@x", size], k=t[4, "S", size], bias=t["S@x", "S"], o=hw.i32["N"])
@@ -251,7 +251,7 @@ def test_a_bias_that_is_not_there_has_no_gradient() -> None:
 
 
 def test_explain_says_which_kernels() -> None:
-    """Beside a bias cuDNN has no mask but that of the top left, with lengths none on a rank with some of the rows."""
+    """With a bias cuDNN supports only the top-left diagonal; with lengths it supports none on a rank with some of the rows."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=2),
@@ -294,7 +294,7 @@ def test_there_is_an_offset_at_least() -> None:
 
 
 def test_rows_that_are_not_aligned_are_copied() -> None:
-    """cuDNN reads 16 bytes at once; f32 and rows that are aligned are read as they lie."""
+    """cuDNN reads 16 bytes at once; f32 and aligned rows are read in place."""
 
     def copies(t: DType, size: int) -> int:
         @hw.fusion(x=t[4, "S", size])

@@ -1,4 +1,4 @@
-"""Attention whose sequence is sharded: keys alone, whose blocks ranks attend to and join, or rows and keys; and heads beside them."""
+"""Attention with a sharded sequence: keys only, whose partial results are joined, or rows and keys; also with sharded heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [hw.bf16, hw.f16, hw.bf16, hw.bf16, hw.f16]
 
 @cache
 def over_ranks(mesh: hw.Mesh, t: DType) -> Fusion:
-    """A token and some rows against a cache whose sequence is sharded, and rows that are sharded as the keys are, with their gradients."""
+    """A token and some rows against a cache with a sharded sequence, and rows sharded like the keys, with gradients."""
     heads, groups = f"{4 * mesh.axis_size('tp')}@tp", f"{2 * mesh.axis_size('tp')}@tp"
 
     @hw.fusion(
@@ -87,7 +87,7 @@ def by_torch(arrays: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.extra("torch")
 @pytest.mark.parametrize(("mesh", "dtype"), list(zip(MESHES, DTYPES, strict=True)), ids=str)
 def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
-    """With sizes that ranks share unevenly; a rank may have no key at all, and none that is valid."""
+    """With uneven sizes; a rank may have no keys, or no valid ones."""
     fusion = over_ranks(mesh, dtype)
     for sizes in ({"B": 3, "T": 29, "U": 70}, {"B": 2, "T": 9, "U": 2}):
         arrays = random_arrays(fusion, sizes, seed=mesh.size)
@@ -106,8 +106,10 @@ def test_on_gpus(sizes: dict[str, int]) -> None:
 
 
 def test_keys_do_not_travel() -> None:
-    """Where ranks have the same queries: of each row a number and a result do. They do with rows that are sharded, windows, and rows that
-    end by lengths."""
+    """If all ranks have the same queries, only a number and a result per row are sent.
+
+    Keys do move for sharded rows, windows, and lengths of rows.
+    """
     cached = hw.bf16[2, 4, "T@cp", 16]
 
     def gathered(compute, **inputs):  # type: ignore[no-untyped-def]
@@ -160,7 +162,7 @@ def test_mistake_in_host_ir() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("keys", [1, 3, 9])
 def test_an_int_number_of_keys_that_ranks_do_not_divide(keys: int, ranks: int) -> None:
-    """The last ranks have fewer keys, or none; their blocks are one a rank all the same."""
+    """The last ranks have fewer keys or none; there is still one block per rank."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), q=hw.f32[2, 4, 8], k=hw.f32[2, f"{keys}@x", 8], v=hw.f32[2, f"{keys}@x", 8])
     def attended(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:

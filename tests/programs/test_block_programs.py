@@ -1,4 +1,4 @@
-"""What programs with blocks compute: nested ones, arguments that are resharded or packed, and the same as with the blocks inlined."""
+"""Results of programs with blocks: nested ones, resharded or packed arguments, and equality with the inlined program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hostweave.types.tensor import DType, block_of
 
 
 def nested(ranks: int) -> Fusion:
-    """A block that calls a block, streams inside, two results, a parameter that nobody reads, arguments of other layouts."""
+    """A block that calls a block, with streams inside, two results, an unused parameter, and arguments of other layouts."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E", "F@x"], v=hw.f32["F@x", "E"], unused=hw.f32["E"])
     def mlp(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, unused: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -71,7 +71,7 @@ def test_matches_numpy_and_the_program_without_blocks(ranks: int) -> None:
 
 
 def test_results_on_other_meshes() -> None:
-    """Each has memory on the ranks that hold it, also where nobody reads it."""
+    """Each result has memory on the ranks that hold it, even if it is unused."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1]), mesh.ranks([2, 3])
     types = {"x": hw.f32["M@x", "K"].on(first), "w": hw.f32["K", "N"].on(first)}
@@ -104,7 +104,7 @@ def test_one_function_a_block() -> None:
 
 @pytest.mark.parametrize("name", ["run", "int", "M"])
 def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
-    """The generated program has members of this name, or it is a keyword; a size and a buffer may have it too."""
+    """The name is a member of the generated program or a keyword; a size and a buffer may have it too."""
 
     def body(x: hw.Tensor) -> hw.Tensor:
         return x * 2
@@ -121,7 +121,7 @@ def test_names_of_blocks_that_mean_something_else_in_cpp(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, hw.f32), (4, hw.bf16)])
 def test_llama(ranks: int, dtype: DType) -> None:
-    """The logits and the cache of a prompt that ranks do not share evenly, against NumPy, in any order of operations."""
+    """Logits and cache of a prompt with uneven shards, against NumPy, in any order of operations."""
     module = load_file(EXAMPLES / "llama.py")
     counts = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
     fusion = module.program(module.Config(vocab_size=20, hidden_size=24, intermediate_size=32, **counts, dtype=dtype), ranks)
@@ -149,7 +149,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
 
 
 def test_32_layers_of_llama() -> None:
-    """One function, called 32 times; it gathers and scatters twice; and making all this is a matter of seconds."""
+    """One function is called 32 times; it gathers and scatters twice. Compilation takes a few seconds."""
     fusion = load_file(EXAMPLES / "llama.py").llama
     started = time.process_time()  # of this process, whatever runs beside it
     host = lower(fusion, Options())
@@ -164,7 +164,7 @@ def test_32_layers_of_llama() -> None:
 
 
 def deep(ranks: int, w: str = "w_{}", b: str = "b_{}", numbers: Sequence[int] = range(1, 6)) -> Fusion:
-    """Five calls with weights of their own, then two that share theirs, on rows that need not be even."""
+    """Five calls with their own weights, then two that share weights, on rows that may be uneven."""
 
     @hw.block(x=hw.f32["M@x", "E"], b=hw.f32["E"], scale=hw.f32[1], w=hw.f32["E", "E@x"])
     def layer(x: hw.Tensor, b: hw.Tensor, scale: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -205,7 +205,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2])
 def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
-    """As those of a backward pass: they take what the others made, and what structs of a third function have."""
+    """As in a backward pass: they read results of the other calls, and members of a third function's structs."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -255,7 +255,7 @@ def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> None:
-    """Beside those in memory of inputs others; what comes before them and after, and one that is used once more."""
+    """Some results are in memory of inputs and some are not; with outputs before and after, and one with a second consumer."""
 
     @hw.block(donate={"kept": 1}, x=hw.f32["M@x", "E"], w=hw.f32["E"], kept=hw.f32["M@x", "E"])
     def layer(x: hw.Tensor, w: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -292,7 +292,7 @@ def test_results_that_calls_give_in_turn_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("of_states", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 3), (1, 0, 3, 2)])
 def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...]) -> None:
-    """In order, in reverse, and where no loop has them."""
+    """In order, in reverse, and without a loop."""
 
     @hw.block(x=hw.f32["M"], kept=hw.f32["M"])
     def layer(x: hw.Tensor, kept: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -315,7 +315,7 @@ def test_some_results_of_calls_are_in_memory_of_inputs(of_states: tuple[int, ...
 
 @pytest.mark.parametrize("order", [("w", "scale"), ("scale", "w"), ("w", "", "scale"), ("scale", "", "w")])
 def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...]) -> None:
-    """Calls take weights alone, which stand by themselves, or with others that the program uses, before them or behind."""
+    """Weights of calls stand alone, or are mixed with other inputs of the program, before or after them."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -341,7 +341,7 @@ def test_what_stands_between_weights_is_in_their_structs(order: tuple[str, ...])
 
 
 def test_each_array_has_a_name_of_its_own() -> None:
-    """Of two functions, whose weights have words in common with others of the same function, or none, or with those of the other."""
+    """For two functions whose weights share words with others of the same function, with those of the other function, or none."""
 
     @hw.block(x=hw.f32["M@x", "E"], **dict.fromkeys("abcd", hw.f32["E"]))
     def layer(x: hw.Tensor, **w: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Casts, and bools of any byte, against torch."""
+"""Casts, and bools with any byte value, against torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The largest number of a dtype, what rounds to it, and what lies just past that; its ties, and almost ties."""
+    """Largest number of a dtype, numbers that round to it, and numbers just beyond; ties and near-ties."""
     info = torch.finfo(dtype)
     largest, step = info.max, info.max * info.eps / 2
     near = [largest + step * part for part in (0, 0.25, 0.5, 0.75, 0.99, 1, 1.01, 2)]
@@ -43,7 +43,7 @@ def limits(dtype: torch.dtype) -> np.ndarray[Any, np.dtype[np.float64]]:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
-    """Also from f64, by f32: what is almost a tie is one then. Of the f8 only e5m2 has infinities."""
+    """Also from f64 through f32, where a near-tie becomes a tie. Among 8-bit floats only e5m2 has infinities."""
     values = np.concatenate([limits(torch_dtype) for torch_dtype in FLOATS.values()] + [[np.inf, np.nan, 1e300]])
     values = np.concatenate([values, -values])
 

@@ -1,4 +1,4 @@
-"""Programs whose chunk loops the compiler has chosen compute what they are to compute, and say what was chosen."""
+"""Programs with chunk loops that the compiler chose: results, and the text of the choice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
 
 
 def layer(ranks: int) -> hw.Fusion:
-    """A gather of two matmuls, one of what the program has computed, a sum that is scattered, and one that all ranks have."""
+    """A gather for two matmuls, a gather of a computed value, a reduce-scatter, and an all-reduce."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], wg=hw.f32["K", "F@x"], wu=hw.f32["K", "F@x"], wd=hw.f32["F@x", "N"])
     def layer(x: hw.Tensor, wg: hw.Tensor, wu: hw.Tensor, wd: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -72,7 +72,7 @@ def test_result_and_choice(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("way", "chunks"), [("put", 1), ("put", 2), ("p2p", 1), ("ring", 2)])
 def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks: int) -> None:
-    """As a gathered gradient is: of its rows in a product, then of its columns in that of a weight, and it is returned, too."""
+    """Like a gathered gradient: its rows feed a matmul, then its columns feed that of a weight, and it is also returned."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "K"], w=hw.f32["K", "F@x"], a=hw.f32["M", "N"])
     def backward(x: hw.Tensor, w: hw.Tensor, a: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor, hw.Tensor]:
@@ -92,7 +92,7 @@ def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p"])
 def test_a_batch_of_one(algorithm: str) -> None:
-    """As modules of PyTorch have it: chunks of a dim behind dims of size 1 are contiguous all the same."""
+    """As PyTorch modules have it: chunks of a dim after dims of size 1 are contiguous."""
     w = hw.f32["K", "F@x"]
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[1, "M@x", "K"], wg=w, wu=w, wd=hw.f32["F@x", "N"])
@@ -128,7 +128,7 @@ def test_explain() -> None:
 
 
 def test_explain_says_what_a_faster_way_would_gain() -> None:
-    """Of a way that the model calls slower than another one: by how much, and how much would be enough, or that it was stated."""
+    """If the model predicts that another alternative is faster: the gain, the required gain, or that the choice was stated."""
     options = hw.Options(sizes=SIZES, machine=SLOW)
     program = hw.compile(layer(2), options=options)
     (name, taken, fastest) = next((c.name, c.ways[-1], c.taken) for c in program.choices if len(c.ways) > 1)
@@ -183,7 +183,7 @@ def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
-    """They are computed in sequence: a loop refuses no call that the program would take without it, in any way to make one."""
+    """They run in sequence: a chosen loop refuses no call that the program would otherwise accept, by any method of calling."""
     random, ways = np.random.default_rng(ranks), {"@layer %h": f"put({4 * ranks})"}
     program = hw.compile(layer(ranks), options=hw.Options(sizes=SIZES, machine=SLOW, ways=ways))
     given, threads = arrays(), hw.Threads(ranks)
@@ -223,7 +223,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
 
 
 def weights_of(ranks: int) -> hw.Fusion:
-    """Layers whose weights are sharded, one of them computed, and gathered where they are used."""
+    """Layers with sharded weights, one of them computed, gathered where they are used."""
 
     @hw.fusion(mesh=hw.Mesh(dp=ranks), x=hw.f32["M@dp", "K"], **{f"w_{i}": hw.f32["K@dp", "K"] for i in range(3)})
     def layers(x: hw.Tensor, **weights: hw.Tensor) -> hw.Tensor:
@@ -237,7 +237,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
-    """By copy engines, where sizes are known and shared evenly, and where that costs the matmuls less."""
+    """By copy engines, if sizes are known and even, and if the matmuls then slow down less."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)
@@ -280,7 +280,7 @@ def _stage(fusion: hw.Fusion, options: hw.Options, wanted: str) -> str:
 
 
 def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest of those that were run is kept, and found again without running any."""
+    """Keeps the fastest measured alternative, and finds it again without running any."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
     def gathered(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -324,7 +324,7 @@ def test_calibrate_on_busy_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calibrated_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured is fitted, kept as JSON, and taken by programs for these GPUs."""
+    """Measurements are fitted, stored as JSON, and used by programs for these GPUs."""
     monkeypatch.setattr(figures, "root", lambda: tmp_path)
     times = [Product(1, m, k, n, hw.bf16).seconds(replace(H200, flops=700e12, wave=5e-6)) for m, k, n in SHAPES]
     fitted = fit(H200, times)
@@ -349,8 +349,11 @@ def why_not(transport: Transport) -> str:
 
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])
 def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops of puts were chosen for one host: ranks that are on others, as they or NCCL find, run the program without them, and so do
-    those of which one has an older NCCL since then, before a channel is made."""
+    """Loops of puts were chosen for one host. Ranks on several hosts, as found by them or by NCCL, run the program without the
+    loops.
+
+    The same holds if one rank has loaded an older NCCL since then, before a channel is made.
+    """
     channels, connected = list[str](), Group.connected
 
     def connect(group: Group, member: Any, module: ModuleType, tune: bool) -> Any:
@@ -387,7 +390,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks of one process do without puts that were chosen, and no program has those that the user stated."""
+    """All ranks of one process run without chosen puts, and stated puts are an error."""
     chosen = hw.compile(layer(2), options=hw.Options(sizes=SIZES, machine=SLOW))
     stated = hw.compile(layer(2), options=hw.Options(transport="one_sided"))
     monkeypatch.setattr(type(find_target("cpu")), "why_not", lambda _, by: why_not(by))

@@ -1,4 +1,4 @@
-"""hw.collective_permute: blocks that change places are a permute where each rank has one, and copies where a rank has them all."""
+"""hw.collective_permute: a permute if each rank has one block, and local copies if a rank has all blocks."""
 
 from __future__ import annotations
 

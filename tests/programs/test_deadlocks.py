@@ -1,4 +1,4 @@
-"""Programs that ranks cannot get through: one line when they are compiled, and, unchecked, a report when they run. Never a hang."""
+"""Programs that deadlock: a one-line error at compile time, and without the check a report at run time. Never a hang."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def test_is_reported_when_it_runs(name: str, how: Callable[[], AbstractContextMa
 
 
 def same_report(found: str, wanted: str) -> None:
-    """Which of two ranks comes first is open where they run at once."""
+    """Compares reports of a parallel run, in which either of two ranks may come first."""
     assert sorted(found.split()) == sorted(wanted.split()), found
 
 
 def report_of(program: hw.Program, how: Callable[[], AbstractContextManager[None]]) -> str:
-    """The error of a run, with S, C and L for the numbers of streams, communicators and lines."""
+    """Error of a run, with S, C and L in place of the numbers of streams, communicators and lines."""
     reports: list[str] = []
 
     def run() -> None:
@@ -154,7 +154,7 @@ host @orders(%x: f32[2@x, N]) -> (%y: f32[2@x, N], %z: f32[2, N]) mesh(x=2) {
 
 
 def test_collectives_in_another_order_on_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No host IR says such a thing, so it takes C++ that was edited by hand."""
+    """Host IR cannot express this, so the C++ is edited by hand."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     hw.compile(host_text.parse(EXAMPLE)).build()
     source = tmp_path / "orders" / "program.cpp"

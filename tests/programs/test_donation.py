@@ -1,4 +1,4 @@
-"""Results in the memory of donated inputs, and slices at positions that are inputs: against NumPy and torch, on 1 to 4 ranks."""
+"""Results in donated memory, and slices at positions given by inputs: against NumPy and torch, on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DONATED = {"rows": "new_rows", "heads": "new_heads", "kept": "new_kept", "layer_
 
 @hw.block(donate=("held",), row=hw.f32["T", "D"], held=hw.f32["S", "D"], position=hw.i64[1])
 def layer(row, held, position):  # type: ignore[no-untyped-def]
-    """A layer that writes its cache, and then reads all of it."""
+    """A layer that updates its cache, and then reads all of it."""
     held = hw.dynamic_update_slice(held, row, (position, 0))
     return row + hw.sum(held, axis=0, keepdims=True), held
 
@@ -85,7 +85,7 @@ def arrays(position: int, slot: int) -> Arrays:
 
 
 def put(x: Array, update: Array, *starts: int) -> Array:
-    """As jax.lax has it."""
+    """Update with the semantics of jax.lax."""
     result = x.copy()
     begins = [min(max(start, 0), have - size) for start, have, size in zip(starts, x.shape, update.shape, strict=True)]
     result[tuple(slice(begin, begin + size) for begin, size in zip(begins, update.shape, strict=True))] = update
@@ -111,7 +111,7 @@ def wanted(v: Arrays) -> list[Array]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_each_of_a_batch_has_a_place_of_its_own(ranks: int) -> None:
-    """Positions and heads that are sharded, and a batch that is; of the cache as many elements are written as come."""
+    """Sharded positions and heads, and a sharded batch. Only as many elements of the cache are written as arrive."""
     B, S = 2 * ranks, 7
 
     @hw.fusion(
@@ -148,7 +148,7 @@ def copied(v: Arrays) -> Arrays:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_donated_inputs_hold_the_results(ranks: int) -> None:
-    """On global arrays, on each rank's own without a copy, in the interpreter and in the reference."""
+    """For global arrays, on each rank's own without a copy, in the interpreter and in the reference."""
     compiled = program(ranks)
     text = compiled.host_ir
     fusion, host = Fusion.parse(compiled.fusion_ir), HostProgram.parse(text)
@@ -197,7 +197,7 @@ def test_an_update_longer_than_its_dim_is_refused() -> None:
 
 
 def test_only_the_update_is_written() -> None:
-    """No cache is copied, but for the one that is read afterwards, of which a note says so; a kernel walks the elements of the update."""
+    """No cache is copied, except one that is read afterwards, for which a note is printed. A kernel iterates over the update's elements."""
     host = lower(Fusion.parse(program(1).fusion_ir), Options())
     copies = [i for body in (host.body, *(f.body for f in host.functions)) for i in tree.walk(body) if isinstance(i, ir.Copy)]
     assert [(copy.src, copy.dst) for copy in copies] == [("kept", "new_kept_2"), ("new_kept_2", "new_kept")]
@@ -212,7 +212,7 @@ def test_only_the_update_is_written() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, "fsdp"), *((ranks, stage) for ranks in (2, 4) for stage in ZERO)])
 def test_adamw_in_place(ranks: int, stage: str) -> None:
-    """Against torch, some steps; one kernel, which writes where it reads, and the communication of that stage of ZeRO."""
+    """Several steps against torch; one in-place kernel, and the communication of that ZeRO stage."""
     compiled = hw.compile(adamw(ranks, stage))
     host = HostProgram.parse(compiled.host_ir)
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
@@ -309,12 +309,12 @@ DONATING: tuple[tuple[Traced, dict[str, int]], ...] = (
 @pytest.mark.parametrize(("function", "donate"), DONATING, ids=lambda value: "_".join(value) if isinstance(value, dict) else value.__name__)
 @pytest.mark.parametrize("ranks", [1, 2, 17])
 def test_views_have_the_values_before(ranks: int, function: Traced, donate: dict[str, int]) -> None:
-    """Of parameters of fusions and of functions: the results that take their memory are written later."""
+    """Parameters of fusions and functions: results that overwrite them are written later."""
     as_expected(hw.fusion(mesh=hw.Mesh(x=ranks), donate=donate, c=HELD, d=HELD)(function), {"S": 4 * ranks})
 
 
 def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
-    """Compiles and runs it; compares what it and the interpreter compute with NumPy."""
+    """Compiles and runs the program; compares its results and the interpreter's with NumPy."""
     random = np.random.default_rng(0)
     shapes = {value.name: [size.bind(sizes) for size in value.type.shape] for value in fusion.inputs}
     given = {name: random.integers(-8, 9, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -332,7 +332,7 @@ def as_expected(fusion: Fusion, sizes: dict[str, int]) -> None:
 
 
 def test_nothing_else_is_copied() -> None:
-    """Of a donated input the view alone, before the result is computed in place; of an argument that is given twice one is copied."""
+    """Only the view of a donated input is copied, before the in-place result; of an argument that is given twice, one is copied."""
 
     @hw.block(donate=("x",), x=HELD, y=HELD)
     def summed(x, y):  # type: ignore[no-untyped-def]
@@ -348,7 +348,7 @@ def test_nothing_else_is_copied() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_views_in_donated_memory(ranks: int) -> None:
-    """Of one input, of two that take each other's memory, and a local slice in the memory of a shard."""
+    """Views of one input, of two that swap memory, and a local slice in the memory of a shard."""
     square = hw.f32["M@x", "M"]
 
     @hw.fusion(
@@ -362,7 +362,7 @@ def test_views_in_donated_memory(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_dims_in_another_order(ranks: int) -> None:
-    """A donated input that is returned transposed: by a fusion, by a function, and by one that is given what is used afterwards."""
+    """A donated input that is returned transposed: by a fusion, by a function, and by a function whose argument is used afterwards."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "N"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -397,7 +397,7 @@ def test_a_call_gives_a_view_of_the_array(request: pytest.FixtureRequest, librar
 
 
 def test_elements_do_not_change_places_in_one_memory() -> None:
-    """A kernel reads and writes its own index alone, but one memory has its elements in another order."""
+    """A kernel accesses only its own index in place, but one buffer has its elements in another order."""
 
     @hw.block(donate=("x",), x=hw.f32["M", "M"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -420,7 +420,7 @@ host @f(%x: f32[M, M]) -> (%y: f32[M, M] in %x) mesh() {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_views_beside_loops(ranks: int) -> None:
-    """The donated input is gathered chunk by chunk, and the result that takes its memory is computed in a loop."""
+    """The donated input is gathered chunk by chunk, and the result that overwrites it is computed in a loop."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate={"c": 0}, c=hw.f32["M@x", 4], w=hw.f32[4, "N"])
     def looped(c, w):  # type: ignore[no-untyped-def]
@@ -432,7 +432,7 @@ def test_views_beside_loops(ranks: int) -> None:
 
 
 def test_views_on_several_meshes() -> None:
-    """Also one that another mesh has as it lies."""
+    """Also a view that another mesh holds in place."""
     mesh = hw.Mesh(x=4)
     first, second = mesh.ranks([0, 1], z=2), mesh.ranks([1, 2, 3], z=3)
 
@@ -451,7 +451,7 @@ def test_views_on_several_meshes() -> None:
 
 
 def test_a_read_of_what_was_overwritten_is_found() -> None:
-    """The program as lowered has none; with the read behind the update, in text or on another stream, the check says so."""
+    """The lowered program has none. If the read is moved behind the update, in text or to another stream, the check reports it."""
     text = """kernel @put(%x: f32[S], %u: f32[1], %at: i64[], %rows: i64[S]) {
   %y: f32[S] = dynamic_update_slice(%x, %u, %at, %rows, axes=(0,))
 }
@@ -639,7 +639,7 @@ def test_slices_that_do_not_fit(name: str) -> None:
 
 
 def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
-    """Those that cannot be written to, those that overlap others, and another array as out=."""
+    """Read-only arrays, overlapping arrays, and another array as out=."""
 
     @hw.fusion(donate=("x", "y"), x=hw.f32["N"], y=hw.f32["N"], z=hw.f32["N"])
     def sums(x, y, z):  # type: ignore[no-untyped-def]

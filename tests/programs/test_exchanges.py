@@ -1,4 +1,4 @@
-"""Communication outside of chunk loops on channels whose ranks share memory, on any number of ranks and in random schedules."""
+"""Communication outside chunk loops on shared-memory transports, on any number of ranks and in random schedules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_blocks_of_different_sizes_are_not_read() -> None:
 
 
 def test_a_part_is_copied_before_others_read_it() -> None:
-    """It does not begin where that of a peer does."""
+    """The part starts at another offset than a peer's."""
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a", "K"])
     def turned(x):  # type: ignore[no-untyped-def]
@@ -82,7 +82,7 @@ def test_a_part_is_copied_before_others_read_it() -> None:
 
 
 def test_blocks_that_are_cut_divide() -> None:
-    """Where one mesh has other shards than another, of which blocks are read."""
+    """One mesh has other shards than another, and parts of blocks are read."""
     mesh = hw.Mesh(x=3)
 
     def moved(size: int | str) -> hw.Fusion:
@@ -102,7 +102,7 @@ def test_blocks_that_are_cut_divide() -> None:
 
 @pytest.mark.parametrize("is_1f1b", [False, True], ids=["gpipe", "1f1b"])
 def test_no_stage_waits_for_what_another_issues_later(is_1f1b: bool) -> None:
-    """Micro-batches forward and backward through stages of one rank each, in either order of the text."""
+    """Micro-batches forward and backward through stages of one rank each, in either program order."""
     count, batches = 3, 4
     mesh = hw.Mesh(x=count)
     stages = [mesh.ranks([rank]) for rank in range(count)]

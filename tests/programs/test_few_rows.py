@@ -1,4 +1,4 @@
-"""Products of one operand with few rows, which are one kernel with what ends them, against NumPy: around 8 rows, and of every layout."""
+"""Matmuls with few rows of one operand, fused with their epilogues into one kernel, against NumPy: around 8 rows, in every layout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gated(t: DType, ranks: int = 1) -> Fusion:
     z=hw.f32[2, "T", 24], v=hw.f32[24, 130], w=hw.f32[24, 130], one=hw.f32[1, 24],
 )  # fmt: skip
 def layouts(x, a, b, c, bias, r, z, v, w, one):  # type: ignore[no-untyped-def]
-    """Transposed weights of sizes that no block divides, three at once; rows in two dims; one row, whatever the sizes."""
+    """Transposed weights of sizes that no block divides, three at once; rows in two dims; one row, for any sizes."""
     three = hw.relu(hw.matmul(x, a.T)) * (hw.matmul(x, b.T) + bias) - hw.matmul(x, c.T)
     return three + r, hw.maximum(hw.matmul(z, v), 2) * hw.matmul(z, w), hw.maximum(hw.matmul(one, v), hw.matmul(one, w))
 
@@ -95,7 +95,7 @@ def test_the_rows_of_a_rank_decide() -> None:
 
 
 def test_more_rows_are_multiplied_at_once() -> None:
-    """On as many streams as there are products; rows of which there are always few need none."""
+    """On as many streams as matmuls; if rows are always few, no streams are needed."""
     for fusion, count in ((gated(hw.bf16), 2), (layouts, 3)):
         program = lowered(fusion)
         assert program.streams == (ir.Streams("beside", count - 1),)
@@ -111,7 +111,7 @@ def test_more_rows_are_multiplied_at_once() -> None:
 
 
 def test_products_stay_apart() -> None:
-    """Where something else reads one, they are of different operands, or what ends them reads elements of other indices."""
+    """If another op reads one, if operands differ, or if the epilogue reads elements at other indices."""
 
     @hw.fusion(x=hw.f32["T", 16], y=hw.f32["T", 16], v=hw.f32[16, 16], w=hw.f32[16, 16])
     def apart(x, y, v, w):  # type: ignore[no-untyped-def]

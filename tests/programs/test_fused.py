@@ -1,4 +1,4 @@
-"""Norms, attention and random numbers, whole, on the CPU target and on every rank, against NumPy in float64."""
+"""Norms, attention and random numbers in whole programs, on the CPU target and on every rank, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = {"f64": 1e-13, "f32": 2e-5, "bf16": 3e-2}  # absolute and relative: 
 
 
 def norms(ranks: int, t: DType) -> Fusion:
-    """Rows are shared by the ranks; dropout and residual stand before norms of them, and a norm before the norm of a sum with it."""
+    """Rows are sharded. Dropout and a residual come before norms, and a norm before the norm of a sum with it."""
 
     rows = {"p": t["M@x", 32], "q": t["M@x", 32], "v": t[32], "u": t[32]}
 
@@ -48,7 +48,7 @@ def norms(ranks: int, t: DType) -> Fusion:
 
 
 def columns(ranks: int, t: DType) -> Fusion:
-    """What is reduced is shared by the ranks: statistics are communicated, and argmax gathers."""
+    """The reduced dim is sharded: statistics are communicated, and argmax gathers."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "N@x"], w=t["N@x"])
     def columns(x, w):  # type: ignore[no-untyped-def]
@@ -58,7 +58,7 @@ def columns(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Kernels on the chunks of stream loops, with and without communication."""
+    """Kernels on chunks of chunk loops, with and without communication."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], b=t["N"], r=t["M", "N"])
     def in_loops(x, w, b, r):  # type: ignore[no-untyped-def]
@@ -72,7 +72,7 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 
 
 def attention(ranks: int, t: DType) -> Fusion:
-    """Heads are shared by the ranks; the second has two heads of the query to one of the key."""
+    """Heads are sharded; the second case has two query heads per key head."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -95,7 +95,7 @@ def attention(ranks: int, t: DType) -> Fusion:
 
 
 def rotary(ranks: int, t: DType) -> Fusion:
-    """Both orders of pairs, on heads before and after the rows, and on a view of a product."""
+    """Both orders of pairs, on heads before and after the rows, and on a view of a matmul's result."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -114,7 +114,7 @@ def rotary(ranks: int, t: DType) -> Fusion:
 
 
 def dropped(ranks: int, t: DType) -> Fusion:
-    """Attention whose weights are dropped, with heads alone and in groups: the same numbers."""
+    """Attention with dropout of weights, with and without grouped heads: equal random numbers."""
 
     @hw.fusion(
         mesh=hw.Mesh(x=ranks),
@@ -208,7 +208,7 @@ def test_a_rotary_embedding_is_one_kernel_and_copies_nothing() -> None:
 
 
 def test_what_heads_attend_to_is_written_beside_that_of_other_heads() -> None:
-    """The product with the values lies in memory as the output projection reads it."""
+    """The matmul with the values writes in the layout that the output projection reads."""
 
     @hw.fusion(q=hw.bf16["B", 4, "S", 8], w=hw.bf16[32, "N"])
     def layer(q, w):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Ops that read and write where elements say, orders, sums along a dim, bits and parts: against torch and NumPy, on 1 to 4 ranks."""
+"""Gathers, scatters, sorts, scans, bit operations and slices: against torch and NumPy, on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ INPUTS = {
 
 
 def arrays(seed: int = 0) -> dict[str, Array]:
-    """Numbers of which sums are exact, some of them equal, and NaNs."""
+    """Numbers with exact sums, some of them equal, and NaNs."""
     random = np.random.default_rng(seed)
 
     def shape(name: str) -> list[int]:
@@ -201,7 +201,7 @@ def put_along(x: Array, places: Array) -> Array:
 
 
 class Values:
-    """Tensors, or arrays, by name."""
+    """Tensors or arrays by name."""
 
     def __init__(self, values: dict[str, Any]):
         self.__dict__.update(values)
@@ -231,7 +231,7 @@ def target(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ops(ranks: int, target: str) -> None:
-    """All of them on 4 ranks, and on a GPU on 1; some on others."""
+    """All ops on 4 ranks, and on a GPU on 1; some on other numbers of ranks."""
     if target == "cuda" and len(gpus()) < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     cases = [*CASES] if ranks == 4 or target == "cuda" else [*CASES][ranks::7]
@@ -244,7 +244,7 @@ def test_ops(ranks: int, target: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_references(ranks: int) -> None:
-    """What ops mean in NumPy, of global arrays and of the ranks' blocks, also of blocks that are empty."""
+    """NumPy semantics of ops on global arrays and on local blocks, also empty ones."""
     fusion, given = program(ranks), arrays(ranks)
     check([*CASES], given, run_reference(fusion, given))
     host = lower(fusion, hw.Options())

@@ -1,4 +1,4 @@
-"""examples/llama.py on checkpoints that transformers makes, of random weights: its logits and its greedy tokens, and what is refused."""
+"""examples/llama.py on random checkpoints of transformers: logits, greedy tokens, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUNDOFFS = 8  # of the dtype that an element may differ by, of the greatest
 
 @cache
 def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
-    """A folder, the logits of the token after the prompts, and the tokens that transformers takes; in f32."""
+    """A folder, the logits after the prompts, and the tokens of transformers, in f32."""
     torch.manual_seed(1)
     rope = {"rope_theta": 500000.0, **LONG} if tied else {"rope_theta": 10000.0, "rope_type": "default"}
     config = transformers.LlamaConfig(
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize(("target", "tp", "dtype", "tied"), CASES)
 def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) -> None:
-    """On every rank; a second text in the same cache and the same graph; and a text up to the end of the cache."""
+    """On every rank; a second text with the same cache and graph; and a text up to the end of the cache."""
     folder, logits, tokens = checkpoint(tied)
     c, frequencies, ends = read_config(folder, dtype)
     assert (c.num_key_value_heads, c.tie_word_embeddings, c.rms_norm_eps, ends) == (4, tied, 1e-6, [])
@@ -118,7 +118,7 @@ ROWS = 2000
 
 
 def test_draws_are_of_the_most_probable_tokens() -> None:
-    """As often as they are probable among the fewest that add up to top_p, and of no others; the vocabulary is sharded unevenly."""
+    """With the right frequencies among the fewest tokens that reach top_p, and no others; the vocabulary is sharded unevenly."""
     dtype, vocabulary = hw.f32, 11
 
     @hw.fusion(
@@ -164,7 +164,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, target: 
 
 @pytest.mark.parametrize("target", ["cpu", on_gpus(2)])
 def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Prints the tokens, and how fast they came; stops behind a token that ends a text."""
+    """Prints tokens and their rate; stops after an end-of-text token."""
     folder, _, tokens = checkpoint(False)
     write_tokenizer(folder)
     prompt = " ".join(f"w{token}" for token in PROMPTS[0])
@@ -227,7 +227,7 @@ def test_other_models_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_the_names_of_older_configs(tmp_path: Path) -> None:
-    """rope_theta, rope_scaling and torch_dtype beside the rest; no head_dim, nor groups."""
+    """rope_theta, rope_scaling and torch_dtype as separate keys; no head_dim, no groups."""
     found = json.loads((checkpoint(True)[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**found, "eos_token_id": [3, 4]}))
     wanted, rates, ends = read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""What a program holds on its devices while it is open, and that nothing stays when it is closed."""
+"""Memory of an open program on its devices; all of it is freed at close."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = 4
 
 
 def held() -> dict[str, int]:
-    """What all programs of this process hold on the CPU device."""
+    """Memory that all programs of this process hold on the CPU device."""
     return {name: count for name, count in counted().items() if name.startswith("live_")}
 
 
@@ -59,7 +59,7 @@ def test_memory_does_not_grow_from_call_to_call() -> None:
 
 
 def test_a_second_call_allocates_nothing() -> None:
-    """Nor does one at sizes that the memory is large enough for."""
+    """Nor does a call at sizes for which the memory suffices."""
     fusion = PROGRAMS[2](2, hw.f32)
     program = compiled(fusion)
     large, small = ({"S": size, "E": 16, "F": 32} for size in (24, 8))
@@ -95,7 +95,7 @@ def held_by_rank(type: hw.TensorType, sizes: dict[str, int]) -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("make", PROGRAMS, ids=lambda make: make.__name__)
 def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks: int) -> None:
-    """In memory that is shared as planned, full of NaN before every call."""
+    """With the planned memory sharing, and NaN in all memory before every call."""
     fusion = make(ranks, hw.f32)
     arrays = {name: array / 4 for name, array in random_arrays(fusion, {"S": 12, "E": 16, "F": 24}, seed=0).items()}
     (want,) = run_reference(fusion, {name: array.astype(np.float64) for name, array in arrays.items()})
@@ -140,7 +140,7 @@ host @shared(%x: f32[M, N]) -> (%y: f32[M, N], %z: f32[M, N]) mesh(x=1) streams(
 
 
 def without(line: str) -> HostProgram:
-    """The program without one of its records and waits."""
+    """Program without one of its records and waits."""
     return HostProgram.parse(SHARED.replace(f"    {line}\n", "").replace(f"  {line}\n", ""))
 
 

@@ -1,8 +1,8 @@
-"""Every record, wait, fork and join of every program is there for a reason, and the tests would see one that is missing.
+"""Every record, wait, fork and join of every program is necessary, and the tests detect a missing one.
 
-One of them is dropped, and the program run on the CPU device: inputs are produced and outputs consumed on the caller's
-stream, several calls are in flight, all memory holds NaN before each. Unless the static check accepts what is left, some
-schedule gives a wrong answer, and the device's own check of dependencies reports the race.
+One of them is dropped, and the program runs on the CPU device. Inputs are produced and outputs consumed on the caller's stream,
+several calls are in flight, and all memory holds NaN before each. Unless the static check accepts the mutant, some schedule gives
+wrong results, and the device's race detection reports it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TURNS = "turn"  # the event that orders channels: without it ranks may wait for 
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """The program without one of its synchronisations, and which one that is."""
+    """Programs without one of their synchronisations, with a description."""
     parts = bodies(host)
     found = [(at, i) for at, part in enumerate(parts) for i in tree.walk(part.body) if isinstance(i, SYNCHRONISATION)]
     for number, (at, dropped) in enumerate(found):
@@ -116,7 +116,7 @@ def test_dropped_turns() -> None:
 
 
 def without_idle_waits(mutant: HostProgram) -> HostProgram:
-    """CUDA takes a wait for an event that was never recorded as no wait at all; the check takes it as an error."""
+    """CUDA ignores a wait for an event that was never recorded; the check treats it as an error."""
     recorded = {i.event for i in tree.walk(mutant.body) if isinstance(i, ir.Record)}
     return replace(mutant, body=tree.rewrite(mutant.body, lambda i: () if isinstance(i, ir.Wait) and i.event not in recorded else None))
 

@@ -1,4 +1,4 @@
-"""What programs compute on the CPU target, on every rank, against NumPy: all at once, and one thing at a time by several seeds."""
+"""Results of programs on the CPU target, on every rank, against NumPy: in parallel, and in seeded orders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEEDS = range(4)
 
 @dataclass(frozen=True)
 class Variant:
-    """How a program is compiled. `chunks` is what it is cut into where ranks do not say; `known` sizes are in the program."""
+    """Options of a compile. `chunks` applies if ranks do not determine it; `known` sizes are constants in the program."""
 
     ranks: int
     chunks: int
@@ -83,7 +83,7 @@ def test_matches_numpy(name: str, variant: Variant) -> None:
 
 @pytest.mark.parametrize("name", [*SEVERAL, *ONE_DEVICE])
 def test_any_size(name: str) -> None:
-    """One compiled program at several sizes, back and forth."""
+    """One compiled program at several sizes, alternating."""
     variant = VARIANTS[3] if name in SEVERAL else ON_ONE_DEVICE[0]
     for times in (1, 4, 1):
         fusion, sizes = fusion_and_sizes(name, variant, times)
@@ -97,7 +97,7 @@ UNEVEN = [name for name in SEVERAL if lowered(fusion_of(name, 4, 3, hw.bf16)).un
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_shards(name: str) -> None:
-    """The last ranks hold less than the others, or nothing."""
+    """The last ranks hold less or nothing."""
     variant = VARIANTS[3]
     fusion, even = fusion_and_sizes(name, variant)
     program = compiled(fusion, options=Options(streams=variant.streams))

@@ -1,4 +1,4 @@
-"""Programs whose ranks write and read each other's memory, on any number of ranks and in random schedules."""
+"""Programs whose ranks access each other's memory, on any number of ranks and in random schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRANSPORTS = ("peer", "one_sided")
 
 
 def options_of(name: str, transport: str = "peer") -> Options:
-    """A program whose transport is not stated takes peer; another transport has to be."""
+    """Options with the given transport; peer is the default of programs that do not state one."""
     return Options(transport=transport if name in WHOLLY or transport != "peer" else "auto")
 
 
@@ -93,7 +93,7 @@ def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
 
 
 def test_blocks_that_are_scattered_leave_one_by_one() -> None:
-    """Several products at once would end together, and the first block leave late."""
+    """Concurrent matmuls would end together, and the first block would leave late."""
     host = str(lower(fusion_of("mlp_put", 4, 3, hw.bf16), Options()))
     assert [line.split()[1] for line in host.splitlines() if line.startswith("    stream ring")] == ["ring[%i]", "ring[0]"]
     assert (
@@ -146,14 +146,14 @@ def test_sums_alone_are_put() -> None:
 
 
 def test_reference() -> None:
-    """The reference of the programs is that of the same without puts."""
+    """The reference of a program is that of the same program without puts."""
     one, other = (fusion_of(name, 2, 3, hw.bf16) for name in ("ag_matmul_put", "ag_matmul_flat"))
     arrays = integer_arrays(one, sizes_of(one), 0)
     np.testing.assert_array_equal(run_reference(one, arrays)[0], run_reference(other, arrays)[0])
 
 
 def test_ranks_that_make_calls_of_their_own() -> None:
-    """They register memory together, which grows, and after one that another of them has made fail nobody waits."""
+    """They register growing memory collectively. If one of them makes a call fail, no rank waits."""
     fusion = fusion_of("mlp_put", 3, 3, hw.bf16)
     program, provider = compiled(fusion), hw.Threads(3)
     calls = [integer_arrays(fusion, sizes_of(fusion, times), seed=times) for times in (1, 4, 2)]

@@ -1,5 +1,7 @@
-"""Each put, get, signal and wait for one, its peer, place, number and count are there for a reason: the check sees one that is wrong, and
-so does some schedule of the CPU device. What a get reads where is a matter of values, which the check does not know.
+"""Each put, get, signal and wait, with its peer, place, number and count, is necessary.
+
+The check and some schedule of the CPU device detect each mutation. The source address of a get is a matter of values, which the
+check does not cover.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def changes_of(host: HostProgram, i: tree.Instruction) -> Iterator[tuple[str, tr
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
-    """The program with one thing of its one-sided communication dropped or changed, and what that is."""
+    """Programs with one part of their one-sided communication dropped or changed, with a description."""
     walked = list(tree.walk(host.body))
     views = {name: number for number, i in enumerate(walked) for name in tree.names(i, "view")}
     for number, i in enumerate(walked):
@@ -60,7 +62,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
 
 
 def sizes_for(host: HostProgram) -> dict[str, int]:
-    """At which a block has several rows, and the last one of those that may be short is."""
+    """Sizes at which a block has several rows, and the last block is short if it may be."""
     return {name: 2 * least - (name in host.uneven) for name, least in minimal_sizes(host).items()}
 
 
@@ -73,7 +75,7 @@ def is_accepted(mutant: HostProgram) -> bool:
 
 
 def harmless(host: HostProgram, mutant: HostProgram) -> bool:
-    """Whether the check takes it, which it may only where every rank still gives what it gave."""
+    """Returns True if the check accepts a mutant. It may do so only if all ranks' results are unchanged."""
     if not is_accepted(mutant):
         return False
     arrays = integer_arrays(host, sizes_for(host), seed=0)
@@ -84,7 +86,7 @@ def harmless(host: HostProgram, mutant: HostProgram) -> bool:
 
 
 def is_needless(what: str) -> bool:
-    """Events between streams order these already, and to read twice is to read."""
+    """True if events already order the streams, or if a read is only repeated."""
     needless = {f"{what}: dropped" for what in ("join puts", "fork comm", "join comm")}
     return what in needless or (what.startswith("get ") and "twice" in what)
 
@@ -98,7 +100,7 @@ SLOW = [pytest.param(name, (), marks=pytest.mark.slow) for name in ("exchanges",
 
 @pytest.mark.parametrize(("name", "windows"), [*((name, ()) for name in (*LOOPS, *WHOLLY)), ("ag_matmul_put", ("x",)), *SLOW])
 def test_every_one_is_needed(name: str, windows: tuple[str, ...]) -> None:
-    """Also of memory that ranks share, which the caller may write before a call and after it."""
+    """Also for shared memory that the caller may write before a call and after it."""
     host = lower(fusion_of(name, 3, 3, hw.bf16), Options(streams=4, transport="auto" if name in LOOPS else "one_sided", windows=windows))
     assert host.windows == windows
     assert [what for what, mutant in mutants(host) if harmless(host, mutant) and not is_needless(what)] == []
@@ -128,7 +130,7 @@ def test_every_one_is_needed_of_a_gather_beside_a_matmul(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["put(3)", "get(3)", "all_gather(3)"])
 def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) -> None:
-    """Also that the first product takes the shard which this rank has."""
+    """Also requires that the first matmul uses this rank's own shard."""
     transport = "two_sided" if way == "all_gather(3)" else "auto"
     options = Options(sizes={"M": 3072, "K": 3072}, ways={"@weights %whole": way}, transport=transport)
     host = lower(weights(way == "get(3)", hw.f32["K", "K@dp"]), options)
@@ -137,7 +139,7 @@ def test_every_one_is_needed_of_shards_that_are_multiplied_one_by_one(way: str) 
 
 
 def test_every_one_is_needed_of_a_gather_that_is_needed_next() -> None:
-    """Its own shard is copied by the caller's stream while it is on its way, and another one follows it."""
+    """The caller's stream copies the own shard during the transfer, and another gather follows."""
 
     @hw.fusion(mesh=hw.Mesh(dp=3), x=hw.f32["M@dp", "K"], u=hw.f32["K@dp", "K"], v=hw.f32["K@dp", "K"])
     def weights(x: hw.Tensor, u: hw.Tensor, v: hw.Tensor) -> hw.Tensor:
@@ -187,7 +189,7 @@ CALLS = 3  # in flight at a time
 
 
 def fails(program: hw.Program, host: HostProgram, seed: int) -> bool:
-    """Whether this schedule shows that something is wrong: a rank waits for ever, a dependency is missing, or a result is wrong."""
+    """Returns True if this schedule shows an error: a deadlock, a missing dependency, or a wrong result."""
     calls = [integer_arrays(host, {"M": 6}, number) for number in range(CALLS)]
     with seeded(seed, check_dependencies=seed % 2 == 0):
         try:

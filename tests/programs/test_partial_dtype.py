@@ -1,4 +1,4 @@
-"""Options(partial_dtype=hw.f32): terms of 16-bit floats travel between ranks in f32, and are rounded once, at the end."""
+"""Options(partial_dtype=hw.f32): terms of 16-bit floats are sent in f32 and rounded once, at the end."""
 
 from __future__ import annotations
 

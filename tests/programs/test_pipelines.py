@@ -1,4 +1,4 @@
-"""Two stages on two meshes, on the CPU target: what every rank has of the result, and what ranks pass that are not in a mesh."""
+"""Two stages on two meshes, on the CPU target: every rank's results, and arguments of ranks outside a mesh."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LINE = Mesh(x=3)
 
 @hw.fusion(mesh=LINE, x=hw.f32["M@x", "N"], v=hw.f8e4m3["K", "M@x"].on(LINE.ranks([0, 1])))
 def uneven(x, v):
-    """One of each: all_to_all, reduce_scatter, all_gather of packed blocks, and a move between meshes that both split the dim."""
+    """An all_to_all, a reduce_scatter, an all_gather of packed blocks, and a move between meshes that both split the dim."""
     columns = hw.reshard(x, "M", "N@x")
     moved = hw.reshard(v, "K", "M@x", mesh=LINE.ranks([2, 1, 0]))
     return columns, hw.reshard(hw.sum(x, axis=0), "N@x"), hw.reshard(columns + 1, "M", "N"), moved
@@ -186,13 +186,13 @@ GIVEN = integer_arrays(FUSION, {"M": 6, "K": 5, "N": 4}, seed=0)
 
 
 def local(rank: int) -> list[Array | None]:
-    """What a rank passes: None for what is on the other mesh."""
+    """Argument of a rank: None if it is on the other mesh."""
     parts = [v.type.shard(GIVEN[v.name], rank, FUSION.mesh) if holds(v.type, FUSION.mesh, rank) else None for v in FUSION.inputs]
     return [None if part is None else np.ascontiguousarray(part) for part in parts]
 
 
 def on_ranks(function: Callable[[int], Any]) -> list[Any]:
-    """What `function(rank)` returns, or the error that it raises."""
+    """Result of `function(rank)`, or the error that it raises, for each rank."""
     provider = hw.Threads(4)
 
     def call(rank: int) -> Any:
@@ -244,7 +244,7 @@ def test_arrays_of_another_rank(rank: int, place: int, array: Array | None, erro
 
 
 def test_sizes_that_the_own_arrays_do_not_tell() -> None:
-    """Of ranks that are processes: what a rank knows is what it passes, and what the caller says."""
+    """For ranks that are processes: a rank knows only the sizes of its arguments and those that the caller states."""
     host = lowered(FUSION)
     target = find_target("cpu")
     arguments = Arguments(host, target, rank=2, device=CPU_DEVICE, native_table=list, meets=False, windows=Windows(SimpleNamespace()))

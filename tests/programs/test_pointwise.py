@@ -1,4 +1,4 @@
-"""Every pointwise op of the table against torch, at the values where such functions go wrong."""
+"""Every pointwise op of the table against torch, at critical values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def values(dtype: DType) -> torch.Tensor:
 
 
 def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
-    """In float64 of floats, which the results are then rounded to."""
+    """Reference, in float64 for floats, rounded to the result's dtype."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
     is_division = kind in ("floor_divide", "remainder", "fmod")  # of which torch raises where an int is divided by 0
@@ -59,7 +59,7 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
 
 
 def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
-    """The ops that take two tensors of this dtype, or one, and a program of all of them."""
+    """Ops that take two tensors of this dtype, or one, and a program of all of them."""
     kinds: list[str] = []
 
     @hw.fusion(a=dtype["N"], b=dtype["N"])
@@ -96,7 +96,7 @@ def test_every_op_of_the_table(dtype: DType, target: str) -> None:
 
 
 def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
-    """Every 30011th f32 of a range, from all exponents."""
+    """Every 30011th f32 of a range, with all exponents."""
     found = np.arange(0, 2**32, 30011, dtype=np.uint64).astype(np.uint32).view(np.float32)
     return found[(found >= low) & (found <= high)]
 
@@ -115,7 +115,7 @@ OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 @pytest.mark.usefixtures("optimised_kernels")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_functions_are_exact_over_the_whole_range() -> None:
-    """Within 2 units in the last place of f32 on the CPU target, where f32 has numbers of full precision."""
+    """Within 2 ulp of f32 on the CPU target, for normal numbers."""
     kinds = [kind for kind in OF_ONE if kind not in ("logical_not", "bitwise_invert")]
     given = {kind: spread(*RANGES.get(kind, ())) for kind in kinds}
 
@@ -144,7 +144,7 @@ def test_every_op_compiles_for_cuda(dtype: DType) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, op in OPS.items() if op.is_public])
 def test_functions_are_those_of_their_entries(kind: str) -> None:
-    """By name, with a signature, a description and an example."""
+    """Each has its name, a signature, a description and an example."""
     function = getattr(hw, kind)
     assert kind in hw.__all__
     assert function.__name__ == function.__qualname__ == kind

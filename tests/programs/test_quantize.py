@@ -1,4 +1,4 @@
-"""Quantisation to 8-bit floats: scales of every kind under every sharding, in the kernels of what comes before, and products of them."""
+"""Quantisation to 8-bit floats: all kinds of scales and shardings, fusion with preceding kernels, and matmuls of the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M, K = 384, 3072
 
 
 def blocks(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the elements of a scale."""
+    """Rows and columns of the elements that share a scale."""
     return {"row": (1, shape[1]), "tensor": shape, "block": (1, 128), "block2d": (128, 128)}[scaling]
 
 
@@ -43,7 +43,7 @@ def values(seed: int = 0) -> Array:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [hw.f8e4m3, hw.f8e5m2], ids=str)
 def test_values_and_scales(dtype: hw.DType, ranks: int) -> None:
-    """Of rows and columns that are sharded: equal bits, as maxima are exact."""
+    """For sharded rows and columns: bitwise equal, because maxima are exact."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16[f"{M}@x", K], z=hw.bf16[M, f"{K}@x"])
     def all_kinds(x: hw.Tensor, z: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -71,7 +71,7 @@ def test_uneven_rows_and_columns(ranks: int) -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_delayed_scales(scaling: str) -> None:
-    """Values are divided by the scales that are given, and the scales of now come back."""
+    """Values are divided by given scales, and the current scales are returned."""
     r, c = blocks(scaling, (M, K))
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.bf16[f"{M}@x", K], s=hw.f32[M // r, K // c])
@@ -89,7 +89,7 @@ def test_delayed_scales(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
 def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
-    """By rows, and by a scale of before: the largest elements of rows leave the kernel, and a second one of few elements reads these."""
+    """By rows, and by an earlier scale: row maxima leave the kernel, and a small second kernel reads them."""
 
     @hw.fusion(x=hw.bf16["M", "K"], g=hw.bf16["M", "K"], w=hw.bf16["K"], s=hw.f32[1, 1])
     def fused(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -105,7 +105,7 @@ def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("scaling", ["row", "tensor", "block"])
 def test_layer(scaling: str, ranks: int) -> None:
-    """A norm, its quantisation, a gather of 8-bit values and a product with quantised weights, near the same in float64."""
+    """A norm, its quantisation, a gather of 8-bit values and a matmul with quantised weights, close to float64."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["64@x", 512], g=hw.bf16[512], w=hw.bf16["256@x", 512])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
@@ -145,7 +145,7 @@ def test_mistakes() -> None:
 
 
 def test_gathers_leave_the_kernel_whole() -> None:
-    """Values and scales are gathered in one group, or the values beside their products; one kernel gives both."""
+    """Values and scales are gathered in one group, or values are pipelined with their matmuls; one kernel computes both."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), x=hw.bf16["M@x", 8192], g=hw.bf16[8192], w=hw.f8e4m3["7168@x", 8192], t=hw.f32["7168@x", 1])
     def layer(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales: every kind of scales and sharding, chunk loops, epilogues, and what is composed."""
+"""Scaled matmuls of 8-bit floats: all kinds of scales and shardings, chunk loops, epilogues, and decomposed cases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exact(given: dict[str, Array]) -> Array:
 
 
 def near(y: Array, want: Array, dtype: hw.DType = hw.f32, terms: int = 1) -> None:
-    """Rounded once, or once for each of the terms that ranks add, beside the largest sum of a row."""
+    """Tolerance for one rounding, or one per term that ranks add, relative to the largest sum of a row."""
     unit = {hw.f32: 2.0**-23, hw.bf16: 2.0**-8, hw.f16: 2.0**-11}[dtype]
     assert y.shape == want.shape
     np.testing.assert_array_less(np.abs(y.astype(np.float64) - want), terms * unit * (np.abs(want).max() + 1e-30))
@@ -66,7 +66,7 @@ def sharded(ranks: int, split: str, dims: str, sizes: tuple[int, int]) -> list[A
 def product(
     ranks: int, kind: str, splits: str, out: hw.DType = hw.f32, dtypes: tuple[hw.DType, hw.DType] = (hw.f8e4m3, hw.f8e4m3)
 ) -> Fusion:
-    """Products of which one dim is sharded, and the scales with it: each in turn."""
+    """Matmuls with one sharded dim, and scales sharded with it, for each dim."""
     m = 256 if kind == "mixed" else M
     of_a, of_b = scales_of(kind, m, K, N)
     types: dict[str, hw.TensorType] = {}
@@ -112,7 +112,7 @@ def test_dtypes(dtypes: tuple[hw.DType, hw.DType], out: hw.DType) -> None:
 
 
 def test_bits_are_those_of_one_rounding() -> None:
-    """Sums of few bits are exact, so that results are equal."""
+    """Sums with few bits are exact, so results are equal."""
     random = np.random.default_rng(0)
     given = {name: random.integers(-4, 5, shape).astype(ml_dtypes.float8_e4m3fn) for name, shape in (("a", (M, K)), ("w", (N, K)))}
     given |= {
@@ -139,7 +139,7 @@ LOOPED = ("tensor", "row", "blocks")
 
 
 def loops(ranks: int, split: str, streamed: Any) -> Fusion:
-    """A product of each kind of scales, with a dim that is sharded."""
+    """Matmul with each kind of scales and a sharded dim."""
     types: dict[str, hw.TensorType] = {}
     for kind in LOOPED:
         of_a, of_b = scales_of(kind, 48, K, N)
@@ -179,7 +179,7 @@ def test_sums_in_loops(algorithm: str, ranks: int) -> None:
 
 
 def test_the_compiler_chooses_a_loop() -> None:
-    """8-bit values are gathered beside the products, and the scales before them."""
+    """8-bit values are pipelined with the matmuls; scales are gathered before."""
 
     @hw.fusion(mesh=hw.Mesh(x=8), a=hw.f8e4m3["M@x", 8192], w=hw.f8e4m3["7168@x", 8192], s=hw.f32["M@x", 1], t=hw.f32[1, "7168@x"])
     def layer(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
@@ -226,7 +226,7 @@ def test_small_sizes(m: int, k: int, n: int) -> None:
 
 
 def test_sizes_that_tensor_cores_lack() -> None:
-    """Ints that do not divide by 16 are composed; a size that is known at the call alone is an error that says so."""
+    """Ints that 16 does not divide are decomposed. If the size is known only at the call, that is an error."""
 
     @hw.fusion(a=hw.f8e4m3["M", 24], w=hw.f8e4m3[20, 24], s=hw.f32["M", 1], t=hw.f32[1, 20])
     def odd(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:

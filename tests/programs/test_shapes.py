@@ -1,4 +1,4 @@
-"""Slices, concat and pad, whole, on the CPU target and on every rank, against NumPy: with sizes that only a call gives."""
+"""Slices, concat and pad in whole programs, on the CPU target and on every rank, against NumPy: with sizes known only at the call."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def padded(ranks: int, t: DType) -> Fusion:
 
 
 def in_loops(ranks: int, t: DType) -> Fusion:
-    """Views and joins of chunks; the loop walks another dim."""
+    """Views and joins of chunks; the loop iterates over another dim."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["M", "K@x"], w=t["K@x", "N"], z=t["M", "N"])
     def in_loops(x, w, z):  # type: ignore[no-untyped-def]
@@ -70,7 +70,7 @@ def in_loops(ranks: int, t: DType) -> Fusion:
 
 
 def products(ranks: int, t: DType) -> Fusion:
-    """Their rows and columns are neither dim that lies side by side in the results."""
+    """Matmuls whose rows and columns are not contiguous dims of the results."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=t["J", "M@x", "K"], w=t["N", "M"], z=t["J", "K", "M@x"])
     def products(x, w, z):  # type: ignore[no-untyped-def]
@@ -141,7 +141,7 @@ def test_a_slice_that_a_call_has_no_room_for(take: Callable[[hw.Tensor], hw.Tens
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_slices_of_slices_of_an_unknown_size(seed: int) -> None:
-    """Their sizes are sums of quotients by many numbers, which no one number stands for."""
+    """Their sizes are sums of quotients with many divisors, which have no common form."""
     cuts = Random(seed).choices([slice(None, None, 3), slice(1, None, 5), slice(None, None, 17), slice(1, None), slice(None, -1)], k=12)
     fusion = hw.fusion(x=hw.f32["M"])(lambda x: reduce(operator.getitem, cuts, x) * 2)
     assert type(fusion).parse(str(fusion)) == fusion
@@ -158,9 +158,11 @@ def test_a_sum_of_sizes_that_ranks_share() -> None:
 
 
 def test_views_of_more_dims_than_arrays_have() -> None:
-    """A communication along a dim makes a view with one more, of blocks: kernels that copy it, and their launches, take any number.
+    """A communication along a dim makes a view with an extra dim of blocks: copy kernels and their launches accept any number of
+    dims.
 
-    Of a dim that divides: others are packed."""
+    This holds for a dim that divides; other blocks are packed.
+    """
 
     @hw.fusion(mesh=hw.Mesh(x=2, y=2), x=hw.f32["A", 3, "4@x", 2, "4@y", 3, 4, "H"])
     def turned(x):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Products with gathered weights, shard by shard: nothing is copied, and what comes out is what NumPy says."""
+"""Matmuls with gathered weights, shard by shard: nothing is copied, and results match NumPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [(ranks, is_turned, transport) for ranks in (2, 3, 4, 8) for is_turned i
 
 
 def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
-    """Two blocks of a residual MLP whose weights are sharded by columns, as they are or, as PyTorch has them, transposed."""
+    """Two blocks of a residual MLP with weights sharded by columns, plain or transposed as in PyTorch."""
     up, down = (hw.f32["N@dp", "K"], hw.f32["K@dp", "N"]) if is_turned else (hw.f32["K", "N@dp"], hw.f32["N", "K@dp"])
     types = {"up_0": up, "down_0": down, "up_1": up, "down_1": down}
 
@@ -40,7 +40,7 @@ def layers_of(ranks: int, is_turned: bool) -> hw.Fusion:
 
 
 def options_of(ranks: int, transport: str) -> hw.Options:
-    """With all weights multiplied shard by shard."""
+    """Options that multiply all weights shard by shard."""
     names = ("up_0", "down_0", "up_1", "down_1") if ranks > 1 else ()
     ways = {f"@layers %all_{name}": f"{WAYS[transport]}({ranks})" for name in names}
     return hw.Options(sizes=SIZES, machine=SLOW, transport=transport, ways=ways)
@@ -73,7 +73,7 @@ def test_result(ranks: int, is_turned: bool, transport: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "is_turned", "transport"), CASES)
 def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
-    """Neither the own shard nor those that arrive, and products end with what they ended with."""
+    """Neither the own shard nor arriving ones are copied, and matmuls keep their epilogues."""
     host = lower(layers_of(ranks, is_turned), options_of(ranks, transport))
     posted = [i for i in tree.walk(host.body) if isinstance(i, ir.Put | ir.AllGather)]
     assert not [i for i in tree.walk(host.body) if i.copies]
@@ -88,7 +88,7 @@ def test_nothing_is_copied(ranks: int, is_turned: bool, transport: str) -> None:
 @pytest.mark.parametrize("transport", WAYS)
 @pytest.mark.parametrize("sizes", [{"N": 50}, {"M": 45}, {"K": 25}, {"M": 1, "N": 7, "K": 5}], ids=str)
 def test_sizes_that_ranks_do_not_share_evenly(sizes: dict[str, int], transport: str) -> None:
-    """Such a call gathers all shards first. Nothing but that can be stated where the sizes of the program are such."""
+    """Such a call gathers all shards first. If the program's constant sizes are uneven, no other choice can be stated."""
     fusion, options = layers_of(4, is_turned=False), options_of(4, transport)
     arrays = arrays_of({**SIZES, **sizes}, is_turned=False)
     program = hw.compile(fusion, options=options)
@@ -108,7 +108,7 @@ def test_what_is_said_of_it() -> None:
 
 @pytest.mark.parametrize("transport", WAYS)
 def test_columns_of_a_batch_end_with_bias_and_activation(transport: str) -> None:
-    """The rows of all matrices of a batch lie equally far apart, so that it is one product."""
+    """The rows of all matrices of a batch are equally spaced, so it is one matmul."""
 
     @hw.fusion(mesh=hw.Mesh(dp=2), x=hw.f32[2, "M@dp", 24], first=hw.f32[24, 24], w=hw.f32["48@dp", 24], bias=hw.f32[48])
     def batch(x: hw.Tensor, first: hw.Tensor, w: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:

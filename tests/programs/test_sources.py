@@ -1,4 +1,4 @@
-"""The generated sources: the same for both targets, made without a toolchain, and good for the real CUDA, NCCL and cuBLASLt."""
+"""Generated sources: equal for both targets, made without a toolchain, and valid with the real CUDA, NCCL and cuBLASLt."""
 
 from __future__ import annotations
 

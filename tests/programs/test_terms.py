@@ -1,5 +1,6 @@
-"""All-reduces inside of kernels: on simulated ranks against NumPy, around the size up to which kernels do them; what is left to NCCL;
-what the verifier and the check refuse; and the protocol of the packets, in every order of events.
+"""All-reduces inside kernels: on simulated ranks against NumPy, around the size limit, and cases left to NCCL.
+
+Also errors of verifier and check, and the packet protocol in every order of events.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ WIDTH = 4096  # of rows of which a few are small
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
-    """In a function that is called twice: a residual and a norm behind the all_reduce; one that is used whole; and one that is returned."""
+    """In a function that is called twice: an all_reduce with residual and norm, one whose result is also stored, and one that is
+    returned.
+    """
 
     @hw.block(x=dtype["T", WIDTH], w=dtype[WIDTH, f"{4 * ranks}@tp"], v=dtype[f"{4 * ranks}@tp", WIDTH])
     def layer(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
@@ -75,7 +78,7 @@ def test_matches_numpy_around_the_largest(dtype: DType, ranks: int) -> None:
 
 
 def test_of_any_schedule() -> None:
-    """Several calls in flight, all memory NaN before each."""
+    """Several calls in flight, with NaN in all memory before each."""
     fusion = reduced(hw.f32, ranks=3)
     calls = [integer_arrays(fusion, {}, number) for number in range(3)]
     for seed in range(10):
@@ -94,7 +97,7 @@ def reduced(dtype: DType = hw.bf16, ranks: int = 2, rows: int | str = 4, width: 
 
 
 def test_what_is_left_to_the_library() -> None:
-    """What may be large; what a kernel does not add up; what stands beside other communication; more ranks; where the user says so."""
+    """Possibly large sums, reductions that kernels lack, overlap with other communication, too many ranks, or the user's choice."""
     assert launches(lowered(reduced()))
     assert launches(lowered(reduced(ranks=8, rows="T")))
     for fusion, options in (
@@ -114,7 +117,7 @@ def test_what_is_left_to_the_library() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_terms_that_are_read_again(ranks: int) -> None:
-    """Each rank has one element of the dim of a sum, so that its term is the operand itself, which the kernel reads again."""
+    """Each rank has one element of the summed dim, so its term is the operand itself, which the kernel reads again."""
 
     @hw.fusion(
         mesh=hw.Mesh(ep=ranks), x=hw.f32["T", f"{ranks}@ep"], c=hw.f32[4, f"{ranks}@ep", 3], w=hw.f32["T", 5], v=hw.f32[5, f"{ranks}@ep"]
@@ -133,7 +136,7 @@ def test_terms_that_are_read_again(ranks: int) -> None:
 
 
 def test_captured_beside_calls() -> None:
-    """Graphs and calls of two programs, which take turns on their channel."""
+    """Graphs and calls of two programs, ordered on their common channel."""
     ranks = 2
     program, other = compiled(reduced(hw.f32, ranks)), compiled(reduced(hw.f32, ranks, rows="T", width=8))
     p = np.arange(ranks * 4 * 64, dtype=np.float32).reshape(ranks, 4, 64) - 100
@@ -221,7 +224,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("second", KERNELS)
 def test_kernels_that_exchange_take_turns(second: str) -> None:
-    """With one another, and with the library's on the same channel, which are put in order among themselves alone."""
+    """They are ordered with each other, and with NCCL's collectives on the same channel, which are only ordered among themselves."""
     apart = program(body=TWO.replace("SECOND", KERNELS[second]), more=STREAMS, outputs="%y: f32[8@tp], %z: f32[8@tp]")
     with pytest.raises(ProgramError, match="not both the library's, which orders its own, and nothing orders them on the rank"):
         check(apart)
@@ -246,7 +249,7 @@ def test_a_schedule_shows_two_kernels_at_once() -> None:
 
 
 def test_mutations() -> None:
-    """A launch that is missing, one whose result lies over its term, and one whose term is written beside it."""
+    """A missing launch, a result that overlaps its term, and a concurrent write of the term."""
     host = program()
     check(host)
     with pytest.raises(ProgramError, match="nothing writes bytes 0 to 16 of the output %y"):
@@ -263,10 +266,10 @@ def test_mutations() -> None:
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
-    """Whether, in some order of events, a rank finds a packet gone that it has not read: another one lies in its place.
+    """Returns True if, in some order of events, a packet is overwritten before a rank has read it.
 
-    Each rank's kernels follow one another. A kernel sends a packet to each peer and receives one of each, in any order, and ends when it
-    has done all that; what it received it may read again until then. A packet has the number of its exchange.
+    Each rank's kernels run one after another. A kernel sends a packet to each peer and receives one from each, in any order, and
+    ends when all are done. Until then it may read received packets again. A packet carries the number of its exchange.
     """
     sends = [(rank, peer) for rank in range(ranks) for peer in range(ranks) if peer != rank]
     start = (0,) * ranks, (0,) * len(sends), (0,) * len(sends), (0,) * (len(sends) * slots)
@@ -321,7 +324,7 @@ def test_the_limits_are_those_of_the_runtime() -> None:
 @needs_cuda
 @pytest.mark.parametrize(("arch", "ranks", "width"), [("sm_80", 2, 64), ("sm_90", 8, 31)])
 def test_kernels_compile_for_gpus(arch: str, ranks: int, width: int, tmp_path: Path) -> None:
-    """On rows that fill packets, and on rows that do not."""
+    """With rows that fill packets, and rows that do not."""
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)
     made = hw.compile(reduced(ranks=ranks, rows="T", width=width), "cuda", options=Options(machine=H200))

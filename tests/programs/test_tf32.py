@@ -1,4 +1,4 @@
-"""Options(tf32=True): products of f32 in TF32, which the CPU target computes in f32."""
+"""Options(tf32=True): f32 matmuls use TF32; the CPU target computes them in f32."""
 
 from __future__ import annotations
 

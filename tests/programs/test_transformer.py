@@ -1,4 +1,4 @@
-"""Transformer layers, forward and backward, on every rank against NumPy in float64, and what they communicate."""
+"""Transformer layers, forward and backward, on every rank against NumPy in float64, and their communication."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CASES = [
 
 
 def arrays_of(fusion: Fusion, sizes: Mapping[str, int]) -> dict[str, Array]:
-    """Values of magnitude about 1, and weights that keep it; rounded to their dtypes."""
+    """Values of magnitude about 1, with weights that preserve it; rounded to their dtypes."""
     random = np.random.default_rng(len(fusion.name))
     arrays = {}
     for value in fusion.inputs:
@@ -149,7 +149,7 @@ def test_compiles_for_cuda(name: str) -> None:
 
 
 def communications(body: tree.Body) -> Counter[str]:
-    """How many of each kind a call runs."""
+    """Number of communications of each kind in a call."""
     counts: Counter[str] = Counter()
     for instruction in body:
         if isinstance(instruction, ir.Communication):
@@ -180,7 +180,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_communications_of_a_backward_pass(name: str) -> None:
-    """Gradients of weights are summed over dp, on the stream of their own."""
+    """Gradients of weights are reduced over dp, on a separate stream."""
     host = lowered(programs(VARIANTS[2])[name])
     assert communications(host.body) == GRADIENTS[name]
     beside = [
@@ -194,7 +194,7 @@ def test_communications_of_a_backward_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if base(name) in ("mlp", "swiglu")])
 def test_no_layer_copies_what_it_has(name: str) -> None:
-    """Where ranks share evenly, what is computed is where it is used next."""
+    """With even shards, values are computed where they are used next."""
     host = lowered(programs(VARIANTS[2])[name])
     assert not [i for i in tree.walk(host.body) if isinstance(i, ir.Copy)]
 
@@ -204,7 +204,7 @@ def test_no_layer_copies_what_it_has(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "weights"), [("mlp", ("w1", "w2")), ("swiglu", ("wg", "wu", "wd"))])
 def test_gradients_are_those_of_the_forward_pass(name: str, weights: tuple[str, ...]) -> None:
-    """The chain rule against finite differences, all in float64."""
+    """Compares the chain rule with finite differences, all in float64."""
     random, reference = np.random.default_rng(0), Reference(SIZE)
     p = {w: random.standard_normal((5, 6) if w not in ("w2", "wd") else (6, 5)) for w in weights}
     x, dy = random.standard_normal((4, 5)), random.standard_normal((4, 5))

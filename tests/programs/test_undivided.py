@@ -1,4 +1,4 @@
-"""Sizes that ranks cannot share as a program with names needs it: it runs with ints for these, as if the user had written them."""
+"""Uneven sizes that a program with symbolic sizes does not support: a variant with constants for these sizes runs instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reshapes(mesh: hw.Mesh) -> Fusion:
 
 
 def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
-    """Slices and concats that ranks share, of which no program with ints is made."""
+    """Slices and concats with sharded sums of sizes, for which no variant with constants is made."""
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a", "K"], y=hw.f32["N", "K"], w=hw.f32["K", 4])
     def sums_of_sizes(x, y, w):  # type: ignore[no-untyped-def]
@@ -62,7 +62,7 @@ def sums_of_sizes(mesh: hw.Mesh) -> Fusion:
 
 
 def from_the_end(mesh: hw.Mesh) -> Fusion:
-    """Indices and slices from the end of a dim, and variances, which state how many elements they have, also in a block."""
+    """Indices and slices from the end of a dim, and variances, which depend on the number of elements; also in a block."""
 
     @hw.block(x=hw.f32["M", "K"])
     def last(x):  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ def test_matches_numpy(make: Callable[[hw.Mesh], Fusion], mesh: hw.Mesh) -> None
 
 
 def test_the_ranks_of_a_group() -> None:
-    """Which say the sizes, as of other dims that they share unevenly; one input is bound."""
+    """They state the sizes, as for other uneven dims; one input is bound."""
     mesh = hw.Mesh(a=2, b=2)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@a,b", "K"], w=hw.f32["K", 2])
@@ -112,7 +112,7 @@ def test_the_ranks_of_a_group() -> None:
 
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group frees those that it used longest ago, on all ranks at the same call, but for a call that was captured."""
+    """Each group frees its least recently used variants, on all ranks at the same call, unless a captured call uses them."""
     monkeypatch.setattr(running, "_KEPT", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
@@ -162,7 +162,7 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", [5, 6, 7])
 def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
-    """The program for such sizes has no loop, and a warning says so. It is right."""
+    """The variant for such sizes has no loop, and a warning says so. Its results are correct."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"], w=hw.f32["K", 4])
     def looped(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:

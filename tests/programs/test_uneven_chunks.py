@@ -56,7 +56,7 @@ def summed(ranks: int, rows: int | str, chunks: int, algorithm: str | None = Non
 
 
 def columns(ranks: int, rows: int | str, chunks: int, algorithm: str | None = None) -> Fusion:
-    """A gather over the columns of a product, and one of which each rank's slices are strided."""
+    """A gather over the columns of a matmul, and one in which each rank's slices are strided."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f64[2, 4], w=hw.f64[4, f"{rows}@x"], v=hw.f64[3, f"{rows}@x", 2])
     def f(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor) -> tuple[hw.Tensor, ...]:
@@ -74,7 +74,7 @@ def arrays_of(fusion: Fusion, **sizes: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_algorithm(ranks: int, transport: str) -> None:
-    """The checks of order and results pass, and each rank computes what NumPy does."""
+    """The checks of order and results pass, and each rank matches NumPy."""
     options, tried = hw.Options(transport=transport), 0
     for rows in ROWS:
         for chunks in (2, 3, 2 * ranks, 4 * ranks):
@@ -117,7 +117,7 @@ def test_compiled(ranks: int, transport: str) -> None:
 
 @pytest.mark.parametrize(("make", "algorithm"), [(gathered, "p2p"), (scattered, "put"), (summed, None)])
 def test_named_rows(make: Callable[..., Fusion], algorithm: str | None) -> None:
-    """A program is compiled for sizes that its chunks do not divide, also for those that its ranks do not share evenly."""
+    """A program is compiled for sizes that its chunks do not divide, also for uneven shards."""
     fusion = make(2, "M", 4, algorithm)
     program = hw.compile(fusion)
     for size in (8, 10, 6, 2, 5, 1, 0):
@@ -155,7 +155,7 @@ def test_on_two_gpus(make: Callable[..., Fusion], algorithm: str | None) -> None
 
 
 def test_a_loop_for_the_rest() -> None:
-    """5 rows of each shard in 2 chunks: a loop over 3 of each, then one over 2."""
+    """5 rows of each shard in 2 chunks: a loop over chunks of 3, then one over chunks of 2."""
     text = str(lower(gathered(2, 10, 4, "p2p"), hw.Options()))
     assert "%x_gathered_i = slice %x_gathered[0: 3 from %p * 5]" in text
     assert "%x_gathered_i_2 = slice %x_gathered[0: 2 from %p * 5 + 3]" in text

@@ -1,4 +1,4 @@
-"""Kernels that users write: in both IRs, in the sources of both targets, on CPU ranks, and what is said of wrong ones."""
+"""User kernels: in both IRs, in the sources of both targets, on CPU ranks, and error messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ extern "C" void twice(const hw::bf16* x, hw::bf16* y, int64_t n) {
 
 
 def rows(ranks: int) -> Fusion:
-    """Computed values are resharded for a kernel; one output of a second launch is not used."""
+    """Computed values are resharded for a kernel; one output of a second launch is unused."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.f32["M@x", "N"], z=hw.f32["N", "K@x"])
     def rows(x, z):  # type: ignore[no-untyped-def]
@@ -65,7 +65,7 @@ def rows(ranks: int) -> Fusion:
 
 
 def flat(ranks: int) -> Fusion:
-    """On a shard, on a view, and on what was gathered."""
+    """Kernels on a shard, on a view, and on a gathered tensor."""
 
     @hw.fusion(mesh=hw.Mesh(x=ranks), x=hw.bf16["M@x"], z=hw.bf16["M", 2])
     def flat(x, z):  # type: ignore[no-untyped-def]
@@ -105,7 +105,7 @@ def test_flat() -> None:
 
 @pytest.mark.parametrize("transport", ["two_sided", "one_sided"])
 def test_on_one_rank_nothing_is_communicated(transport: str) -> None:
-    """Though the types of kernels name the axis."""
+    """Even though the kernels' types name the axis."""
     for fusion in (rows(1), flat(1)):
         assert lower(fusion, Options(transport=transport)).channels == ()
 
@@ -188,7 +188,7 @@ def one(source: str | Path, name: str = "f", grid: Any = 1, args: Any = None, **
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_a_kernel_that_does_not_compile(target: str) -> None:
-    """The compiler's message, at the user's file and line."""
+    """The error has the compiler's message, at the user's file and line."""
     with pytest.raises(BuildError) as caught:
         hw.compile(one(WRONG, "wrong"), target=target).build()
     assert f": test_user_kernels.py:{LINE}:" in str(caught.value)
@@ -290,7 +290,7 @@ def test_numpy_does_not_know_it() -> None:
 
 
 def test_a_kernel_on_some_of_the_ranks() -> None:
-    """It runs where its operands are; its axes are those of their mesh."""
+    """It runs on the ranks of its operands; its axes are those of their mesh."""
     mesh = hw.Mesh(x=4)
 
     @hw.fusion(mesh=mesh, x=hw.f32["M@r", "N"].on(mesh.ranks([2, 3], r=2)))
@@ -306,7 +306,7 @@ def test_a_kernel_on_some_of_the_ranks() -> None:
 
 
 def test_outputs_are_where_the_tensors_are() -> None:
-    """Whether or not their specs say so; a spec that says otherwise is refused."""
+    """Even if their specs do not state the mesh; a spec with another mesh is refused."""
     world = hw.Mesh(x=4)
     here, there = world.ranks([1, 2]), world.ranks([0, 3])
 

@@ -1,8 +1,8 @@
-"""A process that is interrupted at random moments, as by Ctrl-C: what `test_interrupts.py` starts.
+"""A process that is interrupted at random moments, as by Ctrl-C; `test_interrupts.py` starts it.
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 
-It ends with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is right, and no thread of a rank is left over.
+It exits with status 0 if every interrupt raised KeyboardInterrupt soon, the next run is correct, and no rank thread is left over.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def alone(x: hw.Tensor, w: hw.Tensor) -> hw.Tensor:
 
 
 class Interrupted:
-    """The programs, and what is done with them until an interrupt comes."""
+    """Programs, and the calls that run until an interrupt comes."""
 
     def __init__(self, moments: random.Random, target: str):
         self._moments, self._target = moments, target
@@ -99,7 +99,7 @@ def own_group() -> hw.Group:
 
 
 def threads_of_ranks() -> set[str]:
-    """Of the groups that have some."""
+    """Rank threads of existing groups."""
     names = {thread.name.partition(",")[0] for thread in threading.enumerate()}
     return {name for name in names if name.startswith(("hostweave ranks", "rank "))}
 

@@ -1,4 +1,4 @@
-"""Programs of four ranks that are threads of the test, and what each rank of a group makes of a call."""
+"""Programs for four ranks that are threads of the test, and the calls that each rank of a group makes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def x_of(rank: int) -> np.ndarray:
 
 
 def on_ranks(function: Callable[[int], Any], count: int = RANKS, **options: Any) -> list[Any]:
-    """What `function(rank)` returns, or the exception that it raises, on every rank of a new group of threads."""
+    """Result of `function(rank)`, or the exception that it raises, on every rank of a new group of threads."""
     provider = hw.Threads(count)
 
     def call(rank: int) -> Any:
@@ -69,7 +69,7 @@ def check_results(results: list[Any], expected: Any) -> None:
 
 
 class Here:
-    """A world of one, whatever the environment says; or, with a store, a rank as if in a process of its own."""
+    """A world of one, independent of the environment; with a store, a rank as if in its own process."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Store | None = None):
         self._rank, self._count, self._store = rank, count, store or MemoryStore()

@@ -1,4 +1,4 @@
-"""Arrays of `group.empty`: peers read and write them where they lie, and what is in other memory is copied."""
+"""Arrays of `group.empty`: peers access them in place, and arrays in other memory are copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEER = hw.Options(transport="peer")
 
 @cache
 def shared(ranks: int) -> tuple[Any, hw.Program]:
-    """Gathers of an input and of an output, and of the weights of a function that is called twice."""
+    """Gathers of an input, of an output, and of the weights of a function that is called twice."""
 
     @hw.block(x=hw.f32["M", "K"], w=hw.f32["K@x", "K"])
     def layer(x, w):  # type: ignore[no-untyped-def]
@@ -49,7 +49,7 @@ def arrays_of(seed: int) -> dict[str, np.ndarray]:
 
 
 def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, bound: Sequence[str] = ()) -> None:
-    """One call of a rank with these arguments in windows, whose results are right."""
+    """One call of a rank with these arguments in windows, with a check of its results."""
     fusion, program = shared(ranks)
     arrays = arrays_of(seed)
     made = {name: group.empty((K // ranks if name in "wv" else M // ranks, K), hw.f32) for name in in_windows}
@@ -67,7 +67,7 @@ def call(ranks: int, seed: int, in_windows: Sequence[str], group: hw.Group, boun
 
 
 def copied(ranks: int, *more: Any, seed: int = 0) -> int:
-    """The bytes that all ranks copy in a call."""
+    """Bytes that all ranks copy in a call."""
     shared(ranks)  # one program for the threads, which would compile one each
     provider, before = hw.Threads(ranks), counted()["copied_bytes"]
     provider.run(lambda rank: call(ranks, seed, *more[:1], hw.init(provider), *more[1:]))
@@ -76,7 +76,7 @@ def copied(ranks: int, *more: Any, seed: int = 0) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
-    """Inputs that land in memory of the program are put there from anywhere; %h is gathered to an output, so that peers read it."""
+    """Inputs are put into the program's landing buffers from any memory; %h is gathered to an output, so peers read it."""
     all_of_them, h = copied(ranks, ()), 4 * M * K if ranks > 1 else 0
     if ranks == 2:
         assert copied(ranks, ("x", "h")) == all_of_them - h
@@ -86,7 +86,7 @@ def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
 
 
 def test_in_random_schedules() -> None:
-    """Over several calls, in which memory in windows is written and freed."""
+    """Several calls, during which windows are written and freed."""
     shared(3)  # one program for the threads, which would compile one each
     provider = hw.Threads(3)
 
@@ -174,7 +174,7 @@ def test_how_long_memory_lives() -> None:
 
 
 def test_dlpack() -> None:
-    """As arrays on GPUs give themselves to other libraries."""
+    """Export of GPU arrays to other libraries."""
 
     class OnHost(WindowArray):
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def test_dlpack() -> None:
 
 
 def message_of(ranks: int, mistake: Any, error: type[Exception] = ArgumentError) -> str:
-    """What the first rank that raises says."""
+    """Error message of the first rank that raises."""
     provider, told = hw.Threads(ranks), list[str]()
 
     def rank(rank: int) -> None:

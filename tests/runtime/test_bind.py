@@ -34,7 +34,7 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
-    """By position and name, bound at once and one after the other, of several programs in turn, with new sizes, run and called."""
+    """By position and name, bound at once and in steps, for several programs alternately, with new sizes, run and called."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)
@@ -109,7 +109,7 @@ def test_mistakes(mistake: str) -> None:
 
 
 def test_what_only_a_rank_can_tell() -> None:
-    """A wrong block on one rank is an error on all, and the next call is right."""
+    """A wrong block on one rank is an error on all, and the next call works."""
     program, threads = PROGRAMS[2], hw.Threads(2)
 
     def on_rank(rank: int) -> list[str]:
@@ -129,7 +129,7 @@ def test_what_only_a_rank_can_tell() -> None:
 
 
 def test_threads_share_a_bound_program() -> None:
-    """A bound program of global arrays is run by several threads at once."""
+    """Several threads run a bound program of global arrays at the same time."""
     bound = PROGRAMS[2].bind(w=W, b=B)
     results: list[np.ndarray] = []
     threads = [threading.Thread(target=lambda: results.append(bound.run(X))) for _ in range(3)]
@@ -143,7 +143,7 @@ def test_threads_share_a_bound_program() -> None:
 
 
 def test_threads_that_are_one_rank_take_turns() -> None:
-    """From the first call on, with sizes of their own, for which the program's memory is planned anew."""
+    """Also in the first call, with different sizes, for which the program's memory is planned again."""
     program, wrong = affine_on(1), []
     bound = program.bind(w=W, b=B)
     group = hw.init(group="of threads that take turns")

@@ -1,4 +1,4 @@
-"""From sources to a loaded module: what a hit costs, what a failure says, and hand-edited sources."""
+"""From sources to a loaded module: cost of cache hits, messages of failures, and hand-edited sources."""
 
 import ctypes
 import os
@@ -52,7 +52,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cache_with_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that has the session's library of CUDA's runtime, and nothing else: it takes 20 core-seconds to compile."""
+    """Cache that contains only the session's CUDA runtime library, which takes 20 core-seconds to compile."""
     target, folder = find_target("cuda"), tmp_path / "cache"
     (library,) = target.runtime_libraries(target.toolchain(), frozenset())
     library.make()
@@ -85,7 +85,7 @@ def test_libraries_of_the_runtime_are_made_beside_each_other_and_the_program(emp
 
 
 def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is put in the place of a library when that was checked is not loaded; nor is one from before."""
+    """A library that replaces the checked one is not loaded, and neither is an older one."""
     here, load_library = find_target("cpu").toolchain(), ctypes.CDLL
     entry, used = f"runtime_of-{os.urandom(8).hex()}", "libused.so"
 
@@ -248,7 +248,7 @@ TOOLKIT13 = {
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose CUDA is that of an empty folder of wheels."""
+    """A machine whose CUDA consists of an empty folder of wheels."""
     monkeypatch.setattr(cuda, "_TOOLKIT", tmp_path / "toolkit")
     monkeypatch.setattr(cuda, "_SYSTEM", tmp_path / "usr")
     monkeypatch.setenv("PATH", "")
@@ -278,7 +278,7 @@ def test_cuda_of_wheels_is_of_one_version(wheels: Path, tmp_path: Path, toolkit:
 
 @pytest.mark.parametrize(("extra", "layout"), [("cuda12", CUDA12), ("cuda13", CUDA13)])
 def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layout: dict[str, str]) -> None:
-    """What `pip install 'hostweave[cuda12]'` brings is what find_cuda asks for where nothing but the runtime's header is there."""
+    """`pip install 'hostweave[cuda12]'` installs what find_cuda needs if only the runtime's header exists."""
     header = next(path for path in layout if path.endswith("cuda_runtime_api.h"))
     write_files(wheels, {header: layout[header]})
     found = cuda.find_cuda()
@@ -358,7 +358,7 @@ def test_racing_processes_build_one_entry(empty_cache: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("target", "folder"), [("cpu", "empty_cache"), pytest.param("cuda", "cache_with_runtime", marks=needs_cuda)])
 def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder: str, request: pytest.FixtureRequest) -> None:
-    """Another constant is in a kernel alone; another name of a value in the host program, too."""
+    """Another constant changes only a kernel; another name of a value also changes the host program."""
     request.getfixturevalue(folder)
 
     def compiled(function: Any) -> set[str]:
@@ -387,7 +387,7 @@ def test_of_a_changed_program_only_what_changed_is_compiled(target: Any, folder:
 @needs_cuda
 @pytest.mark.usefixtures("cache_with_runtime")
 def test_of_changed_kernels_only_those_are_compiled() -> None:
-    """One by one, wherever they stand in the file, and those of the user together."""
+    """Each generated kernel separately, at any position in the file, and user kernels together."""
 
     def compiled(sums_of: float, softmax_of: float, user_factor: int, more: bool = False) -> set[str]:
         source = "__global__ void scaled(const float* x, float* y, int64_t n) {\n"
@@ -413,7 +413,7 @@ def test_of_changed_kernels_only_those_are_compiled() -> None:
 
 
 def test_sources_of_a_runtime_are_compiled_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into as many files as there are cores, of about the same size."""
+    """In as many units as cores, of about equal size."""
     sources = [tmp_path / f"{size}.cpp" for size in (1, 2, 3, 4, 5)]
     for source in sources:
         source.write_text("\n" * int(source.stem))

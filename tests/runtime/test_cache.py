@@ -1,4 +1,4 @@
-"""The cache: entries that appear whole, once, whoever races for them; failed builds that stay to be read; nobody else's code."""
+"""Cache: entries appear atomically and once despite races, failed builds are kept, and code of other users is never used."""
 
 import errno
 import os
@@ -101,7 +101,7 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """The environment in which processes run a copy of the package."""
+    """Environment of processes that run a copy of the package."""
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
@@ -138,7 +138,7 @@ def test_an_op_that_was_edited_runs_as_it_is_now(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File systems note ticks of some milliseconds."""
+    """File systems have a time resolution of some milliseconds."""
     begun = time.clock_gettime_ns(base._CLOCK_OF_FILES)
     (tmp_path / "file").write_text("edited")
     written = (tmp_path / "file").stat().st_ctime_ns
@@ -149,7 +149,7 @@ def test_a_file_of_the_tick_in_which_the_import_began_may_be_edited(tmp_path: Pa
 
 
 def test_a_clock_behind_the_files_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was set back, or the machine has another one than that on which they were installed. They are not taken to be edited just now."""
+    """The clock was set back, or is another than at installation. The files do not count as just edited."""
     (tmp_path / "file").write_text("installed")
     now = (tmp_path / "file").stat().st_ctime_ns - 3600 * 10**9
     monkeypatch.setattr("hostweave.base.imported_at", now - 10**9)
@@ -215,7 +215,7 @@ def test_an_entry_that_is_not_whole_is_made_again(name: str, harm: str, tmp_path
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Gives a file or folder to another user, or has it look so. Returns that user's id."""
+    """Gives a file or folder to another user, or makes it appear so. Returns that user's id."""
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
         return 12345
@@ -361,7 +361,7 @@ def test_a_folder_above_that_others_may_write_to(tmp_path: Path) -> None:
 
 
 def test_what_was_checked_is_loaded(tmp_path: Path) -> None:
-    """A file that is put in its place meanwhile is not."""
+    """A file that replaces it after the check is not loaded."""
     library = cache.get_or_make("a", make_text("ours")) / "text"
     seen = set()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Calls as graphs on the CPU target: `program.capture`, and calls that are captured by themselves."""
+"""Calls as graphs on the CPU target: `program.capture`, and automatic capture."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PROGRAMS = {ranks: mlp_on(ranks) for ranks in (1, 2, 4)}
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_replays_beside_calls(ranks: int) -> None:
-    """With new inputs each time; calls of the same program, with larger sizes, too, come between; two graphs of one program."""
+    """Replays with new inputs; in between calls of the same program, also with larger sizes; two graphs of one program."""
     program, threads = PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(6)]
     others = [arrays_of(size * ranks) for size in (4, 8, 32, 2, 64, 4)]
@@ -82,7 +82,7 @@ def test_replays_beside_calls(ranks: int) -> None:
 
 
 def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarray | None]:
-    """New arrays of a rank."""
+    """New local arrays of a rank."""
     return [
         np.array(given[v.name][block_of(v.type, fusion.mesh, rank, given[v.name].shape)], order="C")
         if holds(v.type, fusion.mesh, rank)
@@ -92,8 +92,11 @@ def local(fusion: Fusion, given: Mapping[str, Any], rank: int) -> list[np.ndarra
 
 
 def check_replays(fusion: Fusion, options: hw.Options | None = None, times: int = 3) -> None:
-    """New inputs in the arrays of a graph give new outputs, exactly: the inputs are small integers. Calls with larger sizes, for which
-    the program takes other memory than the graph's, come between; and launches of which some run as one queue, in any order of nodes."""
+    """Replays with new inputs give new exact outputs; inputs are small integers.
+
+    Calls with larger sizes come in between, for which the program uses other memory than the graph. Some launches run as one
+    queue, in any order of nodes.
+    """
     ranks = fusion.mesh.size
     program, threads = compiled(fusion, options=options), hw.Threads(ranks)
     arrays = [integer_arrays(fusion, sizes_of(fusion, times), seed) for seed in range(2)]
@@ -125,8 +128,10 @@ SEEDS = 4
 
 @pytest.mark.parametrize(("name", "ranks"), [("ag_matmul_flat", 2), ("matmul_rs_flat", 2), ("two_stages", 4)])
 def test_nothing_in_a_call_depends_on_what_is_outside_of_the_capture(name: str, ranks: int) -> None:
-    """No wait for an event outside of it, no stream that is not joined, nothing allocated, nothing asked; and of a pipeline, where ranks
-    wait for some others alone, a rank may launch while those still capture."""
+    """No wait for an outside event, no unjoined stream, no allocation, no query.
+
+    In a pipeline, whose ranks wait only for some others, a rank may launch while others still capture.
+    """
     check_replays(fusion_of(name, ranks, 3, hw.bf16))
 
 
@@ -137,14 +142,17 @@ EXCHANGES = [("exchanges", 3), ("permutes", 4), ("two_layers", 3), ("stages", 4)
 @pytest.mark.parametrize("transport", ["peer", "one_sided"])
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES])
 def test_signals_in_graphs(name: str, ranks: int, transport: str) -> None:
-    """A signal is not given there before the one before has been waited for."""
+    """A signal of a graph is given only after the previous one has been awaited."""
     check_replays(fusion_of(name, ranks, 3, hw.bf16), hw.Options(transport=transport))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*LOOPS, *EXCHANGES[:2]])
 def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
-    """Of calls with signals, each rank with arrays of its own in an order of its own: of few, so that calls become graphs; of new ones on a
-    rank, for which it captures, and of larger sizes; then of new ones on a rank in each call, so that calls are graphs no more."""
+    """Calls with signals, whose arrays come in a different order on each rank.
+
+    With few arrays, calls become graphs. With new arrays on one rank, that rank captures again; larger sizes follow. With new
+    arrays on a rank in each call, calls stop being graphs.
+    """
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(ranks)
     values, larger = (integer_arrays(fusion, sizes_of(fusion, times), 0) for times in (3, 24))
@@ -180,7 +188,7 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
 
 
 def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
-    """A rank that captures anew has peers write to the new windows, also those that have graphs of the same arrays from before."""
+    """If a rank captures again, peers write to the new windows, even if they have older graphs of the same arrays."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
     values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # more than a piece of 2 MiB
@@ -211,7 +219,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
 
 
 def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
-    """Their 16 last sets, of calls in turn and in a row; and new sizes in the same memory."""
+    """The last 16 sets of arrays, alternating and repeated; also new sizes in the same memory."""
     program, threads = mlp_on(2, graph="auto"), hw.Threads(2)
     weights, sets = arrays_of(4), [arrays_of(8)["x"] for _ in range(18)]
 
@@ -240,7 +248,7 @@ def test_calls_with_the_same_arrays_are_captured_by_themselves() -> None:
 
 
 def test_threads_that_share_a_captured_call() -> None:
-    """They take turns, or are told to."""
+    """They take turns, or get an error that says so."""
     program, ranks = PROGRAMS[1], hw.Threads(1)
     arrays = list(arrays_of(64).values())
     x, *weights = arrays
@@ -279,7 +287,7 @@ def test_threads_that_share_a_captured_call() -> None:
 
 
 class Captures:
-    """Streams and captures of a rank's device, as an application has them that captures by itself."""
+    """Streams and captures of a rank's device, as in an application that captures by itself."""
 
     def __init__(self, rank: int):
         self.library = CDLL(str(NATIVE / "libhostweave_cpu.so"))
@@ -294,7 +302,7 @@ class Captures:
 
     @contextmanager
     def graph(self, stream: int) -> Iterator[c_void_p]:
-        """Captures in the thread-local mode. What is yielded can be launched afterwards."""
+        """Captures in thread-local mode. The yielded object can be launched afterwards."""
         made, executable = c_void_p(), c_void_p()
         self.call("cudaStreamBeginCapture", c_void_p(stream), 1)
         try:
@@ -314,14 +322,14 @@ class Captures:
 
 @pytest.fixture
 def streams_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls take streams, as on CUDA."""
+    """Lets calls take streams, as on CUDA."""
     monkeypatch.setattr(type(find_target("cpu")), "stream", lambda self, given: given or 0)
 
 
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_captures_of_others(ranks: int) -> None:
-    """Two programs in one graph, one of them twice and on two streams; launched on any stream, beside calls; and captures that fail."""
+    """Two programs in one graph, one of them twice and on two streams; launched on any stream, between calls; and failing captures."""
     program, other, threads = mlp_on(ranks), PROGRAMS[ranks], hw.Threads(ranks)
     calls = [arrays_of(4 * ranks) for _ in range(4)]
 
@@ -373,7 +381,7 @@ def test_captures_of_others(ranks: int) -> None:
 
 @pytest.mark.parametrize("call", ["cudaStreamCreate", "cudaMalloc"])
 def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
-    """On one rank: the others hear of it, the group goes on, and the next capture is right. Where no call fails, nothing does."""
+    """On one rank: the others are informed, the group remains usable, and the next capture works. Without a failing call nothing fails."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays = arrays_of(8)
     want = np.split(wanted(**arrays), 2)
@@ -406,7 +414,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_that_does_not_end_is_seen() -> None:
-    """By the watchdog, which knows of no call: the graph is launched by others."""
+    """By the watchdog, without a call: other code launches the graph."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -437,7 +445,7 @@ def test_a_launch_that_does_not_end_is_seen() -> None:
 @pytest.mark.usefixtures("streams_given")
 @pytest.mark.parametrize("before", [0, 1, 2, 5])
 def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
-    """However many were done before, between which nobody has looked."""
+    """For any number of finished calls that were not polled in between."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:
@@ -466,7 +474,7 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
 
 
 def test_a_rank_that_does_not_launch() -> None:
-    """The others hear that it is late, as in a call."""
+    """The others get an error that it is late, as for a call."""
     program, threads = PROGRAMS[2], hw.Threads(2)
     arrays, done = arrays_of(8), threading.Event()
 
@@ -489,7 +497,7 @@ def test_a_rank_that_does_not_launch() -> None:
 
 
 def test_a_launch_that_fails() -> None:
-    """As a call does: with the place in the program, on all ranks."""
+    """The error is that of a call: with the place in the program, on all ranks."""
 
     @hw.fusion(mesh=hw.Mesh(x=2), ids=hw.i64["T"], table=hw.f32["V@x", "E"])
     def looked_up(ids: hw.Tensor, table: hw.Tensor) -> hw.Tensor:

@@ -1,4 +1,4 @@
-"""The CPU device, tested by C++ programs that use it as a generated program does."""
+"""CPU device, tested by C++ programs that use it like a generated program."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def compile_all(commands: list[list[str | Path]]) -> None:
 
 
 class Device:
-    """The library of the installation, and what a program needs to be compiled and linked with it."""
+    """Installed library of the device, with the flags to compile and link programs."""
 
     def __init__(self, folder: Path) -> None:
         require_native()
@@ -63,7 +63,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
 
 
 def straighten_cuda_command(folder: Path) -> list[str | Path]:
-    """Builds the code for CUDA against a runtime of plain data, which has nodes of unknown kinds."""
+    """Builds the CUDA version against a fake runtime with plain data, which has nodes of unknown kinds."""
     sources = [f"{RUNTIME}/driver/src/{name}.cpp" for name in ("straighten", "straighten_cuda")]
     headers = [f"-I{path}" for path in (HERE / "fake_graphs", RUNTIME / "driver" / "include", RUNTIME / "include")]
     return ["g++", *FLAGS, *headers, HERE / "test_straighten_cuda.cpp", *sources, "-o", folder / "test_straighten_cuda"]
@@ -80,7 +80,7 @@ def build_all(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def device() -> Device:
-    """With programs that the session builds once, in its cache: a worker waits for the one that does."""
+    """Device with programs that the session builds once in its cache; workers wait for the one that builds."""
     return Device(get_or_make("cpu_device", build_all))
 
 

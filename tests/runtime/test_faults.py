@@ -1,4 +1,4 @@
-"""Whatever call of the device fails while a program is made ready, the caller is told, nothing leaks, and the next call works."""
+"""Fault injection: any failing device call during preparation raises, leaks nothing, and the next call works."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def report_of(how: Callable[[hw.Program], Any], program: hw.Program) -> str:
 
 
 class Device:
-    """The CPU device: what there is of it, and calls that it is to refuse."""
+    """CPU device: its counters, and injection of failing calls."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))

@@ -1,4 +1,4 @@
-"""Groups: hw.init and programs called by ranks that the host application started, here as threads."""
+"""Groups: hw.init, and programs called by ranks that the host application started, here as threads."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_init_again() -> None:
 
 
 def test_what_is_freed_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank collects programs of others as garbage while its own group waits for it to make channels."""
+    """A rank garbage-collects programs of other ranks while its own group waits for it to make channels."""
     one = hw.init(Here(), "one")
     called, run = hw.compile(alone), hw.compile(alone)
     garbage = [called, run, called(X, group=one), run.run(x=X)]
@@ -404,7 +404,7 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
 
 
 class UniqueId(ctypes.Structure):
-    """As NCCL has it."""
+    """ncclUniqueId."""
 
     _fields_ = (("internal", ctypes.c_char * 128),)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments, forks, and programs that are closed while others call them."""
+"""Ctrl-C at random moments, forks, and programs that are closed during calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TARGETS = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 
 def interrupt_at_random_moments(what: str, to: str, count: int, target: str = "cpu") -> None:
-    """A signal to the process alone is as Jupyter sends it; one to its group is as a terminal does, and reaches compilers too."""
+    """A signal to the process alone is what Jupyter sends; one to its group, which also reaches compilers, is what a terminal sends."""
     command = [sys.executable, str(SCRIPT), what, to, "0", str(count), target]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=550, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stdout + done.stderr
@@ -55,7 +55,7 @@ def test_200_interrupts(target: str, what: str, to: str) -> None:
 
 @pytest.fixture
 def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
-    """A function that has a KeyboardInterrupt come after so many seconds."""
+    """Function that schedules a KeyboardInterrupt after some seconds."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(seconds: float) -> threading.Timer:
@@ -68,7 +68,7 @@ def interrupts() -> Iterator[Callable[[float], threading.Timer]]:
 
 
 class Held:
-    """What a reference cycle would keep."""
+    """Object that a reference cycle would keep alive."""
 
 
 def test_work_gives_and_raises_what_it_does_and_keeps_nothing() -> None:
@@ -230,7 +230,7 @@ print("hang:", len(children))
 
 @pytest.mark.parametrize("pause", [0.03, 0.2])
 def test_a_fork_while_another_thread_makes_its_first_run(pause: float, tmp_path: Path) -> None:
-    """The child hangs on no lock and no import: it builds, and says that it cannot run."""
+    """The child blocks on no lock or import: it builds, and raises the error that it cannot run."""
     env = environment(HOSTWEAVE_CACHE=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", FORKS, str(pause)], env=env, capture_output=True, text=True, timeout=300)
     *said, hang = done.stdout.splitlines()

@@ -174,7 +174,7 @@ def test_what_fails_at_a_call_is_raised_with_its_message() -> None:
 
 
 def test_each_launch_of_a_captured_call_gives_an_array() -> None:
-    """Arrays of JAX do not change, so what a launch has written is another."""
+    """JAX arrays are immutable, so every launch returns a new one."""
 
     @hw.fusion(mesh=hw.Mesh(x=1), x=hw.f32["N"], y=hw.f32["N"])
     def added(x: hw.Tensor, y: hw.Tensor) -> hw.Tensor:

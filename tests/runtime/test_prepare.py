@@ -1,4 +1,4 @@
-"""`program.prepare`: calls of many sizes, in any order, plan and allocate nothing; and plans are kept of so many sizes only."""
+"""`program.prepare`: calls of many sizes in any order plan and allocate nothing; the number of kept plans is limited."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ LIBRARY.hw_cpu_live_matmuls.restype = ctypes.c_uint64
 
 
 def matmuls() -> int:
-    """How many are planned on the CPU device, of all programs."""
+    """Number of matmul plans of all programs on the CPU device."""
     return int(LIBRARY.hw_cpu_live_matmuls())
 
 
 def allocations() -> int:
-    """How many there ever were on the CPU device."""
+    """Total number of allocations on the CPU device."""
     return counted()["allocations"]
 
 
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(("ranks", "calls", "sizes"), [(1, 3_000, 1_000), (2, 200, 40)])
 def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
-    """Neither plans nor memory are made after `prepare`, and none grows."""
+    """After `prepare`, no plan or memory is made, and no memory grows."""
     program, threads = mlp_on(ranks), hw.Threads(ranks)
     order = [int(rows) for rows in np.random.default_rng(1).integers(1, sizes + 1, calls)]
 
@@ -77,7 +77,7 @@ def test_a_server_of_varying_sizes(ranks: int, calls: int, sizes: int) -> None:
 
 
 def test_plans_are_bounded() -> None:
-    """The last sizes are kept, and what was dropped is planned anew."""
+    """Plans of the last sizes are kept; evicted ones are made again."""
     program, threads = mlp_on(1), hw.Threads(1)
     gc.collect()
     before = matmuls()

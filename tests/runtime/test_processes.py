@@ -1,4 +1,6 @@
-"""A process a rank, on both targets: started by torchrun, mpirun or anyone, beside torch.distributed, and killed at any moment."""
+"""One process per rank, on both targets: started by torchrun, mpirun or directly, combined with torch.distributed, and killed at
+any time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs: 
 
 @dataclass(frozen=True)
 class Place:
-    """Where processes run, and which programs: one of each kind of communication on CPU ranks, which cost the suite its time."""
+    """Target of the processes, and their programs: one per kind of communication on CPU ranks, to limit the suite's time."""
 
     target: str
     programs: str
@@ -58,7 +60,7 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 
 @pytest.fixture(autouse=True)
 def built(place: Place) -> None:
-    """What the processes run comes from the cache."""
+    """Builds the programs of the processes into the cache."""
     build(program_of(name, ranks, place.target)[1] for name in (ENDLESS, SIGNALLED) for ranks in (place.killed, place.killed - 1))
 
 
@@ -131,7 +133,7 @@ STARTED = [
 @pytest.mark.parametrize(("place", "provider"), STARTED)
 @pytest.mark.usefixtures("all_built", "nothing_left_over")
 def test_no_launcher(place: Place, provider: str) -> None:
-    """Processes that set the variables themselves; with a torch.distributed store alone, without its process group."""
+    """Processes that set the variables themselves; and a torch.distributed store without its process group."""
     port = free_port()
     with Ranks([as_rank(rank, place.ranks, port) for rank in range(place.ranks)], place.programs, provider, place.target) as ranks:
         for rank in range(place.ranks):
@@ -142,7 +144,7 @@ def test_no_launcher(place: Place, provider: str) -> None:
 @pytest.mark.usefixtures("nothing_left_over")
 @pytest.mark.parametrize("place", [CPU])
 def test_ranks_decide_together_what_is_a_graph(place: Place) -> None:
-    """Of calls with signals, by the store: without `verify_calls` nothing else tells them of each other's arrays."""
+    """Calls with signals, through the store: without `verify_calls` ranks have no other information about each other's arrays."""
     port = free_port()
     with Ranks([as_rank(rank, 2, port) for rank in range(2)], "graphs", "environment", place.target) as ranks:
         for rank in range(2):
@@ -166,7 +168,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
 
 @pytest.fixture
 def nothing_left_over() -> Iterator[None]:
-    """Shared memory that NCCL and we leave behind; what living processes have is theirs, as of tests beside this one."""
+    """Checks for left-over shared memory of NCCL and of this package. Memory of living processes, such as other tests, is ignored."""
     before = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 10
@@ -203,7 +205,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_signal(place: Place, trial: 
 @pytest.mark.parametrize(("place", "trial"), TRIALS[::4])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED])
 def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, program: str) -> None:
-    """NCCL waits for the graphs of a communicator before it gives that up, and the others keep theirs until they end."""
+    """NCCL destroys a communicator only after its graphs, and the others keep theirs until they exit."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     kill_a_rank(place, f"captured:{program}", trial, stands_still=program == SIGNALLED)
@@ -213,7 +215,7 @@ def test_a_rank_is_killed_while_others_launch_a_graph(place: Place, trial: int, 
 @pytest.mark.parametrize(("leaver", "end"), [(0, "exception"), (1, "exception"), (0, "1"), (1, "0")])
 @everywhere
 def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> None:
-    """The others do not wait for `call_timeout`, also where it had the store."""
+    """The others do not wait for `call_timeout`, even if that rank had the store."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, others = free_port(), [rank for rank in range(place.killed) if rank != leaver]
@@ -233,7 +235,7 @@ def test_a_rank_ends_before_the_others(place: Place, leaver: int, end: str) -> N
 @everywhere
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_is_stopped(place: Place, stopped: int) -> None:
-    """`call_timeout` is the limit, also where the rank that keeps the store is stopped."""
+    """`call_timeout` applies, even if the rank with the store is stopped."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, limit, count = free_port(), 3, place.killed
@@ -274,7 +276,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
 @pytest.mark.parametrize("on", ["one host", "two hosts"])
 @pytest.mark.parametrize("program", [ENDLESS, SIGNALLED, CHOSEN])
 def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, on: str) -> None:
-    """NCCL may take ranks for other hosts that reach each other's memory: transport peer asks the GPUs, not NCCL."""
+    """NCCL may consider ranks with mutual memory access as on different hosts: transport peer asks the GPUs, not NCCL."""
     if place.target == "cuda" and place.killed > GPUS:
         pytest.skip(f"needs {place.killed} GPUs")
     port, apart = free_port(), [{"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo"} for rank in range(2)]
@@ -285,7 +287,7 @@ def test_ranks_that_take_each_other_for_other_hosts(place: Place, program: str, 
 
 
 def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = False) -> None:
-    """The others get an exception, which names the rank, and are a world of their own in the same processes. Rank 0 keeps the store."""
+    """The others get an exception that names the rank, and form a new world in the same processes. Rank 0 keeps the store."""
     moment, count = random.Random(trial), place.killed
     victim = moment.randrange(count) if trial else 0
     port, other_port = free_port(), free_port()

@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def run_processes(script: str, environments: list[dict[str, str]], timeout: float = 60) -> list[str]:
-    """What each process prints. The first that fails fails the test."""
+    """Output of each process. The first failing process fails the test."""
     clean = {name: value for name, value in os.environ.items() if not launched({name: value}) and not name.startswith("MASTER_")}
     processes = [
         subprocess.Popen([sys.executable, "-c", script], env=clean | one, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -50,7 +50,7 @@ def run_processes(script: str, environments: list[dict[str, str]], timeout: floa
 
 
 def in_threads(count: int, function: Any) -> list[Any]:
-    """What `function(rank)` returns, or the exception that it raises, for every rank."""
+    """Result of `function(rank)`, or the exception that it raises, for every rank."""
     results: list[Any] = [None] * count
 
     def call(rank: int) -> None:
@@ -222,7 +222,7 @@ store.close()
 
 @pytest.mark.extra("torch")
 def test_beside_torch_distributed_by_the_same_environment() -> None:
-    """torch.distributed takes MASTER_PORT, before or after; its default store serves as well."""
+    """torch.distributed uses MASTER_PORT, before or after; its default store works as well."""
     script = """
 import os
 import torch.distributed as dist
@@ -272,7 +272,7 @@ def test_torch_store_needs_torch_distributed() -> None:
 
 
 class FakeComm:
-    """What MPI() uses of an mpi4py communicator, for threads."""
+    """Methods of an mpi4py communicator that MPI() uses, for threads."""
 
     def __init__(self, rank: int, shared: SimpleNamespace):
         self._rank, self._shared = rank, shared

@@ -1,4 +1,4 @@
-"""Ranges of NVTX: a profiler that is injected sees each function of a program and each call in it, and what they are nested in."""
+"""NVTX ranges: an injected profiler sees each function of a program and each call in it, correctly nested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in groups: ranks that fail, are late, leave, or do other than the others."""
+"""Faults in groups: ranks that fail, are late, leave, or make other calls than the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def messages(results: list[Any]) -> list[str]:
 
 
 def then_works(fault: Callable[[int], Any]) -> list[Any]:
-    """What the ranks raise in a fault after which the group goes on."""
+    """Exceptions of the ranks in a fault after which the group still works."""
 
     def rank(rank: int) -> Any:
         try:
@@ -165,7 +165,7 @@ PUTS = "HW_CHECK(puts_.fork(caller));\n"
     ids=["before a loop", "inside a group", "inside a group with a recv in it", "while others wait for its signal", "for one of NCCL"],
 )
 def test_a_rank_that_fails_in_the_middle(transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are in the middle of their calls too. A new group works after it, on the same threads, and so does .run."""
+    """The others are also in the middle of their calls. Afterwards a new group works on the same threads, and so does .run."""
     monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
     options = hw.Options(transport=transport)
     _ = hw.compile(ag_matmul, options=options).folder
@@ -217,7 +217,7 @@ def test_a_rank_that_leaves() -> None:
 
 
 def test_the_process_that_keeps_the_store_is_killed() -> None:
-    """Rank 1 says so, gives the group up, and is a world of its own."""
+    """Rank 1 reports it, gives up the group, and becomes a world of its own."""
     script = """
 import os, subprocess, sys
 import hostweave as hw
@@ -296,7 +296,7 @@ said(lambda: program(x))
 
 
 def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
-    """What NCCL would wait for, or get wrong, the CPU device says."""
+    """The CPU device reports errors for which NCCL would hang or give wrong results."""
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
@@ -426,7 +426,7 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
 
 
 def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
-    """NCCL may not give one up before the other ranks do, which they do when they hear of it."""
+    """NCCL may destroy a channel only when the other ranks do, which they do after the message."""
 
     def rank(group: hw.Group) -> list[int]:
         class Channel:
@@ -442,7 +442,7 @@ def test_a_rank_says_goodbye_before_it_gives_its_channels_up() -> None:
 
 
 class Stopped(MemoryStore):
-    """A store in a process that is stopped: a request ends when it is continued."""
+    """A store in a stopped process: a request completes when the process continues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -492,7 +492,7 @@ def test_time_limits_hold_where_the_store_does_not_answer(what: str) -> None:
 
 
 def test_who_hears_of_a_failure_hears_it_when_all_is_aborted() -> None:
-    """What is aborted has the devices until then, and a new group of this process would fail for it."""
+    """Until then aborted work occupies the devices, and a new group of this process would fail."""
     group, order, begins = hw.init(provider=hw.Threads(1), group="aborted"), list[str](), threading.Event()
 
     def abort(reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of `Program.run`: of several numbers side by side in one process, and stopped together."""
+"""Ranks of `Program.run`: groups of several sizes in one process at the same time, and common aborts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_failure_leaves_ranks_of_another_number_as_they_were() -> None:
 
 
 class Member:
-    """A rank without a device, whose work waits until it is stopped."""
+    """A rank without a device, whose work waits until it is aborted."""
 
     def __init__(self, *_: object) -> None:
         self.stopped, self._stop = "", threading.Event()

@@ -1,4 +1,4 @@
-"""Calls with arrays that a program has seen before, which it checks no more."""
+"""Calls with arrays that a program has seen before, which are not checked again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def arrays(rows: int = 3) -> tuple[Any, Any, Any]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the inputs that are checked."""
+    """Names of the inputs that are checked."""
     group = hw.init()
     names: list[str] = []
     accept = taken.accept

@@ -50,7 +50,7 @@ def product(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function that makes a program of ag_matmul with one line of program.cpp, the first that has `what`, replaced."""
+    """Function that makes ag_matmul with one line of program.cpp replaced: the first that contains `what`."""
 
     def make(what: str, replacement: str) -> hw.Program:
         monkeypatch.setenv("HOSTWEAVE_EDIT", str(tmp_path))
@@ -270,7 +270,7 @@ def test_what_compile_and_measure_take() -> None:
     ],
 )
 def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is said before anything is built, by a run, by a call in a group, and by the demo."""
+    """The error comes before anything is built, for a run, for a call in a group, and for the demo."""
 
     def build(*_: Any) -> None:
         raise AssertionError("something is built")
@@ -353,7 +353,7 @@ def test_the_process_ends_cleanly_with_programs_open() -> None:
 
 
 class Broken:
-    """An array of a library whose DLPack raises what it likes."""
+    """Array of a library whose DLPack export raises a given exception."""
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise KeyError("nothing")

@@ -1,4 +1,4 @@
-"""Shortages of the machine while a program is compiled, kept, loaded and run: an error of ours has the reason and the remedy."""
+"""Resource shortages while a program is compiled, cached, loaded and run: the error has a reason and a remedy."""
 
 from __future__ import annotations
 

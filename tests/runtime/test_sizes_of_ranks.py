@@ -1,4 +1,4 @@
-"""Ranks that are processes and pass arrays of sizes that do not fit together: all of them raise, and none waits for long."""
+"""Ranks that are processes with inconsistent sizes: all of them raise, and none waits for long."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ def test_each_rank_names_the_sizes_of_all(transport: str) -> None:
 @pytest.mark.parametrize("by", ["memory", "store"])
 @pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])
 def test_random_sizes(transport: str, by: str) -> None:
-    """Whatever sizes ranks have passed, prepared and captured before, a call is right or raises on both."""
+    """After any sizes that ranks have passed, prepared and captured, a call is correct or raises on both."""
     assert on_two_ranks(RANDOM, transport, BY=by, SEED=str(len(by + transport))) == [["done True"]] * 2
 
 
 @pytest.mark.parametrize("by", ["memory", "store"])
 def test_sizes_of_two_variants(by: str) -> None:
-    """Of sizes that the ranks divide on one rank, and on the other not: these run programs of their own."""
+    """Sizes that are even on one rank and uneven on the other, so that they run different variants."""
     script = """
 @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "K"])
 def gathered(x):

@@ -108,7 +108,7 @@ def test_mistakes() -> None:
 
 
 class Processes:
-    """Ranks that share a store alone, as processes do."""
+    """Ranks that share only a store, like processes."""
 
     def __init__(self, rank: int, count: int, store: Store):
         self._rank, self._count, self._store = rank, count, store

@@ -1,4 +1,4 @@
-"""Stores of a group, and what ranks do by them: find each other, and meet."""
+"""Stores of a group, and rendezvous and meetings of ranks through them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FakeTorchStore:
 
 @contextlib.contextmanager
 def soon(function: Callable[..., object], *arguments: object) -> Iterator[None]:
-    """Calls it in a moment, by a thread that has ended when the block is left."""
+    """Calls a function shortly, on a thread that is joined at the end of the block."""
     timer = threading.Timer(0.1, function, arguments)
     timer.start()
     try:
@@ -123,7 +123,7 @@ def test_threads_wait_side_by_side(store: Store) -> None:
 
 
 def test_what_is_closed_keeps_no_connection(server: TcpServer) -> None:
-    """Also none by which a thread was waiting meanwhile."""
+    """Including one on which a thread was waiting."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     with soon(store.get, "late", 10):
         while "late" not in server._waiting:
@@ -252,7 +252,7 @@ def test_more_descriptors_than_select_takes(tcp_store: TcpStore) -> None:
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_value_that_comes_as_its_reader_gives_up(server: TcpServer, turns: int) -> None:
-    """Whatever the loop does first: the reader has the value or none, and nothing breaks."""
+    """In any order of events, the reader gets the value or none, without an error."""
 
     async def race() -> bytes | None:
         loop = asyncio.get_running_loop()
@@ -310,7 +310,7 @@ def test_names_of_jobs_and_tokens_count_whole() -> None:
 
 
 def said_to(server: TcpServer, request: bytes) -> bytes:
-    """What the server answers who knows its secret, until it closes or waits for more."""
+    """Response of the server to a client with its secret, until the server closes or waits for more."""
     store = TcpStore([("127.0.0.1", server.port)], "job", 5)
     connection = store._idle[0]
     connection.settimeout(0.5)
@@ -322,7 +322,7 @@ def said_to(server: TcpServer, request: bytes) -> bytes:
 
 
 def test_what_a_listener_hears_is_of_no_use_elsewhere(server: TcpServer) -> None:
-    """Who takes a port of the job hears nothing by which the job's own server would let him in."""
+    """A process that takes a port of the job receives nothing that would authenticate it to the job's own server."""
     heard = b""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = threading.Thread(target=lambda: in_threads(1, lambda _: TcpStore([listener.getsockname()], "job", 0.1)))

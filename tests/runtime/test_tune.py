@@ -1,4 +1,7 @@
-"""`Options(tune=True)`: of the algorithms of a product the fastest is found, kept, and the same on all ranks. Here all compute the same."""
+"""`Options(tune=True)`: the fastest algorithm of a matmul is found, cached, and used on all ranks.
+
+Here all algorithms give equal results.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def runs() -> list[int]:
-    """How often each algorithm has run since this was asked last."""
+    """Number of runs of each algorithm since the last call."""
     counts = [DEVICE.hw_cpu_runs_of_algorithm(i) for i in range(3)]
     DEVICE.hw_cpu_set_algorithms(3)
     return counts
@@ -33,7 +36,7 @@ def runs() -> list[int]:
 
 @pytest.fixture(autouse=True)
 def several_algorithms() -> Iterator[None]:
-    """Of which the last is the fastest."""
+    """Device with several algorithms, of which the last is the fastest."""
     DEVICE.hw_cpu_set_algorithms(3)
     yield
     DEVICE.hw_cpu_set_algorithms(1)
@@ -59,7 +62,7 @@ def blocks(given: dict[str, np.ndarray], rank: int) -> list[np.ndarray]:
 
 
 def known(program: hw.Program) -> dict[str, int]:
-    """The number of the algorithm of each problem that the process knows."""
+    """Number of the algorithm of each problem that the process has measured."""
     return {problem: algorithm[0] for problem, algorithm in program.module.measured_algorithms().items()}
 
 
@@ -117,7 +120,7 @@ def test_nothing_is_measured_unless_that_is_asked_for() -> None:
 
 
 class Module:
-    """What a program's module knows of algorithms."""
+    """Functions of a program's module that handle algorithms."""
 
     def __init__(self, **algorithms: int) -> None:
         self.algorithms = {problem: bytes([number]) * 64 for problem, number in algorithms.items()}

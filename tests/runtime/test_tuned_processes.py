@@ -1,4 +1,4 @@
-"""`Options(tune=True)` of ranks that are processes: they ask each other when all have new sizes, and at no other time."""
+"""`Options(tune=True)` with ranks that are processes: they exchange algorithms exactly when all have new sizes."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ print("done", sorted(algorithm[0] for algorithm in program.module.measured_algor
 
 
 def test_one_rank_alone_binds_arrays_anew(tmp_path: Path) -> None:
-    """With a cache of its own: what other tests have measured is not known."""
+    """With a separate cache, so that measurements of other tests are unknown."""
     assert on_two_ranks(SCRIPT, "two_sided", HOSTWEAVE_CACHE=str(tmp_path)) == [["done [2, 2, 2]"], ["done [2, 2]"]]
