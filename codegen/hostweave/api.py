@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -88,6 +89,10 @@ class Program:
     def __repr__(self) -> str:
         bound = f" with {len(self._bound.arrays)} inputs bound" if self._bound else ""
         return f"<hostweave program {self.name} for {self.target.name} on {self.mesh}{bound}>"
+
+    def _repr_html_(self) -> str:
+        """Its host IR below its name, in a notebook; a timeline is a picture there: `program.predict()`."""
+        return f"<details><summary>{escape(repr(self))}</summary><pre>{escape(self.host_ir)}</pre></details>"
 
     def __reduce__(self) -> NoReturn:
         raise ProgramError(f"{self.name}: a program belongs to its process; pickle the fusion, and compile that there: it is in the cache")

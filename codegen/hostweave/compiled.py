@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
+from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hostweave.base.errors import ArgumentError, ProgramError
 from hostweave.base.forks import importing
 from hostweave.base.interrupts import interruptibly
+from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.sizes import usual_sizes
@@ -172,7 +174,11 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Comp
 
     Raises ProgramError if one of these fails, and for options that do not apply to the program.
     """
+    begin = perf_counter()
     host = lower(given, options)
+    log.info("%s on %s: lowered to %d instructions in %.2f s", host.name, host.mesh, len(list(host.instructions())), perf_counter() - begin)
+    for choice in host.choices:
+        log.info("%s", choice)
     known = [choice.name for choice in host.choices]
     if unknown := [name for name in options.ways if name not in known]:
         why = f"there is nothing to choose for {unknown[0]}"

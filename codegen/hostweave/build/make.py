@@ -14,6 +14,7 @@ from pathlib import Path
 from hostweave.base.errors import BuildError
 from hostweave.base.interrupts import carried
 from hostweave.base.paths import BUILDER, RUNTIME
+from hostweave.base.progress import expect_steps, step_done
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import get_or_make, lookup, name_of, root, stamp_of
 from hostweave.build.nvrtc import Unit, loader, parts_of, units_of
@@ -100,8 +101,15 @@ def run_together(commands: list[list[str]], folder: Path) -> None:
     Raises BuildError with the first error line if one fails.
     """
 
+    expect_steps(len(commands))
+
+    def run_one(command: list[str]) -> tuple[int, str]:
+        result = run(command, folder=folder)
+        step_done(command[command.index("-o") + 1].removesuffix(".o"))
+        return result
+
     with ThreadPoolExecutor(CORES) as pool:
-        results = list(pool.map(carried(partial(run, folder=folder)), commands))
+        results = list(pool.map(carried(run_one), commands))
     with open(folder / "build.log", "a") as log:
         log.writelines(f"$ {' '.join(command)}\n{output}" for command, (_, output) in zip(commands, results, strict=True))
     if failed := next((output for status, output in results if status != 0), None):

@@ -25,6 +25,7 @@ from hostweave.base.errors import BuildError
 from hostweave.base.forks import importing, renewed
 from hostweave.base.interrupts import carried
 from hostweave.base.paths import HOST_IR, PACKAGE, RUNTIME, TEMPLATES
+from hostweave.base.progress import log, progress
 from hostweave.base.shortages import remedy_of
 from hostweave.build.cache import evict, get_or_make, lookup, name_of, opened, stamp_of
 from hostweave.build.toolchain import LIBRARIES_FILE, Library, Toolchain, require_native
@@ -53,7 +54,7 @@ def build(
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
     made_with = toolchain.stamp, *(str(library.path) for library in libraries)
     entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
-    with ThreadPoolExecutor(len(libraries)) as pool:
+    with progress(f"compiling {name}"), ThreadPoolExecutor(len(libraries)) as pool:
         made = [pool.submit(carried(library.make)) for library in libraries]
 
         def built() -> tuple[Library, ...]:
@@ -63,6 +64,7 @@ def build(
 
         if folder := lookup(entry):
             built()
+            log.debug("%s is in the cache: %s", name, folder)
             return folder
 
         with importing:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from time import perf_counter
 
 from hostweave.base.errors import HostweaveError, did_you_mean
 from hostweave.base.paths import BENCHMARKS
@@ -40,7 +41,8 @@ def bench(names: Sequence[str]) -> int:
     Raises HostweaveError for an unknown name, or a benchmark that needs more GPUs than there are, or a package that is not installed.
     """
     status = 0
-    for name in names or known():
+    chosen, begin = names or known(), perf_counter()
+    for number, name in enumerate(chosen, 1):
         if name not in known():
             raise HostweaveError(f"bench: no benchmark {name!r}; {did_you_mean(name, known())}")
         if needs := _lacking(name):
@@ -48,7 +50,8 @@ def bench(names: Sequence[str]) -> int:
                 raise HostweaveError(f"bench: {name} {needs}")
             print(f"== {name}: {needs}")
             continue
-        print(f"== {name}", flush=True)
+        place = f" ({number} of {len(chosen)}, after {perf_counter() - begin:.0f} s)" if sys.stdout.isatty() else ""
+        print(f"== {name}{place}", flush=True)
         status = subprocess.run([sys.executable, str(BENCHMARKS / f"{name}.py")]).returncode or status
     return status
 

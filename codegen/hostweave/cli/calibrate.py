@@ -7,6 +7,7 @@ from itertools import accumulate, product
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError
+from hostweave.base.progress import expect_steps, step_done
 from hostweave.build import cuda, figures
 from hostweave.communication.cost import LOOP
 from hostweave.fusion_ir.ir import Fusion
@@ -31,6 +32,7 @@ def calibrate() -> Iterator[str]:
         raise BuildError("calibrate: the driver offers no GPU here, and the CPU target has no figures of its own; run it on the GPUs")
     cuda.find_cuda().require()
     machine = replace(H200, name=gpus[0].name, multiprocessors=gpus[0].multiprocessors, links=())
+    expect_steps(2 + len(SHAPES))
     machine = _computing(machine)
     yield f"{machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, {machine.memory / 1e12:.2f} TB/s"
     for ranks in (ranks for ranks in GROUPS if ranks <= len(gpus)):
@@ -77,6 +79,8 @@ def _negated() -> Fusion:
 
 def _links(machine: Machine, ranks: int) -> Iterator[Link]:
     """By a collective of what all others have, by a put or a get of one shard. A loop has a product of one column, which takes no time."""
+    can_put = not why_no_puts(ranks)
+    expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
     x, w = hw.bf16["M@x", "K"], hw.bf16["K", "N"]
     gather = hw.fusion(mesh=mesh, x=x)(lambda x: hw.reshard(x, "M", "K"))
@@ -91,7 +95,7 @@ def _links(machine: Machine, ranks: int) -> Iterator[Link]:
         why = f"a gather of {SHARDS[0]} bytes among {ranks} GPUs takes {times[0] * 1e6:.0f} us, so something else uses them"
         raise ExecutionError(f"calibrate: {why}; run it again when they are idle")
     yield Link("collective", ranks, tuple(zip([shard * (ranks - 1) for shard in SHARDS], accumulate(times, max), strict=True)))
-    if why_no_puts(ranks):
+    if not can_put:
         return
     for by, fusion in (("put", put), ("get", get)):
         times = []
@@ -110,6 +114,7 @@ def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
     try:
         arrays = {value.name: random_array(value.type, sizes) for value in fusion.inputs}
         per_rank = program.measure(warmups=3, repetitions=9, **arrays)
+        step_done(f"{fusion.mesh}, {', '.join(f'{name}={size}' for name, size in sizes.items())}")
         slowest = [max(time.total_ms for time in call) for call in zip(*per_rank, strict=True)]
         return float(statistics.median(slowest)) / 1e3
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import hostweave as hw
 from hostweave.base.errors import HostweaveError, did_you_mean
 from hostweave.base.paths import HOST_IR
+from hostweave.base.progress import progress, tell
 from hostweave.build import cache
 from hostweave.build.toolchain import MODULE_FILE, openblas_root
 from hostweave.cli.bench import bench, listed
@@ -284,8 +285,9 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _calibrate(_: argparse.Namespace) -> None:
-    for line in calibrate():
-        print(line, flush=True)
+    with progress("calibrating"):
+        for line in calibrate():
+            tell(line)
 
 
 def _cache(options: argparse.Namespace) -> None:

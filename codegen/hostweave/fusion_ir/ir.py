@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from hostweave.base.errors import Location, ProgramError
@@ -173,6 +174,15 @@ class Fusion:
     outputs: tuple[str, ...]
     donated: tuple[str, ...] = ()
     choices: tuple[Choice, ...] = ()
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{value.name}: {value.type}" for value in self.inputs)
+        results = ", ".join(map(str, self.output_types))
+        return f"<hostweave fusion {self.name}({inputs}) -> {results} on {self.mesh}>"
+
+    def _repr_html_(self) -> str:
+        """Its text, in a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         remedy = "hw.compile(it).run(...) computes it, and hw.block makes a function that others call"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import Concatenate, ParamSpec
 
 from hostweave.base.signatures import checked
@@ -180,6 +181,14 @@ class HostProgram:
     functions: tuple[Function, ...] = ()  # callees stand before callers
     user_kernels: tuple[UserKernel, ...] = ()
     choices: tuple[Choice, ...] = ()  # the compiler's choices of ways to communicate
+
+    def __repr__(self) -> str:
+        inputs, outputs = (", ".join(f"{p.name}: {p.type}" for p in parameters) for parameters in (self.inputs, self.outputs))
+        return f"<hostweave host program {self.name}({inputs}) -> {outputs} on {self.mesh}>"
+
+    def _repr_html_(self) -> str:
+        """Its text, in a notebook."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """Text of the program: kernels, functions, then the body, with one instruction per line."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from hostweave.base.errors import ProgramError
-from hostweave.base.signatures import checked
+from hostweave.base.signatures import checked, checked_arguments
 
 Points = tuple[tuple[float, float], ...]  # pairs of bytes and seconds, by increasing bytes
 
@@ -33,6 +33,7 @@ class Link:
         return y0 + (size - x0) * (y1 - y0) / (x1 - x0)
 
 
+@checked_arguments
 @dataclass(frozen=True)
 class Network:
     """Network between hosts. Each GPU has its own share of the bandwidth, in both directions at once.
@@ -50,8 +51,12 @@ class Network:
     ranks: int = HOST  # GPUs per host
 
     def __post_init__(self) -> None:
-        if min(self.bandwidth, self.latency) <= 0 or self.ranks < 1:
-            raise ProgramError(f"{self}: bandwidth and latency must be above 0, and a host has at least 1 GPU")
+        numbers = {"bandwidth": self.bandwidth, "latency": self.latency, "ranks": self.ranks}
+        for name, value in numbers.items():
+            if not isinstance(value, int if name == "ranks" else int | float) or isinstance(value, bool) or not value > 0:
+                raise ProgramError(f"Network: {name}={value!r} is no number above 0; bandwidth is in bytes per second, latency in seconds")
+        if not isinstance(self.source, str):
+            raise ProgramError(f"Network: source={self.source!r} is no text; say where the figures are from")
 
     def seconds(self, size: float, messages: int = 1) -> float:
         """Seconds for `size` bytes from one GPU, in consecutive messages."""

@@ -153,6 +153,9 @@ class Mesh:
             indices = [index + i * strides[axis] for index in indices for i in range(self.axis_size(axis))]
         return tuple(self.all_ranks[index] for index in indices)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         of = "" if self.members is None else f"of ranks {listed_ranks(self.members)}"
         return f"mesh({' '.join(filter(None, (_axes_text(self.axes), of)))})"

@@ -152,6 +152,9 @@ class TensorType:
     partial: Partial | None = None
     mesh: Mesh | None = None  # None: the program's
 
+    def __repr__(self) -> str:
+        return str(self)
+
     @checked
     def on(self, mesh: Mesh) -> TensorType:
         """The same type on another mesh: `bf16["M@x", "K"].on(hw.Mesh(x=4).ranks([0, 1]))`."""

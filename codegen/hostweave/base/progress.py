@@ -1,0 +1,88 @@
+"""What long work tells of itself: a line on a terminal that is rewritten, and records of the logger `hostweave`.
+
+hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
+
+Nothing is written if stderr is no terminal. The records of `logging.getLogger("hostweave")` are for whoever sets a level and a handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+from hostweave.base.forks import renewed
+
+log = logging.getLogger("hostweave")
+log.addHandler(logging.NullHandler())
+
+_CLEAR = "\r\033[K"  # goes to the line's first column, and clears the line
+
+
+class _Line:
+    """The line of the outermost work that goes on."""
+
+    def __init__(self) -> None:
+        self.lock = renewed(threading.Lock())
+        self.what, self.began, self.expected, self.done = "", 0.0, 0, 0
+
+    def show(self, step: str) -> None:
+        text = f"hostweave: {self.what}: {self.done} of {self.expected}, {step}, {perf_counter() - self.began:.1f} s"
+        sys.stderr.write(f"{_CLEAR}{text[: shutil.get_terminal_size().columns - 1]}")
+        sys.stderr.flush()
+
+
+_line = _Line()
+
+
+@contextmanager
+def progress(what: str, steps: int = 0) -> Iterator[None]:
+    """While the block runs, its steps are shown on a terminal as those of `what`; inside of another such block they belong to that."""
+    with _line.lock:
+        is_outermost = not _line.what
+        if is_outermost:
+            _line.what, _line.began, _line.expected, _line.done = what, perf_counter(), steps, 0
+    begin = perf_counter()
+    try:
+        yield
+    finally:
+        log.info("%s: %.2f s", what, perf_counter() - begin)
+        if is_outermost:
+            with _line.lock:
+                _line.what = ""
+                if is_terminal():
+                    sys.stderr.write(_CLEAR)
+                    sys.stderr.flush()
+
+
+def expect_steps(count: int) -> None:
+    """Adds steps to those of the work that goes on."""
+    with _line.lock:
+        _line.expected += count
+
+
+def step_done(name: str) -> None:
+    """Counts a step, and shows it."""
+    with _line.lock:
+        _line.done += 1
+        if _line.what and is_terminal():
+            _line.show(name)
+
+
+def tell(text: str) -> None:
+    """Prints a line on stdout, in place of the one that shows progress."""
+    with _line.lock:
+        if is_terminal():
+            sys.stderr.write(_CLEAR)
+            sys.stderr.flush()
+        print(text, flush=True)
+
+
+def is_terminal() -> bool:
+    """True if a line on stderr can be rewritten."""
+    return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
