@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import hostweave as hw
 from hostweave.fusion_ir.ops import OPS, pointwise, reductions
 from hostweave.fusion_ir.ops.definition import OpDef
+from hostweave.types.tensor import DTYPES
 
 
 def functions(ops: Mapping[str, OpDef]) -> str:
@@ -25,11 +27,28 @@ def table(ops: Mapping[str, OpDef]) -> str:
     return "\n".join(rows)
 
 
+def errors() -> str:
+    """Each class that users catch, as mkdocstrings takes it."""
+    return "\n\n".join(f"::: hostweave.base.errors.{name}\n    options:\n      members: []" for name in dir(hw.errors))
+
+
+def dtypes() -> str:
+    """A heading for each dtype, with its size and long name."""
+    parts = []
+    for dtype in DTYPES.values():
+        names = [f"`hw.{name}`" for name in hw.__all__ if getattr(hw, name, None) is dtype]
+        bits = "1 byte" if dtype.itemsize == 1 else f"{dtype.itemsize} bytes"
+        parts.append(f"## {dtype.name}\n\n{', '.join(sorted(names, key=len))}: {dtype.kind}, {bits} an element, `{dtype.cpp}` in C++.")
+    return "\n\n".join(parts)
+
+
 def on_page_markdown(markdown: str, **_: object) -> str:
     """mkdocs calls it for every page."""
     made = {
         "<!-- functions of one element of each operand -->": functions(pointwise.OPS),
         "<!-- reductions -->": functions(reductions.OPS),
         "<!-- table of ops -->": table(OPS),
+        "<!-- errors -->": errors(),
+        "<!-- dtypes -->": dtypes(),
     }
     return "\n".join(made.get(line, line) for line in markdown.split("\n"))

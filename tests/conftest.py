@@ -27,6 +27,7 @@ OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the worke
 # No worker is left with one of these when the others are done.
 LONGEST = (
     "test_export.py",
+    "test_exported_library.py",
     "test_programs_of_unusual_names",
     "test_cpu_device.py",
     "test_all_ops_compile_for_cuda",

@@ -85,6 +85,7 @@ def test_every_page_is_in_the_navigation_and_the_reference_has_every_function() 
     assert [path for path in docs.rglob("*.md") if str(path.relative_to(docs)) not in navigation] == []
     reference = "\n".join(as_built(path) for path in (docs / "reference").glob("*.md"))
     documented = re.findall(r"^::: hostweave\.(?:\w+\.)*(\w+)$", reference, re.MULTILINE)
+    assert set(dir(hw.errors)) <= set(documented)
     callables = {name for name in hw.__all__ if callable(getattr(hw, name)) and not isinstance(getattr(hw, name), DType)}
     assert callables - set(documented) == {"Fusion", "HostProgram"}
     assert sorted(set(documented)) == sorted(documented)  # each once

@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
   CHECK(project_run(project, &project_in, &project_out, NULL));
   cudaDeviceSynchronize();
   cudaMemcpy(y, project_out.y.data, sizeof y, 2);
-  printf("%.3f\n", y[ROWS * WIDTH - 1]); /* gelu(8) * 3 * (1 + 2) */
+  printf("%.3f\n", y[ROWS * WIDTH - 1]); /* 8 * 3 * (1 + 2) */
 
   hidden_in.x.shape.dims[0] = ROWS + 1;
   expect(hidden_run(hidden, &hidden_in, &hidden_out, NULL), HW_EXECUTION_ERROR, "not prepared for these sizes");
