@@ -154,7 +154,9 @@ class Compiled:
         with importing:
             from hostweave.build.program import load
 
-        return load(self.folder / MODULE_FILE, self.target.dlopen_flags)
+        folder = self.folder
+        self.target.expect_memory()
+        return load(folder / MODULE_FILE, self.target.dlopen_flags)
 
     def expect_sizes(self, what: str, sizes: Mapping[str, int]) -> None:
         """Raises ArgumentError for sizes from the user that no call of the program can have."""

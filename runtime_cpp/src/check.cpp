@@ -11,6 +11,8 @@ namespace {
 #ifdef HOSTWEAVE_CPU_DEVICE
   if (const char* report = hw_cpu_last_report(); *report) reason = report;
 #endif
+  if (reason.find("out of memory") != std::string::npos || reason.ends_with(" bytes left"))
+    reason += "; free memory of the device, or pass smaller arrays";
   throw ExecutionError(std::string(file) + ":" + std::to_string(line) + ": " + call + ": " + reason);
 }
 

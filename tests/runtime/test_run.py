@@ -362,8 +362,30 @@ class Broken:
         return 1, 0
 
 
+class BrokenAttribute:
+    @property
+    def __dlpack__(self) -> Any:
+        raise ValueError("nothing")
+
+
+class BrokenNamespace:
+    """Its values can be passed, but its library makes no results."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return np.ones((2, 2), np.float32).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array_namespace__(self) -> Any:
+        raise ValueError("nothing")
+
+
 def test_arrays_that_nobody_can_pass() -> None:
     program = hw.compile(hw.fusion(x=hw.f32["M", "N"])(lambda x: x + 1))
+    with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack cannot pass it on"):
+        program.run(x=BrokenAttribute())
+    np.testing.assert_array_equal(program.run(x=BrokenNamespace()), np.full((2, 2), 2))
     with pytest.raises(hw.errors.ArgumentError, match="x: its library's DLPack cannot pass it on"):
         program.run(x=Broken())
     with pytest.raises(hw.errors.ExecutionError, match=r"no memory for a contiguous copy of float32\[1048576, 1048576\]"):

@@ -61,7 +61,9 @@ FILES, SIZE, MEMORY, THREADS, DISK = ("ulimit -n", "ulimit -f", "ulimit -v", "ul
         ("FSIZE", 20000, "build", SIZE),
         ("AS", 20 << 20, "build", MEMORY),
         ("AS", 1 << 20, "load", MEMORY),
-        ("AS", 64 << 20, "ranks", THREADS),
+        ("AS", 64 << 20, "ranks", MEMORY),
+        ("AS", 0, "load", MEMORY),
+        ("AS", 64 << 20, "build", MEMORY),
     ],
 )
 def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from contextvars import Context, ContextVar, copy_context
 from threading import Lock, Thread, get_ident, main_thread
 from typing import Any, Generic, TypeVar, cast
 
-from hostweave.base.shortages import tells_shortages
+from hostweave.base.shortages import expect_memory, tells_shortages
 
 T = TypeVar("T")
 
 LOOK = 0.05  # seconds between two checks of whether to continue waiting
+_THREAD_BYTES = 4 << 20  # that Python may need for a thread, beside its stack
 _PATIENCE = 15.0  # seconds that interrupted work has to end
 
 
@@ -39,6 +40,7 @@ class _Task(Generic[T]):
         self.reason = ""  # reason for which the work must stop; empty while it may continue
 
     def begin(self) -> None:
+        expect_memory(_THREAD_BYTES)  # a thread that has none to begin with would end without a word
         try:
             Thread(target=self.run, name="hostweave task", daemon=True).start()
         except RuntimeError:  # some Python versions cannot start threads during shutdown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Callable
 from functools import wraps
@@ -20,11 +21,15 @@ _MEMORY = (
     r"[Cc]annot allocate memory|[Oo]ut of memory|memory exhausted|bad_alloc|MemoryError|failed to map segment|cannot map zero-fill pages"
     r"|Killed signal|signal 9\b"  # the kernel kills a process if memory is short
 )
+_GPU = (
+    r"CUDA out of memory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|Out of memory allocating [\d,]+ bytes"  # of torch, CUDA, CuPy
+)
 _THREADS = r"can't start new thread|Resource temporarily unavailable"
 _REMEDIES = {
     _DISK: "free space on that disk, or set HOSTWEAVE_CACHE and TMPDIR to folders of your own with room to write",
     _SIZE: "raise the limit of the size of a file: ulimit -f unlimited",
     _FILES: "close files, or raise the limit of open files: ulimit -n 4096",
+    _GPU: "free memory of the GPU, which other processes may hold, or pass smaller arrays",
     _MEMORY: "free memory, or raise the limit of the process (ulimit -v) or of its container",
     _THREADS: "end other processes, or raise the limits of processes (ulimit -u) and of memory (ulimit -v), or those of the container",
 }
@@ -33,6 +38,15 @@ _REMEDIES = {
 def remedy_of(text: str) -> str | None:
     """Remedy for the shortage that an error text reports, or None."""
     return next((remedy for signs, remedy in _REMEDIES.items() if re.search(signs, text)), None)
+
+
+def expect_memory(count: int) -> None:
+    """Raises MemoryError if the process cannot have so many more bytes. None of them is touched."""
+    if count:
+        try:
+            mmap.mmap(-1, count).close()
+        except OSError as error:
+            raise MemoryError(f"{error}: {count >> 20} MiB") from error
 
 
 def tells_shortages(function: Callable[P, T]) -> Callable[P, T]:

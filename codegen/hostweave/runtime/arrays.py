@@ -114,7 +114,7 @@ def library_of(array: Array) -> Library:
         return _CUPY
     if package in ("jax", "jaxlib"):
         return _JAX
-    if hasattr(array, "__dlpack__"):
+    if hasattr(type(array), "__dlpack__") or "__dlpack__" in getattr(array, "__dict__", {}):  # does not call what the library wrote
         return _AnyDLPack(array)
     raise TypeError(f"expected an array, got {type(array).__name__}")
 
@@ -219,7 +219,11 @@ class _AnyDLPack(NumpyLibrary):
     gives_copies: bool = True  # perhaps
 
     def __init__(self, array: Array):
-        self._namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else np
+        try:
+            namespace = array.__array_namespace__()
+        except Exception:  # whatever a library of others raises
+            namespace = np
+        self._namespace = namespace if hasattr(namespace, "from_dlpack") else np
 
     def state(self, array: Array) -> tuple[Any, ...] | None:
         return None

@@ -186,4 +186,5 @@ def _built(target: str) -> ModuleType:
     """Module of an empty program. Any program's module provides what group memory needs."""
     host, on = HostProgram.parse("host @memory() -> () mesh(rank=1) {\n}\n"), find_target(target)
     folder = build(host.name, host.code, on.toolchain(), partial(on.runtime_libraries, wanted=host.libraries), lambda: render(host))
+    on.expect_memory()
     return load(folder / MODULE_FILE, on.dlopen_flags)

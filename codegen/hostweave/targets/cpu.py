@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from hostweave.base.errors import BuildError
 from hostweave.base.paths import NATIVE, RUNTIME, RUNTIME_INCLUDES
+from hostweave.base.shortages import expect_memory
 from hostweave.build.toolchain import Library, Toolchain, find_compiler, require_native
 from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.machine import H200, Machine
+
+_THREADS = 64  # of OpenBLAS, at most
 
 
 class _Cpu(Target):
@@ -33,6 +37,13 @@ class _Cpu(Target):
     def runtime_libraries(self, toolchain: Toolchain, wanted: frozenset[str]) -> tuple[Library, ...]:
         """One library, which is part of the installation."""
         return (Library(NATIVE / "libhostweave_cpu.so", lambda: None),)
+
+    @cache  # noqa: B019 -- of the one object
+    def expect_memory(self) -> None:
+        """OpenBLAS, with which the CPU device comes, takes memory for each of its threads, and ends the process where there is none."""
+        given = os.environ.get("OPENBLAS_NUM_THREADS", "")
+        threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
+        expect_memory((15 + 40 * threads) << 20)
 
     def device_name(self) -> str:
         return "cpu"

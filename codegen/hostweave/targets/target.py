@@ -47,6 +47,10 @@ class Target(Protocol):
         """Reason and remedy if so many ranks cannot run in this process; "" if they can. By default they can."""
         return ""
 
+    def expect_memory(self) -> None:
+        """Raises MemoryError if there is too little to load a program. By default libraries say so themselves."""
+        return
+
     def report(self) -> Iterator[tuple[str, str]]:
         """Parts of the target that were found on this machine, as (title, text). A missing part comes with the package to install."""
 

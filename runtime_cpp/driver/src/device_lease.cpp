@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <queue>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -96,7 +97,11 @@ void DeviceLease::free(std::function<void()> release) {
   devices.free.wait(lock, [] { return devices.turns == 0 || devices.party != kReaper; });
   if (devices.turns == 0 && devices.releases.empty()) return hw::release(lock, release);
   devices.releases.push(std::move(release));
-  if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
+  try {
+    if (!std::exchange(devices.has_reaper, true)) std::thread(deferred_free).detach();
+  } catch (const std::system_error&) {  // no memory for a thread: the next to free something starts it
+    devices.has_reaper = false;
+  }
   devices.free.notify_all();
 }
 

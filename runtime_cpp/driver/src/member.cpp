@@ -4,6 +4,8 @@
 #include <chrono>
 #include <functional>
 #include <future>
+#include <memory>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -21,13 +23,18 @@ constexpr auto kGrace = 2s;      // time for a running call to end before its ch
 constexpr auto kPatience = 10s;  // time for NCCL to destroy communicators; a graph of the application may block it
 
 // Runs work on its own thread with the device current. The caller may stop waiting for it.
+// Runs it on this thread if there is no memory for another one.
 std::future<void> in_background(int device, std::function<void()> work) {
-  std::packaged_task<void()> task([device, work = std::move(work)] {
+  const auto task = std::make_shared<std::packaged_task<void()>>([device, work = std::move(work)] {
     const OnDevice current(device);
     work();
   });
-  std::future<void> done = task.get_future();
-  std::thread(std::move(task)).detach();
+  std::future<void> done = task->get_future();
+  try {
+    std::thread([task] { (*task)(); }).detach();
+  } catch (const std::system_error&) {
+    (*task)();
+  }
   return done;
 }
 

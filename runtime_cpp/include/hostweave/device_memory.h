@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <string>
 #include <utility>
 
 #include "hostweave/check.h"
@@ -24,7 +25,9 @@ class DeviceMemory {
     if (bytes > bytes_) {
       bytes_ = 0;
       HW_CHECK(cudaFree(std::exchange(data_, nullptr)));  // waits for calls in flight
-      HW_CHECK(cudaMalloc(&data_, bytes));
+      const std::string call = "cudaMalloc of " + std::to_string(bytes) + " bytes";
+      HW_PLACE("cudaMalloc");
+      check(cudaMalloc(&data_, bytes), call.c_str(), HW_FILE, __LINE__);
       bytes_ = bytes;
     }
     return data_;
