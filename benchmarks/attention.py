@@ -17,15 +17,15 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 from hostweave.types.numpy_dtypes import numpy_dtype
 
-HEADS = ((32, 8), (8, 1))  # of the queries, and of the keys
+HEADS = ((32, 8), (8, 1))  # of queries and keys
 ROWS = (8192, 32768, 2048)
 HEAD = 128
 CALLS = {2048: 20, 8192: 10, 32768: 2}
 TIMINGS = 7
-TORCH_TIMES = 1.03  # at most
-SHARED = 32768  # rows that two GPUs share
-ROUNDS = 3  # of as many calls of each program, as arrays travel in each
-SPEEDUP = 1.7  # of two GPUs, at least
+TORCH_TIMES = 1.03  # maximum
+SHARED = 32768  # rows over two GPUs
+ROUNDS = 3  # of equal numbers of calls; each round moves the arrays
+SPEEDUP = 1.7  # minimum on two GPUs
 
 Attend = Callable[[], Any]
 

@@ -39,7 +39,7 @@ def _all_of(call: str, peer: str, count: str) -> str:
     return call.format(at="0", count=count, peer=peer)
 
 
-# name: types of x and y, the instruction, the bare calls on pointers x and y of N bytes a rank
+# name: types of x and y, the instruction, and plain calls on pointers x and y of N bytes per rank
 COMMUNICATIONS = {
     "all_gather": (BLOCK, WHOLE, "all_gather %x -> %y on x", "HW_CHECK(ncclAllGather(x, y, N / {ranks}, ncclUint8, comm, caller));"),
     "all_reduce": (EACH, WHOLE, "all_reduce sum %x -> %y on x", "HW_CHECK(ncclAllReduce(x, y, N, ncclUint8, ncclSum, comm, caller));"),
@@ -82,7 +82,7 @@ def main() -> None:
     for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():
         x_type, y_type, instruction = (text.format(ranks=ranks) for text in (x_type, y_type, instruction))
         text = f"host @{name}(%x: {x_type}) -> (%y: {y_type}) mesh(x={ranks}) channels(x: x two_sided) {{ {instruction} }}"
-        # Unchecked: a reduce leaves the outputs of all ranks but one unwritten.
+        # Unchecked, because a reduce writes the output of one rank only.
         program = hw.compile(hw.HostProgram.parse(text), target="cuda", options=hw.Options(check=False))
         bare = _bare(program, calls.replace("{ranks}", str(ranks)).replace("{{", "{").replace("}}", "}"))
         for size, log in SIZES.items():

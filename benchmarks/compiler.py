@@ -19,7 +19,7 @@ from hostweave.host_ir import ir, tree
 from hostweave.pipeline import lower
 from hostweave.targets.target import find_target
 
-PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # without kernels, and with
+PROGRAMS = ("matmul_n", "ag_matmul_p2p", "matmul_rs_flat", "allreduce_rows")  # without and with kernels
 SIZES = dict.fromkeys(("S", "B", "L"), 4096)
 OPTIONS = {"": hw.Options(), "with chosen loops": hw.Options(sizes=SIZES), "one-sided": hw.Options(sizes=SIZES, transport="one_sided")}
 
@@ -86,7 +86,7 @@ def build_seconds(name: str, target: str) -> tuple[float, float, bool]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["HOSTWEAVE_CACHE"] = cache
         first = hw.compile(programs_in(load_file(EXAMPLES / "single_device.py"))["set"], target=target)
-        _ = first.folder  # also makes the runtime library, once
+        _ = first.folder  # also builds the runtime library
         cold_program = hw.compile(programs[name], target=target)
         cold = once(lambda: cold_program.folder)
         code = f"""

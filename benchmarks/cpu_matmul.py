@@ -29,11 +29,11 @@ def main() -> None:
         program.run(x=x, w=w)
         ratios, gflops = [], []
         for _ in range(7):
-            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU device, which uses it too, sets its own number
+            _openblas().scipy_openblas_set_num_threads(os.cpu_count())  # the CPU device uses it too, with its own setting
             started = time.perf_counter()
             _sgemm(x, w, y)
             direct = time.perf_counter() - started
-            time.sleep(0.3)  # its threads spin for a while after a call, on the cores that we want
+            time.sleep(0.3)  # OpenBLAS threads spin after a call and would occupy the cores
             times = program.measure(warmups=0, repetitions=1, x=x, w=w)
             ours = times[0][0].total_ms / 1e3
             ratios.append(direct / ours)

@@ -27,7 +27,7 @@ BLOCKS = 16
 TOKENS = (1, 16, 128)
 ROW = 20  # calls
 REPETITIONS = 7
-TOLERANCE = 0.03  # of the largest element: 16 blocks round to bf16 in places of their own
+TOLERANCE = 0.03  # relative to the largest element: the 16 blocks round to bf16 at different places
 OURS = "captured"
 TUNED = f"{OURS}, tuned"
 COPY = "copy"
@@ -109,7 +109,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
     model, tuned_model = (program.bind(**weights) for program in programs)
     blocks = [tuple(weights[f"{name}_{i}"] for name in ("n", "wg", "wu", "wd")) for i in range(BLOCKS)]
     tuned_block = torch.compile(_torch_block, dynamic=False, mode="max-autotune-no-cudagraphs")
-    read, written = torch.empty(2, sum(w.nbytes for w in weights.values()) // 2, dtype=torch.uint8, device="cuda")  # each byte once
+    read, written = torch.empty(2, sum(w.nbytes for w in weights.values()) // 2, dtype=torch.uint8, device="cuda")  # equal total bytes
     eager, tuned = (partial(_torch_decode, block, blocks=blocks) for block in (_torch_block, tuned_block))
     for tokens in all_tokens:
         x = random(tokens, case.hidden, scale=1)
@@ -130,7 +130,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
                 assert error <= TOLERANCE, f"{name}: {error}"
             single[COPY] = partial(written.copy_, read)
             yield {name: partial(_row, call) for name, call in single.items()}
-        torch.compiler.reset()  # which compiles a function for few shapes only
+        torch.compiler.reset()  # it compiles a function for a few shapes only
     for program in programs:
         program.close()
 

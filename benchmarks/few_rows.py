@@ -13,15 +13,15 @@ from typing import Any
 
 import hostweave as hw
 
-COLD_BYTES = 512 << 20  # of weights: many times the cache of a GPU
+COLD_BYTES = 512 << 20  # of weights: many times a GPU's cache
 TIMINGS = 15
 WARMUPS = 3
-WAIT = 200_000  # cycles, in which the host launches the graph
-SHARE = 0.85  # of a copy's bandwidth, at least, where the weights have LARGE bytes
+WAIT = 200_000  # cycles for the host to launch the graph
+SHARE = 0.85  # minimum share of a copy's bandwidth, if the weights have LARGE bytes
 LARGE = 58_000_000
 ROWS = (1, 2, 4, 8)
 SHAPES = {"70B at TP8, gate": (8192, 3584), "70B at TP8, down": (3584, 8192), "8B, gate": (4096, 14336), "8B, down": (14336, 4096)}
-TOLERANCE = 0.02  # of the largest element: both round to bf16
+TOLERANCE = 0.02  # relative to the largest element: both round to bf16
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def _varying_sizes() -> None:
     for rows in order[:SERVED_SIZES]:
         model(x[:rows], out=out[:rows])
     gc.collect()
-    gc.freeze()  # as a server does: Python walks all objects of PyTorch now and then, which takes it 70 ms
+    gc.freeze()  # as a server does: a garbage collection of all PyTorch objects takes 70 ms
     before = torch.cuda.mem_get_info()[0], _resident_bytes()
     serve()
     gc.unfreeze()

@@ -15,11 +15,11 @@ from typing import Any
 
 import hostweave as hw
 
-COLD_BYTES = 256 << 20  # of distinct inputs and outputs: several times the cache of a GPU
-CALLS = 20  # of one timing
+COLD_BYTES = 256 << 20  # of distinct inputs and outputs: several times a GPU's cache
+CALLS = 20  # calls per measurement
 TIMINGS = 7
-COPY_SHARE = 0.90  # at least, from MANY_ROWS on
-TORCH_TIMES = 1.02  # at most
+COPY_SHARE = 0.90  # minimum, from MANY_ROWS on
+TORCH_TIMES = 1.02  # maximum
 MANY_ROWS = 2048
 ROWS = (1, 16, 256, 2048, 8192)
 WIDTHS = {"8B": (4096, 14336), "70B": (8192, 28672)}  # hidden, of the MLP
@@ -159,9 +159,9 @@ def _calls(case: Case, sizes: dict[str, int], program: hw.Program, group: Any) -
     def filled(shape: str) -> Any:
         return torch.randn([sizes[letter] for letter in shape], device="cuda").to(torch.bfloat16)
 
-    torch._dynamo.reset()  # or after some sizes torch gives up compiling, silently
+    torch._dynamo.reset()  # otherwise torch silently stops compiling after a few sizes
     compiled = torch.compile(lambda *arrays: case.compute(Torch(), *arrays), dynamic=False)
-    kept: dict[int, Any] = {}  # what torch allocates as results: it would take the same memory again, which is in the cache
+    kept: dict[int, Any] = {}  # keeps torch's results, so that its allocator does not return cached memory
 
     def ours() -> Callable[[], Any]:
         given, made = [filled(shape) for shape in case.inputs], tuple(filled(shape) for shape in case.outputs)

@@ -23,8 +23,8 @@ import hostweave as hw
 from hostweave.build.cuda import gpus
 
 REPETITIONS = 15
-WAIT = 2_000_000  # cycles of the GPU before each call: the time of the host does not count, as in a model it is hidden
-TOLERANCE = 0.02  # of the largest element: both round sums of thousands of terms to bf16
+WAIT = 2_000_000  # cycles before each call: hides host time, as in a model
+TOLERANCE = 0.02  # relative to the largest element: both round sums of thousands of terms to bf16
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _calls(cases: tuple[Case, ...], rank: int, ranks: int) -> Iterator[Calls]:
         if ranks > 1 and case.parallel == "sp":
             peers["torch async TP"] = _async_tp()
         wanted = eager(*arrays)
-        for name, peer in peers.items():  # a row each, as a peer may take a minute to compile
+        for name, peer in peers.items():  # one row each, because a baseline may take a minute to compile
             row = calls | {name: partial(peer, *arrays)}
             for call in row.values():
                 assert float((call() - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())

@@ -29,9 +29,9 @@ from checkpoint import Config, frequencies
 
 LAYERS = 8
 PROMPT = 4096
-ROW = 16  # steps of a call of decode
-REPETITIONS = 5  # after as many that do not count
-LENGTH = PROMPT + 512  # of the cache, beyond what all calls need
+ROW = 16  # steps per decode call
+REPETITIONS = 5  # after the same number of warm-ups
+LENGTH = PROMPT + 512  # cache length, more than all calls need
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -173,7 +173,7 @@ def _step(model: Any, prompts: Any) -> Callable[[], Any]:
     with torch.no_grad():
         token = model(prompts, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
     position = torch.full((1, 1), PROMPT, device=prompts.device)
-    at = {"cache_position": position[0]} if "cache_position" in signature(model.forward).parameters else {}  # of transformers 4
+    at = {"cache_position": position[0]} if "cache_position" in signature(model.forward).parameters else {}  # transformers 4
 
     def step() -> None:
         torch.compiler.cudagraph_mark_step_begin()

@@ -31,9 +31,9 @@ from hostweave.build.cache import get_or_make, name_of
 from hostweave.build.cuda import find_cuda, gpus
 from hostweave.fusion_ir.choice import IN_SEQUENCE, Choice
 
-ROUNDS, REPETITIONS = 3, 5  # all variants of a case take turns
-WAIT = 2_000_000  # cycles of the GPU before each call of torch: the time of its host does not count, as it does not in ours
-SMALL = 512  # rows, of which nothing is by hand
+ROUNDS, REPETITIONS = 3, 5  # variants of a case alternate
+WAIT = 2_000_000  # cycles before each call of torch: hides its host time, as for ours
+SMALL = 512  # rows; no hand-written code below
 BY_HAND = Path(__file__).with_name("handwritten") / "put_pipelines.cu"
 
 
@@ -78,7 +78,7 @@ def main() -> None:
         list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
-    measured = []  # while no peer has work on the GPUs
+    measured = []  # while no other process uses the GPUs
     for case, ways in zip(cases, programs, strict=True):
         measured.append(_measured(case, ranks, ways))
         _print_ours(case, measured[-1], _choice_of(ways), {name: ms for (of, name), (ms, _) in hand.items() if of == case.name})

@@ -21,12 +21,12 @@ from hostweave.build.cuda import gpus
 from hostweave.cli.memory_plan import MemoryPlan, memory_plan
 from hostweave.pipeline import lower
 
-HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # of a rank; its heads are one group
-GOALS = {8192: 1.25, 2048: 1.2}  # times as fast as the best of torch, by tokens
-LONG = 32768  # tokens, of the plan of memory
+HIDDEN, INNER, HEADS, HEAD = 8192, 3584, 8, 128  # per rank; its heads form one group
+GOALS = {8192: 1.25, 2048: 1.2}  # speedup over torch's best, by tokens
+LONG = 32768  # tokens for the memory plan
 REPETITIONS = 15
-WAIT = 4_000_000  # cycles of the GPU before each call: the time of the host does not count, as in a model it is hidden
-TOLERANCE = 0.03  # of the largest element: both round sums of thousands of terms to bf16
+WAIT = 4_000_000  # cycles before each call: hides host time, as in a model
+TOLERANCE = 0.03  # relative to the largest element: both round sums of thousands of terms to bf16
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -52,7 +52,7 @@ def main() -> None:
 def fusion_of(ranks: int) -> hw.Fusion:
     heads, inner = f"{HEADS * ranks * HEAD}@tp", f"{INNER * ranks}@tp"
     weights = {
-        "wqkv": hw.bf16["E", f"{ranks}@tp", HEADS + 2, HEAD],  # by group: its heads of the query, its key, its value
+        "wqkv": hw.bf16["E", f"{ranks}@tp", HEADS + 2, HEAD],  # by group: query heads, key, value
         "wo": hw.bf16[heads, "E"],
         "wgu": hw.bf16["E", f"{ranks}@tp", 2, INNER],
         "wd": hw.bf16[inner, "E"],
@@ -128,7 +128,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         for name, call in list(calls.items()):
             try:
                 got = call() if name != "ours" else (call(), y[:, 0])[1]
-            except RuntimeError as error:  # torch's are not in every version, nor on every machine
+            except RuntimeError as error:  # torch's fused operators are not available everywhere
                 print(f"{name} is left out: {error}", flush=True)
                 del calls[name]
                 continue

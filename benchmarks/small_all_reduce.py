@@ -22,9 +22,9 @@ STEPS = 16
 WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
-SPIN = 1_000_000  # cycles, in which the host enqueues
-FASTER = 1.3  # at least, of 16 rows
-TOLERANCE = 0.03  # of the largest element: the norms round in places of their own
+SPIN = 1_000_000  # cycles for the host to enqueue
+FASTER = 1.3  # minimum for 16 rows
+TOLERANCE = 0.03  # relative to the largest element: the norms round at different places
 OURS = "in kernels"
 
 Calls = dict[str, Callable[[], Any]]
@@ -73,7 +73,7 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
                 error = float((call() - wanted).abs().max() / wanted.abs().max())
                 assert error <= TOLERANCE, f"{name}: {error}"
             yield calls
-        torch.compiler.reset()  # which compiles a function for few shapes only
+        torch.compiler.reset()  # it compiles a function for a few shapes only
     for program in programs.values():
         program.close()
 
@@ -82,7 +82,7 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     import torch.distributed as dist
 
     term = begin(x, factors[0])
-    for p in [*factors[1:], factors[0]]:  # the last term is not used
+    for p in [*factors[1:], factors[0]]:  # the last term is unused
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
     return x

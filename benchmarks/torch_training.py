@@ -37,7 +37,7 @@ def milliseconds(call, module, inputs):
     for parameter in module.parameters():
         parameter.grad = None
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)  # the host is ahead of the device
+    torch.cuda._sleep(20_000_000)  # lets the host run ahead
     start.record()
     call(**inputs).loss.backward()
     end.record()

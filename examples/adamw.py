@@ -6,7 +6,7 @@ the weights. Each rank has its own gradient, a row of `g`; if gradients are shar
 
 import hostweave as hw
 
-ZERO = {"zero_1": ("N", "N"), "zero_2": ("N", "N@dp"), "fsdp": ("N@dp", "N@dp")}  # of the weights, and of the gradients
+ZERO = {"zero_1": ("N", "N"), "zero_2": ("N", "N@dp"), "fsdp": ("N@dp", "N@dp")}  # shardings of the weights and of the gradients
 BETAS = (0.9, 0.999)
 
 

@@ -70,7 +70,7 @@ def llama_layer(c, decode):
         q, k = (hw.rotary_embedding(heads(hw.linear(n, w), count), cos, sin) for w, count in ((q_proj, H), (k_proj, G)))
         v = heads(hw.linear(n, v_proj), G)
         keys, values = (hw.dynamic_update_slice(cache, new, (0, 0, position, 0)) for cache, new in ((keys, k), (values, v)))
-        k, v = (keys, values) if decode else (k, v)  # a prompt begins the text
+        k, v = (keys, values) if decode else (k, v)  # a prompt attends to itself
         attended = hw.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, lengths=lengths)
         h = x + hw.linear(hw.reshape(hw.permute_dims(attended, (2, 0, 1, 3)), S, "B", H * D), o_proj)
         n = hw.rms_norm(h, post_attention_layernorm, eps=eps)
@@ -101,7 +101,7 @@ def sampled(logits, temperature, top_p, seed, draw):
     low = high * 0
     for _ in range(26):
         low, high = halved(p, low, high, top_p)
-    return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))  # whose clock, exponential of rate p, rings first
+    return largest(hw.where(p >= low, p / -hw.log(hw.uniform(p, seed, draw)), -1.0))  # exponential race: the first event of rate p wins
 
 
 def program(c, tp, decode=False, is_sampled=False):
@@ -110,7 +110,7 @@ def program(c, tp, decode=False, is_sampled=False):
     `position` is the number of tokens of each sequence in the cache: after `prefill`, whose prompts may be padded, or before a
     step of `decode`.
     """
-    S, first = (1, 3) if decode else ("S", 2)  # `first` is the number of the first result that is a cache
+    S, first = (1, 3) if decode else ("S", 2)  # `first` is the index of the first result that is a cache
     layer, layers = llama_layer(c, decode), range(c.num_hidden_layers)
     types = {"keys": cache_of(c), "values": cache_of(c), **{short(name): type for name, type in layer_weights(c).items()}}
     caches = {f"{name}_{i}": first + 2 * i + at for i in layers for at, name in enumerate(("keys", "values"))}
@@ -119,7 +119,7 @@ def program(c, tp, decode=False, is_sampled=False):
         places = hw.reshape(position, "B", 1, 1, 1) if decode else hw.reshape(hw.iota(ids, 0), 1, 1, S, 1)
         angles = hw.astype(places, hw.f32) * frequencies
         shared = {"cos": hw.cos(angles), "sin": hw.sin(angles)}
-        place = position + 1 if decode else position  # of the token that comes out
+        place = position + 1 if decode else position  # position of the next token
         if decode:
             shared |= {"position": position, "lengths": place}
         x = hw.reshard(hw.embedding(ids, embed_tokens), 1 if decode else "S@tp", "B", c.hidden_size)
@@ -128,7 +128,7 @@ def program(c, tp, decode=False, is_sampled=False):
             x, keys, values = layer(x, **{name: rest[f"{name}_{i}"] for name in types}, **shared)
             held += [keys, values]
         if not decode:
-            x = hw.take_along_axis(x, hw.reshape(position - 1, 1, "B", 1), 0)  # of the last tokens; others may fill the prompts up
+            x = hw.take_along_axis(x, hw.reshape(position - 1, 1, "B", 1), 0)  # last tokens, before any padding
         logits = hw.linear(hw.rms_norm(x, norm, eps=c.rms_norm_eps), embed_tokens if lm_head is None else lm_head)
         if is_sampled:
             token = sampled(logits, *(rest[name] for name in ("temperature", "top_p", "seed")), hw.astype(hw.max(place), hw.u32))
@@ -149,7 +149,7 @@ def program(c, tp, decode=False, is_sampled=False):
     )(llama)
 
 
-# --- running it -------------------------------------------------------------------------------------------------------
+# --- execution --------------------------------------------------------------------------------------------------------
 
 
 def compiled(c, tp, target="cpu", is_sampled=False):
@@ -178,7 +178,7 @@ class Llama:
     def __init__(self, c, programs, weights, frequencies, batch=1, length=4096, sampling=None):
         self.torch = torch = needed("torch")
         self.tp = tp = programs[0].mesh.size
-        self.length = -(-length // tp) * tp  # a prompt is filled up to a multiple of tp, too
+        self.length = -(-length // tp) * tp  # prompts are also padded to a multiple of tp
         like = {"device": weights["norm"].device, "dtype": weights["norm"].dtype}
         self.device = like["device"]
         given = {"frequencies": torch.from_numpy(frequencies).to(self.device)}
@@ -189,7 +189,7 @@ class Llama:
         self.cache = {name: torch.zeros(batch, c.num_key_value_heads // tp, self.length, c.head_dim, **like) for name in caches}
         self.ids = torch.zeros(1, batch, dtype=torch.int32, device=self.device)
         self.position = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # of the rank's part of the vocabulary
+        self.logits = torch.zeros(1, batch, weights["embed_tokens"].shape[0], **like)  # of this rank's part of the vocabulary
         self.graph = None
 
     def start(self, prompts):
@@ -208,13 +208,13 @@ class Llama:
         if self.graph:
             return self.graph()
         out = (None, self.logits, None, *(None for _ in self.cache))
-        self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # which makes the call, too
+        self.graph = self.decode.capture(self.ids, self.position, **self.cache, out=out)  # capture also makes the call
 
     def generate(self, prompts, count):
         """Yields the next token of each sequence, until there are `count` or a cache is full. The device is one token ahead."""
         self.start(prompts)
         on_gpu = self.device.type == "cuda"
-        room = self.length - max(map(len, prompts)) + 1  # the last one is not put into the cache
+        room = self.length - max(map(len, prompts)) + 1  # the last token is not stored in the cache
         told = self.torch.zeros(min(count, room), len(prompts), dtype=self.torch.int32, pin_memory=on_gpu)
         for number, tokens in enumerate(told):
             tokens.copy_(self.ids[0], non_blocking=True)
@@ -257,7 +257,7 @@ def run(given, sampling):
     text = needed("tokenizers").decoders.DecodeStream()
 
     def show(token):
-        print(text.step(tokenizer, token) or "", end="", flush=True)  # nothing as long as a character is not complete
+        print(text.step(tokenizer, token) or "", end="", flush=True)  # empty while a character is incomplete
 
     programs = compiled(c, given.tp, given.target, sampling is not None)
     ranks = hw.Threads(given.tp)
@@ -269,7 +269,7 @@ def run(given, sampling):
         weights = load(given.folder, c, programs[0].mesh, number, f"cuda:{number}" if given.target == "cuda" else "cpu")
         model = Llama(c, programs, weights, frequencies, 1, given.length, sampling)
         for _ in model.generate([prompt], 2):
-            pass  # compiles, plans and captures
+            pass  # warm-up: compiles, plans and captures
         started, times = time.perf_counter(), []
         for (token,) in model.generate([prompt], given.tokens):
             times.append(time.perf_counter())

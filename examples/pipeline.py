@@ -15,14 +15,14 @@ dtype = hw.bf16
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"].on(first), w1=dtype["K", "N"].on(first), w2=dtype["N", "K"].on(second))
 def two_stages(x, w1, w2):
     h = hw.relu(hw.matmul(x, w1)).named("h")
-    arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # each rank of the first half sends its rows to one of the second
+    arrived = hw.reshard(h, "M@x", "N", mesh=second).named("arrived")  # rank i of the first half sends its rows to rank i of the second
     return hw.matmul(arrived, w2)
 
 
 @hw.fusion(
     mesh=mesh,
     x=dtype["M", "K"].on(first),
-    up1=dtype["K", "N@x"].on(first),  # weights are sharded over the ranks of their stage
+    up1=dtype["K", "N@x"].on(first),  # weights are sharded over their stage's ranks
     down1=dtype["N@x", "K"].on(first),
     up2=dtype["K", "N@x"].on(second),
     down2=dtype["N@x", "K"].on(second),
@@ -30,6 +30,6 @@ def two_stages(x, w1, w2):
 def two_stages_streamed(x, up1, down1, up2, down2):
     h = hw.relu(hw.matmul(x, up1).stream("M", chunks=S)).named("h").stream("M", chunks=S)
     layer = hw.reshard(hw.matmul(h, down1), "M", "K").named("layer").stream("M", chunks=S)
-    arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # one micro-batch, while others are computed
+    arrived = hw.reshard(layer, "M", "K", mesh=second).named("arrived").stream("M", chunks=S)  # pipelined by micro-batch
     g = hw.relu(hw.matmul(arrived, up2).stream("M", chunks=S)).named("g").stream("M", chunks=S)
     return hw.reshard(hw.matmul(g, down2), "M", "K").stream("M", chunks=S)

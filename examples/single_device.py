@@ -38,19 +38,19 @@ def matmul_n(x, w):
 
 @hw.fusion(mesh=mesh, x=dtype["B", "M", "K"], w=dtype["K", "N"])
 def matmul_batch(x, w):
-    return hw.matmul(x, w).stream("B")  # no chunks: one step an index
+    return hw.matmul(x, w).stream("B")  # without chunks: one step per index
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "N"])
 def two_ops(x):
     h = hw.negative(x).stream("M", chunks=S).named("h")
-    return (h * x).stream("M", chunks=S)  # the same loop: step i of h is all that step i needs
+    return (h * x).stream("M", chunks=S)  # the same loop: step i needs only step i of h
 
 
 @hw.fusion(mesh=mesh, x=dtype["M", "N"])
 def three_ops(x):
     a = hw.negative(x).stream("M", chunks=S).named("a")
-    b = (a * x).named("b")  # not streamed: it stands between two loops
+    b = (a * x).named("b")  # not streamed: between two loops
     return (b + x).stream("M", chunks=S)
 
 

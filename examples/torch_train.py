@@ -13,9 +13,9 @@ import hostweave as hw
 import hostweave.torch
 
 PLAN = {
-    "input_ids": "dp, -",  # each replica has some of the batch
+    "input_ids": "dp, -",  # data parallel
     "labels": "dp, -",
-    "mlp.c_fc.weight": "-, tp",  # columns of the MLP; what follows is inferred
+    "mlp.c_fc.weight": "-, tp",  # columns of the MLP; the rest is inferred
     "mlp.c_fc.bias": "tp",
     "mlp.c_proj.weight": "tp, -",
 }

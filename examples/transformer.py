@@ -27,7 +27,7 @@ MLP = {"w1": dtype["E", "F@tp"], "w2": dtype["F@tp", "E"]}
 SWIGLU = {"wg": dtype["E", "F@tp"], "wu": dtype["E", "F@tp"], "wd": dtype["F@tp", "E"]}
 HEADS = dict.fromkeys(("wq", "wk", "wv"), dtype["E", f"{H * D}@tp"]) | {"wo": dtype[f"{H * D}@tp", "E"]}
 GROUPS = HEADS | dict.fromkeys(("wk", "wv"), dtype["E", f"{G * D}@tp"])
-TABLES = {"cos": hw.f32["S", D // 2], "sin": hw.f32["S", D // 2]}  # of rotary embeddings
+TABLES = {"cos": hw.f32["S", D // 2], "sin": hw.f32["S", D // 2]}  # for rotary embeddings
 
 
 def mlp(x, w1, w2):
@@ -106,12 +106,12 @@ def grouped_query_sp(x, wq, wk, wv, wo, cos, sin):
     return shared(grouped_query(x, wq, wk, wv, wo, cos, sin))
 
 
-# --- whole layers: the residual says how what is added to it is to be held --------------------------------------------
+# --- whole layers: the residual determines the layout of its addends --------------------------------------------------
 
 GPT = {
     **HEADS,
     **MLP,
-    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # norms, and biases of what the ranks sum up
+    **dict.fromkeys(("n1", "b1", "n2", "b2", "bo", "bm"), dtype["E"]),  # norms, and biases that are added after a reduction
     "seed": hw.u32[()],
 }
 LLAMA = {**GROUPS, **SWIGLU, "n1": dtype["E"], "n2": dtype["E"], **TABLES}
@@ -148,7 +148,7 @@ def llama_sp(x, wq, wk, wv, wo, wg, wu, wd, n1, n2, cos, sin):
     return llama(x, wq, wk, wv, wo, wg, wu, wd, n1, n2, cos, sin)
 
 
-# --- backward: a gradient of a weight is summed over dp beside what does not need it ----------------------------------
+# --- backward: reductions of weight gradients over dp overlap with the rest -------------------------------------------
 
 
 def gelu_slope(h):

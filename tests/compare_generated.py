@@ -1,7 +1,8 @@
-"""Compares the generated programs of this checkout with those of another commit, byte by byte: `python tests/compare_generated.py COMMIT`.
+"""Compares the generated programs of this checkout with those of another commit: `python tests/compare_generated.py COMMIT`.
 
-Each checkout emits its own programs, those of examples/, benchmarks/ and the tests, for several numbers of ranks, by default options, by
-one-sided transport, and with stated sizes. Differing files are printed with the first lines of their diff, and the exit code is 1.
+Each checkout emits its own programs of examples/, benchmarks/ and the tests, for several numbers of ranks. They use default
+options, one-sided transport, and stated sizes. For differing files the first lines of the diff are printed, and the exit status
+is 1.
 """
 
 from __future__ import annotations

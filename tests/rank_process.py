@@ -1,16 +1,15 @@
 """One rank as a process, which tests start N times by torchrun, mpirun or directly.
 
-    python rank_process.py all PROVIDER [TARGET]        every program for as many ranks, against the reference; says so at the end
-    python rank_process.py kinds PROVIDER [TARGET]      the same, with a program of each kind of communication
-    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, says why, and begins anew in another world; with
-                                                        ENDS in the environment it ends after one call, by an exception or this status
-    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and says whether that is right, or why it failed
-    python rank_process.py graphs PROVIDER [TARGET]     programs with signals, whose calls become graphs on all ranks
+    python rank_process.py all PROVIDER [TARGET]        runs every program for this number of ranks; prints a line at the end
+    python rank_process.py kinds PROVIDER [TARGET]      runs a program of each kind of communication
+    python rank_process.py PROGRAM PROVIDER [TARGET]    calls it until the group fails, prints why, and continues in a new world; with
+                                                        ENDS set, exits after one call, by an exception or with this status
+    python rank_process.py once:PROGRAM PROVIDER [TARGET]   calls it once, and prints if the result is right, or why it failed
+    python rank_process.py graphs PROVIDER [TARGET]     runs programs with signals, whose calls become graphs on all ranks
 
-PROGRAM may be `chosen`: a loop of puts that the compiler has chosen, at sizes that it divides and at ones that it does not. With
-`captured:` before it, calls are launches of a graph.
-
-PROVIDER is environment, mpi, torch (under torchrun), or store (a torch.distributed store alone).
+PROGRAM may be `chosen`: a chunk loop of puts that the compiler chose, at sizes that it divides and at others. With the prefix
+`captured:`, calls are graph launches. PROVIDER is environment, mpi, torch (under torchrun), or store (only a torch.distributed
+store).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hostweave.fusion_ir.ops import OPS, RESHARDS
 
 
 def tolerance_at_scale(fusion: Fusion, name: str, sizes: Mapping[str, int]) -> Tolerance:
-    """Tolerance for a value in a program that keeps a magnitude of about 1 by norms and by weights scaled by their rows.
+    """Tolerance for a value in a program that keeps a magnitude of about 1, by norms and by weights scaled by their rows.
 
     Every op has an error of up to one unit roundoff u of its dtype. A sum of n products of size 1 / sqrt(n) has the error that
     `tolerance` gives for n and for the number of ranks' terms, divided by sqrt(n). Errors of the two sides of a matmul are

@@ -14,7 +14,7 @@ from typing import Any
 WARMUPS = 5
 POLL_SECONDS = 0.2
 
-# Makes, on one rank, the calls that are to be timed in turn, by name, one such group after the other: (rank, number of ranks) -> groups.
+# (rank, number of ranks) -> groups of calls by name; the calls of a group are timed alternately.
 Make = Callable[[int, int], Iterable[Mapping[str, Callable[[], Any]]]]
 
 
@@ -27,7 +27,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
     import torch.multiprocessing as processes
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # that no other benchmark of this machine has
+        port = server.getsockname()[1]  # a free port
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / str(rank) for rank in range(ranks)]
         for path in paths:
@@ -36,7 +36,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
         running = processes.spawn(_rank, args=(ranks, make, repetitions, wait, paths), nprocs=ranks, join=False)
         ended, given = False, 0
         while not ended:
-            ended = running.join(timeout=POLL_SECONDS)  # raises what a rank raised
+            ended = running.join(timeout=POLL_SECONDS)  # re-raises a rank's exception
             groups = zip(*(path.read_text().split("\n")[:-1] for path in paths), strict=False)
             for of_ranks in islice(groups, given, None):
                 given += 1
@@ -54,7 +54,7 @@ def _rank(rank: int, ranks: int, make: Make, repetitions: int, wait: int, paths:
     with paths[rank].open("a") as file:
         for calls in make(rank, ranks):
             print(json.dumps(_times(calls, repetitions, wait)), file=file, flush=True)
-    calls = {}  # NCCL keeps a communicator as long as there is a graph that communicates by it
+    calls = {}  # NCCL destroys a communicator only after the graphs that use it
     dist.destroy_process_group()
 
 
@@ -68,7 +68,7 @@ def _times(calls: Mapping[str, Callable[[], Any]], repetitions: int, wait: int) 
         for name, call in calls.items():
             torch.cuda.synchronize()
             torch.cuda._sleep(wait)
-            dist.all_reduce(together)  # which ends on all ranks at once
+            dist.all_reduce(together)  # aligns the ranks
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call()

@@ -18,4 +18,4 @@ def hidden(x, up):
 
 @hw.fusion(mesh=mesh, h=hw.f32["M", "H@tp"], down=hw.f32["H@tp", "D"])
 def project(h, down):
-    return hw.reshard(hw.matmul(h, down), "M", "D")  # sums over the ranks; all have the result
+    return hw.reshard(hw.matmul(h, down), "M", "D")  # all-reduce

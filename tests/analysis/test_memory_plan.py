@@ -253,7 +253,7 @@ host @f(%x: f32[M, 8]) -> (%y: f32[M, 8], %z: f32[M, 8]) mesh(x=1) streams(a[1],
 
 
 def test_a_block_has_memory_for_the_streams_that_it_may_run_on() -> None:
-    """Of a pool of four streams: one if the index is always 0, two in a loop of two steps."""
+    """Uses one of a pool's four streams if the index is always 0, and two in a loop of two steps."""
     block = "stream ring[{index}] {{\n%t = allocate f32[M]\ncopy %x -> %t\ncopy %t -> %y\n}}\n"
     for loop, index, slots in (("{}", "0", 1), ("for %i in 0..2 {{{}}}\n", "%i", 2), ("for %i in 0..9 {{{}}}\n", "%i", 4)):
         body = loop.format(block.format(index=index))

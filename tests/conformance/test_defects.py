@@ -1,31 +1,33 @@
-"""What other systems get wrong about communications and channels, each with a test here that would tell.
+"""Known defects of other systems in communications and channels, each with a test here that would detect it.
 
 | defect | test |
+
 |---|---|
+
 | an all_gather's count is the result's, n times too large | test_collectives, every dtype and number of ranks |
-| bf16 goes over the wire as another type | test_collectives |
-| integers are compared as unsigned; the maximum of negative floats begins at the least positive one | test_signs |
-| a send or a recv outside of a group is refused | test_raw_sends, test_collectives (ring) |
-| the order in which a process group is named is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
-| the process group is the whole mesh, or its last axis, whatever changes | test_one_axis_of_a_mesh, test_reshards |
+| bf16 is sent as another type | test_collectives |
+| integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |
+| a send or recv outside a group is refused | test_raw_sends, test_collectives (ring) |
+| the stated order of a process group is lost | test_the_order_of_a_process_group, test_reshards (`A@tp,dp`) |
+| the process group is always the whole mesh, or its last axis | test_one_axis_of_a_mesh, test_reshards |
 | a rank in no process group fails | test_ranks_that_take_no_part |
 | an error in a group leaves it open, and the next collective hangs | ../runtime/test_rank_faults: test_a_rank_that_fails_in_the_middle |
-| counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (what meets) |
+| counts and dtypes are not compared with the buffers | ../ir/test_host_verify (counts, dtypes), ../analysis/test_check (matching) |
 | an all_to_all that does not divide rounds down | ../ir/test_host_verify (all_to_all) |
-| two groups of ranks get one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
-| channels are made at every call, or are never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
-| a channel is made on whatever device is current; a rank's number is its device's | ../runtime/test_processes; ../runtime/test_providers |
-| a collective under a condition on the rank compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
-| an unused communication stays, or goes on some ranks only | test_what_nobody_needs, ../passes/test_decompose_reshards |
-| communications of two channels meet in another order on another rank | ../passes/test_serialize_channels, ../analysis/test_check |
+| two groups of ranks share one channel | ../runtime/test_init: test_groups_of_different_names_do_not_mix |
+| channels are made at every call, or never freed | ../runtime/test_init: test_channels_are_made_once_and_freed |
+| a channel is made on the current device, or a rank's number is its device's | ../runtime/test_processes; ../runtime/test_providers |
+| a collective under a rank-dependent condition compiles, and hangs | ../ir/test_host_verify (`if`, loops) |
+| an unused communication stays, or runs on some ranks only | test_what_nobody_needs, ../passes/test_decompose_reshards |
+| communications of two channels have another order on another rank | ../passes/test_serialize_channels, ../analysis/test_check |
 | a later call overtakes an earlier one | ../programs/test_numerics (calls in flight), ../programs/test_mutations |
 | nothing may be in place; an all_reduce copies its operand first | test_in_place; ../golden (matmul_ar_unstreamed) |
-| what a rank holds already is scattered to it | ../passes/test_decompose_reshards (`shard`) |
+| a rank's own data is scattered to it | ../passes/test_decompose_reshards (`shard`) |
 | one tensor is gathered twice for two consumers | ../passes/test_insert_reshards, ../passes/test_decompose_reshards |
-| averages, and reductions of integers to one rank, are not there | test_collectives (avg, reduce) |
-| a permute leaves what has no source as it was | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
+| averages, and reductions of integers to one rank, are missing | test_collectives (avg, reduce) |
+| a permute leaves ranks without a source unchanged | test_one_axis_of_a_mesh, test_collectives (collective_permute) |
 | no elements, one element, uneven shards | test_collectives (0 and 1), test_reshards |
-| a rank that is gone is waited for for ever | ../runtime/test_rank_faults, ../runtime/test_processes |
+| ranks wait forever for a rank that is gone | ../runtime/test_rank_faults, ../runtime/test_processes |
 """
 
 from __future__ import annotations

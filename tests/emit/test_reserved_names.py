@@ -154,9 +154,7 @@ def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
 
 @needs_cuda
 def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
-    """NVRTC takes a quarter of a second per kernel, so only names of templates and of C are compiled, and some others that are
-    not its macros.
-    """
+    """NVRTC takes a quarter of a second per kernel. So only names of templates and of C are compiled, and some that are not its macros."""
     nvrtc, others = cuda.find_cuda().nvrtc.path, [name for name in unusual() if not re.search("[A-Z]", name[1:])]
     assert nvrtc
     chosen = (*sorted(of_templates() & set(unusual()))[:24], *sorted(C_FUNCTIONS)[:16], *others[::40])

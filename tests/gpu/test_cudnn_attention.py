@@ -193,7 +193,10 @@ def test_gradients_with_lengths() -> None:
 
 @pytest.mark.parametrize("diagonal", [22, 12, 8, 3, 0, -3, -9])
 def test_diagonals_beside_the_corners(diagonal: int) -> None:
-    """As for a rank's rows or keys: the first rows may attend to nothing, the last ones to everything, and no row to the last columns."""
+    """Diagonals of a rank's rows or keys: the first rows may attend to nothing, the last ones to everything.
+
+    No row attends to the last columns.
+    """
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     for rows, columns in ((7, 15), (7, 5), (300, 200)):
@@ -311,7 +314,7 @@ def packed(t: DType, order: tuple[int, ...], group: int, size: int, window: int 
     ],
 )
 def test_packed_sequences(dtype: DType, order: tuple[int, ...], group: int, size: int, window: int | None) -> None:
-    """By cuDNN or by this package's kernels, with empty sequences and tokens outside sequences."""
+    """Packed sequences by cuDNN and by this package's kernels, with empty sequences and tokens outside sequences."""
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     torch.manual_seed(0)
     kind, allowed = (torch.bfloat16, 2e-2) if dtype == hw.bf16 else (torch.float16, 3e-3)

@@ -17,7 +17,7 @@ SHAPES = [(3, 5), (64, 8), (1000, 3), (4, 4096), (4096, 4)]
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_an_update_behind_a_reduction_is_in_place(shape: tuple[int, int], axis: int, dtype: hw.DType) -> None:
-    """As of a bias by its gradient, over layouts of the reduction: elements by lanes of vectors, threads, blocks and parts of them."""
+    """Such as a bias and its gradient, for all layouts of the reduction: vectors, threads, blocks and parts of blocks."""
     kept = shape[1 - axis]
 
     @hw.fusion(donate={"w": 0, "v": 1}, x=dtype[shape], w=dtype[kept], v=hw.f32[kept])

@@ -363,7 +363,7 @@ TWICE = STEPS.replace("all_reduce sum %h_i -> %y_i on tp", "all_reduce sum %h_i 
 
 
 def test_a_channel_keeps_its_order() -> None:
-    """Of two collectives of a step on one channel, none moves without the other."""
+    """Neither of a step's two collectives on one channel moves without the other."""
     text = str(in_turn(steps(TWICE)))
     assert "for %i in 0..2" in text
 

@@ -205,7 +205,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2])
 def test_calls_in_reverse_order_are_a_loop_that_counts_down(ranks: int) -> None:
-    """As in a backward pass: they read results of the other calls, and members of a third function's structs."""
+    """Like a backward pass, they read results of the other calls, and members of a third function's structs."""
 
     @hw.block(x=hw.f32["M@x", "E"], w=hw.f32["E"], table=hw.f32["E"])
     def layer(x: hw.Tensor, w: hw.Tensor, table: hw.Tensor) -> tuple[hw.Tensor, ...]:

@@ -92,7 +92,7 @@ def test_a_gather_that_is_read_again_after_its_loop(way: str, chunks: int, ranks
 
 @pytest.mark.parametrize("algorithm", ["put", "p2p"])
 def test_a_batch_of_one(algorithm: str) -> None:
-    """As PyTorch modules have it: chunks of a dim after dims of size 1 are contiguous."""
+    """Usual for PyTorch modules: chunks of a dim after dims of size 1 are contiguous."""
     w = hw.f32["K", "F@x"]
 
     @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32[1, "M@x", "K"], wg=w, wu=w, wd=hw.f32["F@x", "N"])
@@ -237,7 +237,7 @@ def weights_of(ranks: int) -> hw.Fusion:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
-    """By copy engines, if sizes are known and even, and if the matmuls then slow down less."""
+    """Copy engines are used if sizes are known and even, and if the matmuls then slow down less."""
     fusion, random = weights_of(ranks), np.random.default_rng(ranks)
     options = hw.Options(sizes={"M": 48, "K": 48}, machine=SLOW)
     program = hw.compile(fusion, options=options)

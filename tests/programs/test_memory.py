@@ -167,7 +167,7 @@ def test_shared_memory_is_shared() -> None:
     ],
 )
 def test_a_dropped_dependency_of_shared_memory_is_found(line: str, message: str) -> None:
-    """By the check of the program, and by the device in every schedule."""
+    """Both the check of the program and the device detect it, the device in every schedule."""
     mutant = without(line)
     with pytest.raises(ProgramError) as caught:
         check(mutant)

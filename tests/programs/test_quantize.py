@@ -89,7 +89,7 @@ def test_delayed_scales(scaling: str) -> None:
 @pytest.mark.parametrize("scaling", ["row", "tensor"])
 @pytest.mark.parametrize("made", ["rms_norm", "swiglu"])
 def test_one_kernel_with_what_makes_it(made: str, scaling: str) -> None:
-    """By rows, and by an earlier scale: row maxima leave the kernel, and a small second kernel reads them."""
+    """Scales of rows, and an earlier scale: row maxima leave the kernel, and a small second kernel reads them."""
 
     @hw.fusion(x=hw.bf16["M", "K"], g=hw.bf16["M", "K"], w=hw.bf16["K"], s=hw.f32[1, 1])
     def fused(x: hw.Tensor, g: hw.Tensor, w: hw.Tensor, s: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:

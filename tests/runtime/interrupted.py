@@ -1,4 +1,4 @@
-"""A process that is interrupted at random moments, as by Ctrl-C; `test_interrupts.py` starts it.
+"""A process that is interrupted at random moments, as by Ctrl-C. `test_interrupts.py` starts it.
 
     python interrupted.py WHAT TO SEED COUNT [TARGET]      WHAT is run, call, capture, threads or compile; TO is process or group
 

@@ -34,7 +34,7 @@ def own(array: np.ndarray, rank: int, ranks: int, axis: int) -> np.ndarray:
 
 @pytest.mark.parametrize("ranks", PROGRAMS)
 def test_bound_inputs_are_those_of_every_call(ranks: int) -> None:
-    """By position and name, bound at once and in steps, for several programs alternately, with new sizes, run and called."""
+    """Inputs by position and name, bound at once and in steps, for several programs alternately, with new sizes, run and called."""
     program = PROGRAMS[ranks]
     bound, other = program.bind(w=W).bind(b=B), program.bind(b=2 * B, w=W)
     np.testing.assert_array_equal(bound.run(X), X @ W + B)

@@ -414,7 +414,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
 
 @pytest.mark.usefixtures("streams_given")
 def test_a_launch_that_does_not_end_is_seen() -> None:
-    """By the watchdog, without a call: other code launches the graph."""
+    """The watchdog detects it without a call: other code launches the graph."""
     program, threads = PROGRAMS[1], hw.Threads(1)
 
     def on_rank(rank: int) -> None:

@@ -52,8 +52,8 @@ def expect_as_many(program: str, parameters: Sequence[Parameter], arrays: Sequen
 def accept(program: str, target: Target, name: str, type_: TensorType, array: Array) -> tuple[Library, Array]:
     """Library of an array, and the array in the form that the library object uses, without a copy if possible.
 
-    Raises ArgumentError with the names of program and parameter if the value is not an array, has another dtype or number of
-    dims, or is not on a device of the target.
+    Raises ArgumentError with the names of program and parameter if the value is not an array, or has another dtype or number of
+    dims. Also raises it if the array is not on a device of the target.
     """
     try:
         library = library_of(array)

@@ -45,7 +45,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // seeds.py:67  return hw.matmul(x, w).stream("M", chunks=D)  # a multiple of D: by block, p2p
+  // seeds.py:67  return hw.matmul(x, w).stream("M", chunks=D)  # a multiple of D: by shard, p2p
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;

@@ -39,7 +39,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y = out.y.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // single_device.py:41  return hw.matmul(x, w).stream("B")  # no chunks: one step an index
+  // single_device.py:41  return hw.matmul(x, w).stream("B")  # without chunks: one step per index
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < B; ++i) {
     const hw::Stream stream = ring_[i];

@@ -38,7 +38,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
 
   HW_CHECK(arena_.begin_call(caller));
   // single_device.py:46  h = hw.negative(x).stream("M", chunks=S).named("h")
-  // single_device.py:47  return (h * x).stream("M", chunks=S)  # the same loop: step i of h is all that step i need ...
+  // single_device.py:47  return (h * x).stream("M", chunks=S)  # the same loop: step i needs only step i of h
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 3; ++i) {
     const hw::Stream stream = ring_[i];
