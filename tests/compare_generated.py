@@ -19,9 +19,9 @@ from typing import Any
 
 CHECKOUT = Path(__file__).parent.parent
 RANKS = (1, 2, 3, 4, 8)
-SEEDS = 100  # of random programs
-SIZE = 8192  # of every dim that has a name, where sizes are stated
-SHOWN = 12  # lines of a diff
+SEEDS = 100  # number of random programs
+SIZE = 8192  # of every named dim, if sizes are stated
+SHOWN = 12  # lines shown per diff
 
 
 def main(commit: str) -> int:
@@ -62,7 +62,7 @@ def emit(checkout: Path, folder: Path) -> None:
         for case, options in cases.items() if symbols else list(cases.items())[:2]:
             try:
                 texts = render(lower(program, options))
-            except ProgramError as error:  # some are refused
+            except ProgramError as error:  # some programs are refused
                 texts = {"error.txt": str(error)}
             for path, text in texts.items():
                 file = folder / name / case / path

@@ -14,7 +14,7 @@ from hostweave.base.errors import BuildError
 from hostweave.build.toolchain import ENQUEUING, Toolchain
 from hostweave.targets.target import find_target
 
-# What programs and their bindings include; kernels are for a C++ compiler with the CPU target alone.
+# Headers that programs and bindings include. A C++ compiler compiles kernels only for the CPU target.
 HEADERS = (
     *("abi", "arena", "attention", "blocks", "check", "collectives", "group", "launch", "matmul", "rank", "streams", "tensor"),
     *("term_exchange", "types", "window"),
@@ -22,18 +22,18 @@ HEADERS = (
 PROGRAM, KERNELS = ENQUEUING, "kernels.cu"
 STANDARD = {
     PROGRAM: "#include <array>\n#include <optional>\n",
-    # Without the special functions of <cmath>, of which each file would make its own instances: a third of a file of kernels.
+    # Without the special functions of <cmath>: their instances would be a third of each kernel file.
     KERNELS: "#include <cstddef>\n#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n",
 }
-LIBRARY = "-fvisibility=default"  # an option of the runtime's library alone
+LIBRARY = "-fvisibility=default"  # option used only for the runtime library
 HEADERS_OF = {
     ("cpu", PROGRAM): HEADERS,
     ("cpu", KERNELS): ("kernel", "lanes", "launch", "rows", "terms", "types"),
     ("cuda", PROGRAM): (*HEADERS, "jit"),
 }
 
-# In this order. What has other options goes to the compiler as it is.
-# Modules are linked by gold where it is there, which takes half the time.
+# In this order. Commands with other options are passed on unchanged.
+# gold halves the link time, if it is available.
 SCRIPT = """\
 #!/bin/sh
 case " $* " in
@@ -43,7 +43,7 @@ case " $* " in
 *) exec {compiler} "$@" ;;
 esac
 """
-# The first call makes the precompiled header, and those at the same time wait for it.
+# The first call makes the precompiled header; concurrent calls wait for it.
 CASE = """\
 *{options}" -c "*)
   header={header}

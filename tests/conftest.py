@@ -21,10 +21,10 @@ from hostweave.build.cuda import gpus
 from hostweave.build.nvrtc import Unit
 
 COMPILERS = {"optimising-c++": (PROGRAM, KERNELS, LIBRARY) if gpus() else (KERNELS,), "c++": ()}
-GPU_WORKERS = 8  # that share the GPUs: most of the time of their tests goes into building programs
-OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # another compiler, for the workers
+GPU_WORKERS = 8  # workers that share the GPUs; their tests mostly build programs
+OPTIMISING = "HOSTWEAVE_TESTS_OPTIMISING_CXX"  # second compiler, passed to the workers
 
-# No worker is left with one of these when the others are done.
+# Long tests, which start first, so that no worker ends with one.
 LONGEST = (
     "test_export.py",
     "test_exported_library.py",
@@ -55,11 +55,11 @@ def pytest_configure(config: pytest.Config) -> None:
     With GPUs the compiler flags are those of users. Otherwise nothing is optimised, except in tests that use `optimised_kernels`.
     Tests that unset CXX also build without precompiled headers.
     """
-    gc.disable()  # while modules are imported, which leave no garbage
-    make.CORES = 1  # the others have workers; and all files of a runtime are compiled together
+    gc.disable()  # during imports, which leave no garbage
+    make.CORES = 1  # other cores have workers; merges all files of a runtime into one unit
     if not gpus():
         nvrtc.OPTIONS += ("--ptxas-options=-O0",)
-        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would wait for the cores of other workers, and spin as they do
+        for library in ("OMP", "OPENBLAS"):  # threads of torch and NumPy would spin on cores of other workers
             os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):
         folder = TemporaryDirectory(prefix="hostweave-tests-")
@@ -89,7 +89,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_finish() -> None:
     """Freezes existing objects: garbage collections that traverse them would take longer than most tests."""
     gc.freeze()
-    gc.set_threshold(50_000)  # little of what tests make has cycles
+    gc.set_threshold(50_000)  # tests create few cycles
     gc.enable()
 
 

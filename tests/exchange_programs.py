@@ -9,7 +9,7 @@ dtype = hw.bf16
 
 @hw.fusion(mesh=mesh, x=dtype["M@x", "K"], y=dtype["M", "K@x"], w=dtype[16 * D, 16 * D], v=dtype["K@x", 16 * D])
 def exchanges(x, y, w, v):
-    gathered = hw.reshard(hw.relu(x), "M", "K")  # of what lies in a window
+    gathered = hw.reshard(hw.relu(x), "M", "K")  # of a value in a window
     columns = hw.reshard(y, "M", "K")  # of an input, along the inner dim
     turned = hw.reshard(x, "M", "K@x")  # all_to_all
     scattered = hw.reshard(hw.matmul(x.T, x), "K", "K@x")  # a reduce_scatter along the inner dim
@@ -18,7 +18,7 @@ def exchanges(x, y, w, v):
     return gathered, columns, turned, scattered, summed, largest
 
 
-rows, columns = 3 * D - 1, 2 * D - 1  # of which the last rank has fewer than the others, and maybe some have none
+rows, columns = 3 * D - 1, 2 * D - 1  # uneven: the last rank has fewer, and some may have none
 
 
 @hw.fusion(mesh=mesh, x=dtype[f"{rows}@x", "K"], y=dtype[columns, "K@x"], v=dtype["K@x", columns], z=hw.i32[f"{rows}@x", f"{columns}"])
@@ -35,7 +35,7 @@ def permutes(x, k, v, b):
     shifted = hw.collective_permute(x, "M", [None, *range(D - 1)])  # a rank without a source gets zeros
     around = hw.collective_permute(hw.relu(x), "M", [(rank + 1) % D for rank in range(D)])
     swapped = hw.collective_permute(x, "M", [rank ^ 1 if rank ^ 1 < D else rank for rank in range(D)])
-    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)  # an all_reduce in two steps, and terms that are gathered
+    return shifted, around, swapped, hw.matmul(k, v), hw.reduce_xor(b)  # an all_reduce in two steps, and gathered terms
 
 
 @hw.fusion(mesh=hw.Mesh(dp=2, tp=D), x=dtype["M@dp", "K@tp"], w=dtype["K@tp", "N"])

@@ -67,7 +67,7 @@ def _global_shape(program: ir.HostProgram, parameter: ir.Parameter, array: Array
     return np.asarray(array).shape
 
 
-Turns = Generator[Operation, None, None]  # gives the communication that it waits in
+Turns = Generator[Operation, None, None]  # yields the communication that it waits for
 
 
 def _take_turns(ranks: list[Turns]) -> None:
@@ -93,7 +93,7 @@ class _World:
     instances: Instances
     met: dict[Operation, Meeting]
     posted: dict[Operation, Array | None] = field(default_factory=dict)
-    memories: list[dict[str, Array]] = field(default_factory=list)  # of each rank: the bytes of its buffers
+    memories: list[dict[str, Array]] = field(default_factory=list)  # per rank: bytes of its buffers
 
 
 class _Rank:
@@ -101,7 +101,7 @@ class _Rank:
         self.world, self.rank = world, rank
         self.sizes = world.instances.sizes[rank]
         self.kernels = {kernel.name: kernel for kernel in world.instances.program.kernels}
-        # A byte of ones everywhere is NaN in every float dtype.
+        # All bits set is NaN in every float dtype.
         self.bytes = {name: np.full(root.size, 255, np.uint8) for name, root in world.instances.roots[rank].items()}
         world.memories.append(self.bytes)
         for name, array in inputs.items():

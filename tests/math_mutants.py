@@ -37,7 +37,7 @@ from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
-Mutant = tuple[str, str, HostProgram]  # its kind, where it is, and the program
+Mutant = tuple[str, str, HostProgram]  # kind, place and program
 
 OTHER_REDUCTION = {"sum": "max", "max": "sum", "min": "max", "prod": "sum", "avg": "sum", "and": "or", "or": "and", "xor": "or"}
 OTHER_OP = {
@@ -48,7 +48,7 @@ OTHER_OP = {
 }
 
 
-# --- of one instruction -----------------------------------------------------------------------------------------------
+# --- one instruction ------------------------------------------------------------------------------------------------
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
@@ -197,7 +197,7 @@ def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name:
                     yield "swapped weights of two layers", f"{name} {one}, {other}: %{left}, %{right}", lambda e=edits: edited(e)
 
 
-# --- of one op of a kernel --------------------------------------------------------------------------------------------
+# --- one op of a kernel ---------------------------------------------------------------------------------------------
 
 
 def of_kernels(host: HostProgram) -> Iterator[Any]:
@@ -232,7 +232,7 @@ def mutants(host: HostProgram) -> list[tuple[str, str, Callable[[], HostProgram]
     return [*of_instructions(host), *of_kernels(host)]  # type: ignore[list-item]
 
 
-# --- what the check sees ----------------------------------------------------------------------------------------------
+# --- verdicts of the check --------------------------------------------------------------------------------------------
 
 CAUGHT, REFUSED, SAME, MISSED = "caught", "refused", "the same in f64", "missed"
 TOLERANCE = 1e-6

@@ -19,7 +19,7 @@ from hostweave.runtime.providers import launched
 
 SCRIPT = Path(__file__).with_name("rank_process.py")
 PATHS = (Path(hw.__file__).parents[1], Path(__file__).parent)
-SECONDS = 60  # for the others to notice that one is gone, and to begin anew
+SECONDS = 60  # time for the others to notice a dead rank and to continue
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -36,8 +36,8 @@ from hostweave.types.tensor import TensorType, block_of, holds
 Array = NDArray[Any]
 MakeOp = Callable[["Generator", list[hw.Tensor], hw.Tensor], hw.Tensor]
 MESHES = ({"x": 1}, {"x": 2}, {"x": 3}, {"x": 4}, {"dp": 2, "tp": 2}, {"a": 2, "b": 3})
-NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact; also those that number operands, as ints and as floats
-# How the operand of a loop's product arrives, or its terms are added up, where the result is split and where it is whole.
+NUMBERS = (0, 1, 2, -1, 0.0, 1.0, 2.0, 0.25)  # exact ints and floats
+# Algorithms for gathers of a loop's operand, and for reductions to sharded and to replicated results.
 GATHERING = ("p2p", "ring", "broadcast", "all_gather", "put")
 SCATTERING, SUMMING = ("p2p", "ring", "reduce", "reduce_scatter", "put"), ("all_reduce",)
 BY_BLOCK = ("p2p", "ring", "broadcast", "reduce", "put")
@@ -55,7 +55,7 @@ class Generator:
         even = [self.mesh.size * times for times in (1, 2, 3)]
         choices = even if self.random.random() < 0.6 else [1, 2, 5, 7, 12]
         self.sizes = {name: self.random.choice(choices) for name in "MNK"}
-        self.zigzag = Random(~seed)  # of programs that are the same otherwise
+        self.zigzag = Random(~seed)  # separate generator, so that other choices stay the same
         self.has_zigzag = self.zigzag.random() < 0.25
         if self.has_zigzag:
             self.sizes = {name: 2 * size for name, size in self.sizes.items()}
@@ -75,7 +75,7 @@ class Generator:
         for i, size in enumerate(shape):
             own = [axes.pop() for _ in tuple(axes) if self.random.random() < 0.3]
             dims.append(f"{size}@{','.join(own)}" if own else size)
-            with contextlib.suppress(ValueError):  # of a size that is none here, as M/2 where M is 7
+            with contextlib.suppress(ValueError):  # an impossible size, such as M/2 if M is 7
                 if own and Size.of(size).bind(self.sizes) % (2 * mesh.size_of(tuple(own))) == 0:
                     in_pieces.append(i)
         for i in in_pieces if self.has_zigzag else ():
@@ -99,8 +99,8 @@ class Generator:
         """Applies up to `most` random ops to the tensors and to intermediate results, and returns some of the results."""
         values = list(tensors)
         for _ in range(self.random.randint(1, most)):
-            with contextlib.suppress(ProgramError):  # of operands that do not fit
-                (last,) = self.random.choices(values, range(1, len(values) + 1))  # later ones more often: what is made is used
+            with contextlib.suppress(ProgramError):  # operands do not fit
+                (last,) = self.random.choices(values, range(1, len(values) + 1))  # prefer later values, so that results are used
                 values.append(self.random.choice(ops)(self, values, last))
         made = values[len(tensors) :] or [values[0] + 1]
         return tuple(self.random.sample(made, min(len(made), self.random.randint(1, 3))))
@@ -134,7 +134,7 @@ def _cut(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     key: list[Any] = [slice(None)] * t.ndim
     if key:
         dim = g.random.randrange(t.ndim)
-        is_sum = "(" in str(t.shape[dim])  # with a step it would have to divide, which other uses of the size may not allow
+        is_sum = "(" in str(t.shape[dim])  # a step would require divisibility, which other uses may exclude
         key[dim] = g.random.choice(SLICES[:-2] if is_sum else SLICES)
     return t[tuple(key)]
 
@@ -231,7 +231,7 @@ def _updated(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
         return hw.dynamic_slice(t, starts, [1 if is_cut else size for is_cut, size in zip(cut, t.shape, strict=True)])
     update = t[tuple(slice(0, g.random.choice([1, -1])) if is_cut else slice(None) for is_cut in cut)] * 3
     if t.ndim > 1 and cut[1] and not cut[0] and g.random.random() < 0.5:
-        starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # a place for each of a batch
+        starts[1] = hw.argmax(hw.reshape(t, t.shape[0], -1), 1)  # one position per batch element
     return hw.dynamic_update_slice(t, g.random.choice([update, g.resharded(update)]), starts)
 
 
@@ -259,7 +259,7 @@ def _columns_in_a_loop(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> h
     t = g.random.choice([value for value in values if value.ndim == 2] or [hw.reshape(t, 1, -1)])
     axis, size = g.random.choice(t.type.mesh_in(g.mesh).axes)
     rows, columns = t.shape
-    by = g.random.choice([way for way in SCATTERING if way != "ring"])  # a ring passes contiguous blocks on
+    by = g.random.choice([way for way in SCATTERING if way != "ring"])  # a ring needs contiguous blocks
     terms = hw.reshard(t, rows, f"{columns}@{axis}") @ hw.reshard(t.T, f"{columns}@{axis}", rows)
     scattered = hw.reshard(terms, rows, f"{rows}@{axis}")
     return scattered.stream(1, chunks=g.random.choice([size, 2 * size]), algorithm=by if size > 1 else None)
@@ -414,7 +414,7 @@ class Donating(Generator):
         other = self.random.choice(alike)
         made = self.random.choice([-x, x * 2 + other, other + self.random.choice(alike), other])
         made = made if made.type.dims == x.type.dims else made + 0
-        if self.random.random() < 0.4:  # an order of the dims that has the shape of the input, or another one
+        if self.random.random() < 0.4:  # some order of the dims
             orders = [order for order in itertools.permutations(range(x.ndim)) if self.random.random() < 0.2 or same_shape(x, order)]
             made = hw.permute_dims(made, self.random.choice(orders))
         return made if self.random.random() < 0.8 else hw.reshape(hw.reshape(made, -1), *made.shape)
@@ -525,7 +525,7 @@ def computes_at(generator: Generator, host: HostProgram, plain: Fusion, options:
     """Returns True if the program is possible at the generator's sizes. Fails if its results are wrong."""
     arrays = generator.arrays(plain, seed)
     if ints := undivided(host, {name: generator.sizes[name] for name in host.symbols() if name in generator.sizes}):
-        try:  # as a program does for sizes that its ranks cannot share
+        try:  # as programs do for uneven sizes
             plain = at_sizes(plain, ints, [output.type for output in host.outputs])
             made = checked(plain, options)
         except ProgramError as error:
@@ -549,12 +549,12 @@ def checked(fusion: Fusion, options: Options) -> HostProgram | None:
     try:
         host = lower(fusion, options)
     except ProgramError:
-        return None  # a loop that cannot be
+        return None  # an impossible loop
     assert HostProgram.parse(str(host)) == host
     try:
         check(host, fusion=fusion)
     except ProgramError as error:
-        if "choose sizes that it divides" in str(error):  # there are none, as of N and N - 1 that are both even
+        if "choose sizes that it divides" in str(error):  # none exist, such as N and N - 1 both even
             return None
         raise
     return host
@@ -579,5 +579,5 @@ def parts(count: int, many: int) -> list[Any]:
     return [*some, *(pytest.param(range(i, i + 1000), marks=pytest.mark.slow) for i in range(count, many, 1000))]
 
 
-# A stream that overlaps nothing has its results, too.
+# A stream without overlap still has results.
 IGNORED = ("ignore:Mean of empty slice", "ignore:invalid value encountered", "ignore::hostweave.base.errors.OverlapWarning")

@@ -33,14 +33,14 @@ from hostweave.fusion_ir.reference import run_reference
 from hostweave.runtime.providers import Launch, Provider
 from hostweave.types.tensor import block_of, holds
 
-# Collectives, sends and recvs in loops, puts in loops, two meshes, along two axes; and all_to_all, permutations, and what one-sided
-# calls make of them.
+# Collectives; sends and recvs in loops; puts in loops; two meshes; two axes; all_to_all; permutations; and one-sided forms of
+# these.
 KINDS = ("matmul_ar", "ag_matmul_p2p", "matmul_rs_ring", "mlp_put", "two_stages_streamed", "three_layers", "exchanges", "permutes")
 
 
 SIGNALLED = ("mlp_put", "exchanges")
-IN_WINDOWS = "mlp_put"  # is called with arrays of `group.empty`, too
-OF_SOME = ("exchanges", "residual_put")  # take a max, which no elements have
+IN_WINDOWS = "mlp_put"  # also called with arrays of `group.empty`
+OF_SOME = ("exchanges", "residual_put")  # use max, which needs elements
 
 
 def named(name: str, ranks: int) -> Fusion:
@@ -77,7 +77,7 @@ class Rank:
 
     def __init__(self, provider: Provider, target: str, local_rank: int):
         self.target = target
-        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # importing it takes seconds
+        self.torch = import_module("torch") if target == "cuda" else sys.modules.get("torch")  # importing torch takes seconds
         self.device = f"cuda:{local_rank}" if target == "cuda" else "cpu"
         if target == "cuda":
             self.torch.cuda.set_device(self.device)
@@ -124,18 +124,18 @@ class Rank:
 
 def run_all(rank: Rank, which: str) -> None:
     programs = programs_for(rank.group.count, which)
-    both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # one_sided needs a late NCCL on CUDA
+    both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # one_sided needs a recent NCCL on CUDA
     for (name, fusion), transport in ((item, by) for item in programs.items() for by in (both if item[0] in EXCHANGES else ("auto",))):
         program = hw.compile(fusion, target=rank.target, options=hw.Options(transport=transport))
         sizes = sizes_of(program._host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
-        is_told = program._host.uneven or any(value.type.mesh for value in fusion.inputs)  # what ranks hold does not tell them
+        is_told = program._host.uneven or any(value.type.mesh for value in fusion.inputs)  # local shapes do not determine the sizes
         known = sizes if is_told else None
         if name not in OF_SOME:
             nothing = dict.fromkeys(sizes, 0)
             none = integer_arrays(fusion, nothing, seed=0)
             rank.check(fusion, none, program(*rank.local(fusion, none), sizes=nothing if is_told else None))
-        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # in flight together
+        results = [program(*rank.local(fusion, arrays), sizes=known) for arrays in calls]  # all in flight at once
         for arrays, result in zip(calls, results, strict=True):
             rank.check(fusion, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
@@ -169,13 +169,13 @@ def run_until_it_fails(rank: Rank, name: str, local_rank: int) -> None:
     try:
         while True:
             if os.getppid() != test:
-                sys.exit("the test is gone")  # and would leave this on the devices
+                sys.exit("the test is gone")  # the test has exited, so end this process
             calls.make()
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         say(f"interrupted: {rank.group.failure}")
-    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of those that are left
+    world: Mapping[str, str] = dict(word.split("=") for word in sys.stdin.readline().split())  # of the remaining ranks
     again = Rank(hw.Environment(world), rank.target, local_rank)
     Calls(again, name).make()
     say(f"rank {again.group.rank} of {again.group.count} is right")
@@ -204,7 +204,7 @@ def run_once(rank: Rank, name: str) -> None:
         calls = Calls(rank, name)
         calls.make()
         say(f"rank {rank.group.rank} of {rank.group.count} is right")
-        rank.group.close()  # before its programs and graphs go
+        rank.group.close()  # before its programs and graphs are freed
     except ExecutionError as error:
         say(f"failed: {' '.join(str(error).split())}")
 
@@ -238,16 +238,16 @@ class Calls:
             result = call()
             if self.rank.target == "cuda":
                 self.rank.torch.cuda.synchronize()
-                self.rank.group.check()  # first: a call that was aborted has no result
+                self.rank.group.check()  # first, because an aborted call has no result
             self.rank.check(self.fusion, arrays, result)
 
 
 def say(line: str) -> None:
-    os.write(1, f"{line}\n".encode())  # at once: ranks share what torchrun writes to
+    os.write(1, f"{line}\n".encode())  # in one write: ranks share torchrun's output
 
 
 def main(what: str, provider: str, target: str = "cuda") -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
     local_rank = Launch(os.environ).local_rank or 0
     rank = Rank(provider_of(provider), target, local_rank)
     if what.startswith("once:"):

@@ -46,7 +46,7 @@ def run_page(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[s
     path = ROOT / "docs" / f"{name}.md"
     seen: dict[str, Any] = {"__name__": name}
     exec(compile(python_of(path), str(path), "exec"), seen)
-    assert len(seen) > 2  # a page without Python would pass otherwise
+    assert len(seen) > 2  # guards against pages without Python
     return seen
 
 
@@ -159,7 +159,7 @@ def test_the_page_on_overlap_shows_what_is_explained() -> None:
 
 
 def test_every_environment_variable_is_in_the_guide() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # which set those of their peers
+    files = [path for path in PACKAGE.rglob("*.py") if "benchmarks" not in path.parts]  # benchmarks set variables of other software
     code = "\n".join(path.read_text() for path in files)
     read = set(re.findall(r'environ(?:\.get\(|\[)\s*"(\w+)"|"(\w+)" in environ|_number\(environ, "(\w+)"\)', code))
     names = {name for groups in read for name in groups if name}

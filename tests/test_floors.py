@@ -18,7 +18,7 @@ from hostweave.pipeline import PASSES
 from hostweave.targets.target import NAMES
 from hostweave.transports.transport import NAMES as TRANSPORTS
 
-# From the top down. `options` is what passes and users share.
+# From the top down. Passes and users share `options`.
 FLOORS = (
     ("__main__", "api", "cli", "compiled", "pipeline", "running", "torch"),
     ("runtime",),
@@ -74,7 +74,7 @@ def test_imports_point_down() -> None:
 
 
 def test_private_names_stay_in_their_modules() -> None:
-    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # where every public name is one of `hw`
+    wrong, of_users = [], PACKAGE / "fusion_ir" / "frontend"  # all public names here are names of `hw`
     for path in modules():
         for node in ast.walk(ast.parse(path.read_text())) if path.parent != of_users else ():
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hostweave"):
@@ -136,14 +136,14 @@ def test_schedules_are_asked_and_not_compared() -> None:
 def test_transports_are_asked_and_not_compared() -> None:
     """Only a transport, its templates, and the code that finds it on a machine name its library."""
     words, there = re.compile(r'nccl|"two_sided"', re.IGNORECASE), ("transports", "targets", "build")
-    # What generated code may not be called; a public class that takes communicators; what `doctor` reports; what graphs take.
+    # Reserved names, a public class for communicators, the report of `doctor`, and a requirement of graphs.
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
 
 
-# What a class alone means: whose results cuBLASLt folds, which products share a plan, which launches become one, which views are
-# transposes. Everything else reads roles and traits, so that a new instruction is a dataclass, a rule, a lowering and a template.
+# Uses of a class that have no trait: epilogues of cuBLASLt, shared plans, fusion of launches, transposes among views. All else reads
+# roles and traits, so a new instruction is a dataclass, a rule, a lowering and a template.
 OWN_SEMANTICS = {
     "cli/memory_plan.py",
     "cli/notes.py",
@@ -197,7 +197,7 @@ def test_what_benchmarks_import_is_there() -> None:
     missing = []
     for path in BENCHMARKS.rglob("*.py"):
         text = path.read_text()
-        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also what they run in a process of its own
+        sources = [text, *re.findall(r'code = f?"""(.*?)"""', text, re.DOTALL)]  # also code that they run in a separate process
         lines = {line for source in sources for line in re.findall(r"^ *from (hostweave[\w.]*) import (.+)$", source, re.MULTILINE)}
         for module, names in lines:
             found = find_spec(module) and import_module(module)

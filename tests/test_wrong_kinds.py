@@ -40,7 +40,7 @@ FITTING: dict[str, Any] = {
     "text": "",
     "where": "a file",
 }
-GIVEN = ("Captured", "Group", "Program", "Provider", "Tensor")  # classes whose objects users are given
+GIVEN = ("Captured", "Group", "Program", "Provider", "Tensor")  # classes whose objects users receive
 
 
 def named_in_the_reference() -> Iterator[tuple[str, list[str]]]:
@@ -103,7 +103,7 @@ def calls(function: Callable[..., Any]) -> Iterator[tuple[str, list[Any], dict[s
         for p in parameters:
             if p is wrong and p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD):
                 named["M" if p.kind is p.VAR_KEYWORD else p.name] = value
-            elif p is wrong and len(args) < parameters.index(p):  # one before it is left out
+            elif p is wrong and len(args) < parameters.index(p):  # an earlier parameter is omitted
                 named[p.name] = value
             elif p is wrong:
                 args.append(value)

@@ -147,7 +147,7 @@ RULES = {
         "%y_0 = select %y[0: 0]\nfill %y_0 with 0.0",
         "@t: rank 0: nothing writes bytes 16 to 32 of the output %y: write all of every output",
     ),
-    # --- what meets
+    # --- matching
     "a send alone": (
         f"send %x to {OTHER}\ncopy %x -> %y",
         "text:2: rank 0, the caller's stream: send %x to 1 - rank.x on x: rank 1 posts no recv for it: add the recv, or drop this send",
@@ -214,7 +214,7 @@ RULES = {
         "text:4: rank 1, the caller's stream: copy %b -> %y reads %b before anything wrote bytes 0 to 32 of %b: "
         "write them first, or drop the read",
     ),
-    # --- what can run
+    # --- deadlocks
     "a wait before its record": (
         "wait done[1]\ncopy %x -> %y\nrecord done[1]",
         "text:2: rank 0, the caller's stream: wait done[1]: a wait whose record may not have run: "
@@ -312,7 +312,7 @@ def test_rule(rule: str) -> None:
     assert str(caught.value) == message
 
 
-# Stream ring[1] of rank 0 knows that ring[0] has come to its send, because rank 1 answers it.
+# The answer of rank 1 orders stream ring[1] of rank 0 after the send on ring[0].
 ROUND_TRIP = """\
 %b = allocate f32[2, N]
 %c = allocate f32[2, N]

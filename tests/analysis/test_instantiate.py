@@ -91,7 +91,7 @@ def test_sibling_bodies_with_one_name_have_two_buffers() -> None:
 def test_minimal_sizes() -> None:
     assert minimal_sizes(program("ag_matmul_flat_across")) == {"M": 12, "K": 2, "N": 2}
     assert minimal_sizes(program("allreduce_rows")) == {"R": 4, "N": 3}
-    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # twice around the 4 streams, and one more
+    assert minimal_sizes(program("matmul_batch")) == {"B": 9, "M": 2, "K": 2, "N": 2}  # two rounds over the 4 streams, plus one
     text = "host @t(%x: f32[A, B]) -> () mesh(x=1) {\n  %v = reshape %x to [6, A*B/6]\n}\n"
     assert minimal_sizes(host_text.parse(text)) == {"A": 6, "B": 2}
 

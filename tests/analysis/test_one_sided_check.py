@@ -133,7 +133,7 @@ CHECKED = {
         on_two_streams(given(0), given(1) + awaited(0) + awaited(1)),
         "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
     ),
-    "a wait beside its own signal": (  # which, in a graph, may be started first on both ranks
+    "a wait beside its own signal": (  # in a graph, both ranks may start with the wait
         on_two_streams(given(0), awaited(0)),
         "may be at the same time, and signals are counted in turn; add record/wait or put both on one stream",
     ),

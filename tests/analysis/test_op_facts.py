@@ -24,7 +24,7 @@ from hostweave.fusion_ir.ops.reductions import as_term
 
 SIZES = {"M": 4, "N": 6, "H": 4, "G": 2, "S": 4, "T": 6}
 SEEDS = 3
-RANKS = 2  # that share a dim
+RANKS = 2  # ranks of a sharded dim
 
 
 def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.Tensor:
@@ -32,7 +32,7 @@ def attention(q: hw.Tensor, k: hw.Tensor, v: hw.Tensor, bias: hw.Tensor) -> hw.T
 
 
 HEADS = {"q": hw.f32[2, "H", "S", 8], "k": hw.f32[2, "H", "T", 8], "v": hw.f32[2, "H", "T", 8], "bias": hw.f32["H", "S", "T"]}
-OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # of floats, and of some dims alone
+OTHERS: dict[str, Callable[[hw.Tensor], hw.Tensor]] = {  # restricted to floats or to some dims
     "astype": lambda x: hw.astype(x, hw.f32),
     "pad": lambda x: hw.pad(x, (1, 2), value=7),
 }
@@ -119,7 +119,7 @@ def expect_linear(case: Case, fact: str) -> None:
     shape = next(x.value.shape for x in xs if isinstance(x, Lanes))
     zero = np.zeros(shape)
     xs, ys = ([x if isinstance(x, Lanes) else other(Real.of(zero[None])[0]) for x in of] for of in (xs, ys))
-    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # of one value twice no two operands are the same
+    ys = [other(y) if isinstance(y, Real) else y for y in ys]  # makes operands differ if one value is used twice
     with np.errstate(all="ignore"):
         if fact == "first":
             assert same(case.run([add(xs[0], ys[0]), *xs[1:]]), add(case.run(xs), case.run([ys[0], *xs[1:]])))
@@ -155,7 +155,7 @@ def expect_shared(case: Case) -> int:
             for rank in range(RANKS)
         ]
         if any(part is None for block in blocks for part in block):
-            continue  # of an odd size
+            continue  # odd size
         whole = case.run(case.operands[0])
         if label in indices.result:
             dim = indices.result.index(label)

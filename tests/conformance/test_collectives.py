@@ -26,7 +26,7 @@ Array = NDArray[Any]
 RANKS = (1, 2, 3, 4, 8)
 N = (3, 1, 0)  # elements of a block, by seed
 
-# name -> (elements that a rank passes in, in blocks; elements that it gets; the instruction)
+# name -> (input size in blocks, output size, instruction)
 MOVES = {
     "all_gather": (1, "D", "all_gather %{x} -> %{y} on x"),
     "broadcast": (1, 1, "broadcast %{x} -> %{y} from {root} on x"),
@@ -80,7 +80,7 @@ def program(ranks: int) -> HostProgram:
     outputs, body = [], []
     for y, (kind, _, dtype, text) in cases(ranks).items():
         outputs.append(f"%{y}: {dtype}[{ranks * ranks if blocks[kind][1] == 'D' else ranks}@x, N]")
-        body += [f"fill %{y} with 0.0", text]  # a rank that is not the root gets nothing
+        body += [f"fill %{y} with 0.0", text]  # other ranks than the root get nothing
     text = f"host @collectives({', '.join(inputs)}) -> ({', '.join(outputs)}) mesh(x={ranks}) {{\n" + "\n".join(body) + "\n}\n"
     return host_text.parse(text)
 

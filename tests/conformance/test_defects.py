@@ -51,7 +51,7 @@ four = pytest.mark.parametrize("ranks", [4])
 SIGNED = (hw.i8, hw.i32, hw.i64, hw.f16, hw.bf16, hw.f32, hw.f64)
 UNSIGNED = (hw.u8, hw.u32)
 
-# name -> what makes %{name}, [4@dp,tp, N], of %x; rank (dp, tp) is number 2 dp + tp
+# name -> instruction that computes %{name}, [4@dp,tp, N], from %x; rank (dp, tp) has number 2 dp + tp
 RANKS = {
     "whole_mesh": "all_gather %x -> %big_1 on dp_tp\n%c_1 = select %big_1[0: 1]\n%r_1 = reshape %c_1 to [1, N]\ncopy %r_1 -> %whole_mesh",
     "turned_axes": "all_gather %x -> %big_2 on tp_dp\n%c2 = select %big_2[0: 1]\n%r2 = reshape %c2 to [1, N]\ncopy %r2 -> %turned_axes",
@@ -72,7 +72,7 @@ RANKS = {
         "reduce_scatter max %big_3 -> %own on dp_tp\ncopy %own -> %gathered_in_place"
     ),
 }
-WANTED = {  # the rank whose x each rank has, -1 for zeros; or the ranks whose sum it is
+WANTED = {  # per rank: source rank, -1 for zeros, or the ranks that are summed
     "whole_mesh": [[1]] * 4,
     "turned_axes": [[2]] * 4,
     "sums_of_rows": [[0, 1], [0, 1], [2, 3], [2, 3]],

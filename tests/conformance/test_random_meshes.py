@@ -16,7 +16,7 @@ from hostweave.host_ir.ir import HostProgram
 from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 
-SIZE = 72  # which any of these meshes can share
+SIZE = 72  # divides evenly over all of these meshes
 
 
 def some_ranks(draw: random.Random, world: Mesh) -> Mesh:

@@ -22,10 +22,10 @@ from hostweave.pipeline import lower
 from hostweave.types.numpy_dtypes import numpy_dtype
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2}, {"x": 3}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 3})
-SIZES = {"A": 12, "B": 24, "C": 36}  # which any of these meshes can share
+SIZES = {"A": 12, "B": 24, "C": 36}  # divide evenly over all of these meshes
 UNEVEN = {"A": 11, "B": 10, "C": 9}  # as ints
-ROWS = 5  # that the indices go to
-TOLERANCE = 2e-3  # of the largest element: some ops divide
+ROWS = 5  # range of the indices
+TOLERANCE = 2e-3  # relative to the largest element, because some ops divide
 
 
 class Writer:
@@ -33,9 +33,9 @@ class Writer:
 
     def __init__(self, draw: random.Random, symbolic: float, mesh: hw.Mesh):
         self.draw, self.mesh = draw, mesh
-        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that a rank may hold one element of a dim
+        one_each = {"A": mesh.axes[0][1], "B": mesh.size, "C": mesh.axes[-1][1]}  # so that ranks hold one element of a dim
         ints = draw.choice([SIZES, UNEVEN, one_each])
-        self.has_room = ints["A"] <= ints["C"]  # for A rows in C
+        self.has_room = ints["A"] <= ints["C"]  # C can hold A rows
         self.sizes: dict[str, Any] = {name: name if draw.random() < symbolic else size for name, size in ints.items()}
         self.results: list[hw.Tensor] = []
         self.function: Any = None
@@ -125,7 +125,7 @@ def _joined(w: Writer, t: hw.Tensor, axis: int) -> None:
         w.is_now(hw.concat([t, t + 1], axis=axis)[tuple(whole)] + hw.concat(hw.split(t, 2, axis=axis), axis=axis))
 
 
-# What an op needs as the last dims, "ab" for two of any name.
+# Last dims that an op needs; "ab" for two with any names.
 OPS: list[tuple[str, Callable[[Writer, hw.Tensor, int], None]]] = [
     ("", lambda w, t, axis: w.is_now(-t)),
     ("", _elementwise),

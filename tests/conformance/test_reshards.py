@@ -42,7 +42,7 @@ LAYOUTS = {
     ],
 }
 MESHES = [Mesh(x=1), Mesh(x=2), Mesh(x=3), Mesh(dp=2, tp=2), Mesh(x=8), Mesh(dp=2, tp=4)]
-SIZES = {"A": 8, "B": 16, "C": 24}  # for meshes of 3 each is multiplied
+SIZES = {"A": 8, "B": 16, "C": 24}  # multiplied by 3 for meshes of 3
 
 
 def reshards(mesh: Mesh) -> Fusion:

@@ -17,7 +17,7 @@ from hostweave.cli.main import main
 PROGRAMS = EXAMPLES / "server" / "programs.py"
 CONSUMER = Path(__file__).with_name("consumer")
 
-# Of a parent that has settings of its own: what it sees of the programs that it adds are targets.
+# A parent project with its own settings sees only the targets of added programs.
 PARENT = """
 cmake_minimum_required(VERSION 3.24)
 project(parent LANGUAGES CXX)
@@ -79,7 +79,7 @@ def test_two_programs_are_libraries_of_one_server(tmp_path: Path) -> None:
     check_server(tmp_path, "build/server/server")
 
     succeeds(tmp_path, "cmake", "--install", "build")
-    shutil.rmtree(tmp_path / "project")  # what is installed needs none of the exports
+    shutil.rmtree(tmp_path / "project")  # installed files do not need the exports
     shutil.rmtree(tmp_path / "hidden" / "programs")
     installed = ("cmake", "-S", str(CONSUMER), "-B", "consumer", f"-DCMAKE_PREFIX_PATH={tmp_path / 'prefix'}")
     missing = run(tmp_path, *installed, "-DCOMPONENTS=hidden;attend")

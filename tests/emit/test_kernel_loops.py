@@ -125,7 +125,7 @@ def test_a_row_of_unknown_length_that_is_read_once_is_not_held() -> None:
     ("length", "dtype", "held"),
     [
         (4096, hw.bf16, ["x_ij", "weight_j", "bias_j"]),
-        (8192, hw.bf16, ["x_ij", "weight_j"]),  # with the bias it would be more than 16 KB of what only the end needs
+        (8192, hw.bf16, ["x_ij", "weight_j"]),  # with the bias, prefetched rows would exceed 16 KB
         (8192, hw.f32, ["x_ij"]),
         (32768, hw.bf16, ["x_ij"]),
     ],
@@ -299,7 +299,7 @@ def test_more_elements_than_indices_of_32_bits_number(columns: int) -> None:
     result = program.run(a=a, b=b)
     program.close()
     a += b
-    assert np.array_equal(result, a)  # without a report of where they differ, which takes a minute
+    assert np.array_equal(result, a)  # assert_array_equal would take a minute for its report
 
 
 @pytest.mark.parametrize("spec", [hw.bf16, hw.f16], ids=str)
@@ -315,5 +315,5 @@ def test_gelu_of_every_float_of_16_bits(spec: Any, target: str) -> None:
     x, result = x[is_finite], result[is_finite]
     want = np.array([v / 2 * math.erfc(-v / math.sqrt(2)) for v in x.astype(np.float64)])
     info = ml_dtypes.finfo(x.dtype)
-    spacing = np.maximum(np.abs(want) * float(info.eps), max(float(info.smallest_subnormal), 1.2e-38))  # f32 has no less
+    spacing = np.maximum(np.abs(want) * float(info.eps), max(float(info.smallest_subnormal), 1.2e-38))  # smallest normal f32
     np.testing.assert_array_less(np.abs(result - want), 0.6 * spacing)

@@ -32,8 +32,8 @@ DTYPES = {
     "i8": np.int8,
     "u8": np.uint8,
 }
-ODD = {"M": 6, "N": 70, "K": 5}  # threads take elements one by one
-EVEN = {"M": 8, "N": 64, "K": 4}  # and several neighbours at once, where arrays begin at multiples of 16 bytes
+ODD = {"M": 6, "N": 70, "K": 5}  # scalar access
+EVEN = {"M": 8, "N": 64, "K": 4}  # vector access, if arrays are aligned to 16 bytes
 INPUTS = {"a": "{t}[M, N]", "b": "{t}[M, N]", "r": "{t}[N]", "c": "{t}[M, 1]", "t": "{t}[K, M, N]", "p": "bool[M, N]"}
 
 POINTWISE = {
@@ -98,7 +98,7 @@ def of_table(dtype: str) -> dict[str, str]:
     for kind, definition in pointwise.OPS.items():
         if definition.arity in (1, 2) and not definition.target:
             operands = ("a", "b")[: definition.arity]
-            with contextlib.suppress(ProgramError):  # not of this dtype
+            with contextlib.suppress(ProgramError):  # op without this dtype
                 result = infer_type(Op(kind, operands, Value("y", operand)), [operand] * len(operands))
                 ops[kind] = f"%y: {result} = {kind}({', '.join(f'%{name}' for name in operands)})"
     return ops

@@ -30,11 +30,11 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 
 CPU_INCLUDES = (*RUNTIME_INCLUDES, RUNTIME / "cpu" / "include")
-STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # that templates include
-# Of a constructor, in which nothing of the user's has another name than that of a member; and words of the preprocessor.
+STANDARD = ("array", "barrier", "cstdint", "cstdio", "exception", "optional", "vector")  # headers that templates include
+# Parameters of a constructor, in which user names are only members; and preprocessor words.
 HARMLESS = {"rank", "once", "pragma", "ifdef", "endif", "line"}
 NO_CPP = ("CMakeLists.txt.j2", "timeline.html.j2", "timeline.svg.j2")
-# The user's names are those of members there, or there are none.
+# There, user names are members or absent.
 ONLY_MEMBERS = ("main.cpp.j2", "c_api.h.j2", "c_api.cpp.j2", "join.h.j2", "join.cpp.j2")
 
 
@@ -122,10 +122,10 @@ def unusual() -> list[str]:
     return sorted(name for name in found if not name.startswith("_") and name not in GRAMMAR)
 
 
-GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # words that mean something else in the text of the IR
+GRAMMAR = {"rank", "ceil", "part", "launch", "on"}  # keywords of the IR
 
 
-A_PROGRAM = 8  # names at most: what a program says grows with the square of their number
+A_PROGRAM = 8  # maximum names per program, whose text grows quadratically
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("unusual_names")  # whose programs are rendered once
+@pytest.mark.xdist_group("unusual_names")  # renders its programs once
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_programs_of_unusual_names_compile(target: str, programs: Path) -> None:
     includes = [f"-I{path}" for path in folders_of(target)]
@@ -162,7 +162,7 @@ def test_kernels_of_unusual_names_compile_for_cuda(tmp_path: Path) -> None:
     Nvrtc(nvrtc, "compute_90", folders_of("cuda")).compile(Unit("kernels", 1, "", text), tmp_path)
 
 
-# --- what they compute ------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def test_dims_named_as_what_an_exchange_declares() -> None:

@@ -27,7 +27,7 @@ def groups(plan: str) -> list[list[str]]:
 
 def in_use(plan: str) -> list[set[str]]:
     """Live buffers after each line."""
-    used: dict[str, str] = {}  # member -> the streams that have one each
+    used: dict[str, str] = {}  # member -> its pool of streams
     after = []
     for call, arguments in re.findall(r"memory\.(allocate|free|join)\((.*)\);", plan):
         member, *rest = arguments.split(", ")
@@ -45,7 +45,7 @@ def in_use(plan: str) -> list[set[str]]:
 def test_what_may_share_bytes_is_never_in_use_at_once(make: Callable[[int, DType], Fusion]) -> None:
     plans = PLANS.findall(render(lower(make(2, hw.f32), Options()))["program.cpp"])
     shared = [group for plan in plans for group in groups(plan)]
-    assert shared or make.__name__ == "attention"  # which is one call
+    assert shared or make.__name__ == "attention"  # a single call
     assert len({buffer for group in shared for buffer in group}) == sum(map(len, shared)), "a buffer is in two groups"
     for plan in plans:
         for group in groups(plan):

@@ -46,7 +46,7 @@ def test_any_line_is_one_comment(tmp_path: Path) -> None:
     ]
     assert all(re.fullmatch(r"[ -~]{1,120}", line) for line in found)
     bare = "\n".join(line for line in cpp.splitlines() if line.strip() not in found)
-    assert bare + "\n" == render(HostProgram.parse(str(host)))["program.cpp"]  # text has no source beside it
+    assert bare + "\n" == render(HostProgram.parse(str(host)))["program.cpp"]  # parsed text has no source lines
     (tmp_path / "comments.cpp").write_text("".join(f"{line}\nint line_{i};\n" for i, line in enumerate(found)))
     flags = ["-std=c++14", "-trigraphs", "-Wall", "-Wextra", "-Werror"]
     listed = subprocess.run(["g++", *flags, "-S", "-o", "-", "comments.cpp"], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -160,7 +160,7 @@ def test_a_launch_is_right_after_many_communications(ranks: int) -> None:
     on_ranks(ranks, body)
 
 
-# Rows, columns and terms: of products for which cuBLASLt sets counters or sums to zero, where it adds up parts.
+# Rows, columns and depth of matmuls for which cuBLASLt uses split-k with zeroed counters or sums.
 PRODUCTS = ((16, 64, 2048), (64, 64, 2048), (128, 256, 2048), (1024, 1280, 1024), (2048, 3584, 512))
 
 
@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_launch() -> None:
             step = program.capture(mine.x, *mine.weights)
             expect(step(), want)
             captured.wait(60)
-            group.call_timeout = 3  # what comes before, as planning, has the usual time
+            group.call_timeout = 3  # set after planning, which has the usual time limit
             if rank == 1:
                 failed.wait(60)
                 return
@@ -269,7 +269,7 @@ def in_torch_graph(rank: int, ranks: int, group: hw.Group) -> None:
     """Two programs and torch ops in one graph, replayed between calls; then a failing capture, and calls after it."""
     program, other = mlp_on(ranks), mlp_on(ranks)
     mine = Rank(rank, ranks)
-    for one in (program, other):  # what a capture cannot do: build, connect, allocate
+    for one in (program, other):  # before the capture: build, connect, allocate
         one(mine.x, *mine.weights)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -33,12 +33,12 @@ def products(t: DType) -> Fusion:
         return (
             hw.matmul(x, w) + r,
             hw.matmul(x, wt.T) * 0.5 + b,
-            hw.matmul(z, w),  # as one product where these are few rows
+            hw.matmul(z, w),  # one kernel if rows are few
             hw.matmul(z, v),
             hw.silu(hw.matmul(z[0], w)) * hw.matmul(z[0], v[1]),
             hw.silu(hw.matmul(z[1], wt.T)) * r + b,
             hw.maximum(hw.matmul(x, w), hw.matmul(x, v[0])) - hw.matmul(x, v[1]),
-            hw.matmul(x[:, ::2], w[::2]),  # neither rows nor columns side by side: copied before
+            hw.matmul(x[:, ::2], w[::2]),  # not contiguous: copied before
         )
 
     return products

@@ -17,7 +17,7 @@ DTYPES = ("f32", "bf16", "f16", "f64", "i32", "i64", "u8", "i8")
 TORCH_DTYPES = dict(zip(DTYPES, ("float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "int8"), strict=True))
 SHAPES = ((3, 1), (5, 7), (300, 33), (2, 2048), (2, 2049), (3, 5000), (2, 40_000))
 KINDS = ("random", "ties", "nan", "same")
-LARGE = 40_000  # of which it would take long to order all by indices
+LARGE = 40_000  # a full sort would take long
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -51,7 +51,7 @@ def test_long_rows_by_all_blocks(dtype: str) -> None:
         for kind in KINDS:
             x = rows(dtype, shape, kind)
             up, down = order(x, False), order(x, True)
-            for _ in range(3):  # the last blocks to meet leave all ready for the next ones
+            for _ in range(3):  # counters must be reset for the next launch
                 first, values, some = (got.cpu() for got in program.run(x.cuda()))
             np.testing.assert_array_equal(first.numpy(), up, err_msg=f"{shape} {kind}")
             np.testing.assert_array_equal(some.numpy(), down[:, :2500], err_msg=f"{shape} {kind}")

@@ -14,7 +14,7 @@ from hostweave.build.cuda import gpus
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 
 GPUS = len(gpus())
-CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # three times so many calls
+CALLS, SIZES, E, F = 3_400, 2_000, 32, 64  # times 3 calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
@@ -46,7 +46,7 @@ def test_a_server_of_varying_sizes(ranks: int) -> None:
             model(x[:rows], out=out[:rows])
         torch.cuda.synchronize()
         grown = []
-        for _ in range(8):  # what leaks grows in each round; others may take memory of this GPU in some
+        for _ in range(8):  # a leak grows in each round; other processes may take memory in some
             before = torch.cuda.mem_get_info()[0], resident_bytes()
             for i, rows in enumerate(order):
                 model(x[:rows], out=out[:rows])

@@ -28,7 +28,7 @@ GPUS = len(gpus())
 ALL = max((ranks for ranks in (1, 2, 4, 8) if ranks <= GPUS), default=1)
 DTYPES = {1: hw.f32, 2: hw.f16, 4: hw.bf16, 8: hw.bf16}
 
-# Other libraries warn of their own affairs when they are imported.
+# Ignore import warnings of other libraries.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
@@ -222,7 +222,7 @@ def test_close_frees_the_memory_of_every_gpu() -> None:
     fusion = fusion_of("matmul_ar_flat", ALL, 3, hw.f32)
     sizes = {"M": 3 * 2048, "K": ALL, "N": 4096}
     small, large = (integer_arrays(fusion, s, seed=0) for s in (sizes_of(fusion), sizes))
-    compiled(fusion, "cuda").run(**large)  # what stays: contexts, and what NCCL takes for messages of this size
+    compiled(fusion, "cuda").run(**large)  # warm-up: contexts, and NCCL buffers for this size
     output = 4 * sizes["M"] * sizes["N"]
 
     def takes_and_frees(program: hw.Program) -> bool:

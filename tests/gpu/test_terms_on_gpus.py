@@ -149,7 +149,7 @@ def test_a_rank_that_never_comes() -> None:
         expect(step(), want)
         if rank == 0:
             step()
-            torch.cuda.synchronize()  # until the watchdog ends what it waits for
+            torch.cuda.synchronize()  # until the watchdog aborts the wait
             with pytest.raises(ExecutionError, match="is not done after 5 seconds"):
                 group.check()
             ended.set()

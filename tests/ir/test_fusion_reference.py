@@ -32,7 +32,7 @@ def test_every_op_has_an_example() -> None:
     elsewhere = {"attention", "attention_lse", *GRADIENTS}  # tests/programs/test_attention.py and test_attention_backward.py
     assert (
         set(EXAMPLES) == set(OPS) - {"kernel", "output", "fill", "renumber", "reverse_second", *RESHARD_STEPS} - elsewhere
-    )  # C++ of the user, and the compiler's own
+    )  # user kernels and internal ops
 
 
 @pytest.mark.parametrize("kind", EXAMPLES)

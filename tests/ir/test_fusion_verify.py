@@ -168,7 +168,7 @@ STEPS = [
     "%y: f32[9@b, 6] on mesh(b=3 of ranks 0..3) = transfer(%w, blocks="
     "[(3, 1) to (2, 1): 0[0] -> 0[0], 3[0] -> 0[1], 0[1] -> 1[0], 3[1] -> 1[1], 0[2] -> 2[0], 3[2] -> 2[1]])",
 ]
-# Facts that do not go together: (what a good step says, what is said instead, why it is wrong)
+# Inconsistent steps: (text of a valid step, replacement)
 WRONG = [
     (0, "axes=(a, b)", "axes=(b, a)", "(b, a) are not the innermost axes that split dim 0 of f32[8@a,b, 6] evenly"),
     (0, "axes=(a, b)", "axes=(b)", "%y is f32[8, 6], but it makes f32[8@a, 6] of f32[8@a,b, 6]; correct it"),
@@ -204,7 +204,7 @@ WRONG = [
         (10, right, wrong, "what it states does not take f32[8@c, 6] on mesh(c=2 of ranks 2, 3) to f32[8, 6@b] on mesh(b=2 of ranks 0, 1)")
         for right, wrong in (
             ("3[0] -> 0[1]", "2[0] -> 0[1]"),  # another block
-            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank that has none
+            ("3[0] -> 0[1]", "1[0] -> 0[1]"),  # from a rank without a block
             ("3[0] -> 0[1]", "3[2] -> 0[1]"),
             ("3[0] -> 0[1], ", ""),  # one block less
             ("3[0] -> 0[1]", "2[0] -> 0[0]"),  # one twice
@@ -215,7 +215,7 @@ WRONG = [
     *(
         (11, right, wrong, "what it states does not take f32[9@d, 6] on mesh(d=2 of ranks 0, 3) to f32[9@b, 6] on mesh(b=3 of ranks 0..3)")
         for right, wrong in (
-            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # as if shards were even
+            ("3[0] -> 0[1], 0[1] -> 1[0]", "0[1] -> 0[1], 3[0] -> 1[0]"),  # assumes even shards
             ("(3, 1) to (2, 1)", "(6, 1) to (4, 1)"),
         )
     ),

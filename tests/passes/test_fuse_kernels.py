@@ -235,8 +235,8 @@ def test_kernels_that_read_the_same_are_one() -> None:
     assert not apart("")
     assert not apart("%a = allocate f32[N, N]\nmatmul %y, %w -> %a")
     assert not apart("", "%v = permute %w by [1, 0]\nlaunch @multiply_y %x, %v -> %b")
-    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # which the later one reads
-    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # for what the later one may read
+    assert apart("%a = allocate f32[N, N]\nmatmul %y, %y -> %a", "launch @multiply_y %x, %a -> %b")  # the second kernel reads it
+    assert apart("fork s\nstream s[0] {\nrecord e[0]\n}\nwait e[0]")  # the second kernel may read data that it orders
     assert apart("", "launch @multiply_y %w, %w -> %b")  # they share nothing
 
 
@@ -313,7 +313,7 @@ def test_streams_go_on_between_that_a_loop_before_has_written() -> None:
     assert "launch @negative_multiply_y %k, %x -> %y\n  join ring" in text
 
 
-# What is launched, and why the first kernel ends.
+# Launches, and the reason why the first kernel ends.
 ENDS = {
     "communication": (
         "%h = allocate f32[M, N]\nlaunch @negative_h %x -> %h\nall_reduce sum %h -> %y on x",

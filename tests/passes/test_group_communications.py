@@ -102,13 +102,13 @@ def test_what_is_computed_between_them_goes_before() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # of two channels
+        "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %q on y",  # two channels
         "all_reduce sum %a -> %p on x\nall_reduce sum %p -> %q on x",  # one needs the other
         "all_reduce sum %a -> %p on x\n%v = reshape %p to [2, 2]\n%w = reshape %q to [2, 2]\nall_reduce sum %v -> %w on x",
         "all_reduce sum %a -> %p on x\nall_reduce sum %b -> %p on x",  # both write one buffer
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nall_reduce sum %b -> %p on x",  # one writes what the other reads
-        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from what arrives
-        # computed over what is sent
+        "all_reduce sum %a -> %p on x\nlaunch @negative_n %p -> %r\nall_reduce sum %b -> %q on x",  # computed from received data
+        # overwrites sent data
         "copy %a -> %p\nall_reduce sum %p -> %q on x\nlaunch @negative_n %b -> %p\nall_reduce sum %b -> %r on x",
         "%t = allocate f32[1]\nfill %t with 0.0\nall_reduce sum %a -> %p on x\nbarrier %t on x\nall_reduce sum %b -> %q on x",
         "fork ring\nstream ring[0] {\n  all_reduce sum %a -> %p on x\n}\nstream ring[1] {\n  all_reduce sum %b -> %q on x\n}\njoin ring",
@@ -140,7 +140,7 @@ def test_collectives_of_uneven_shards_share_a_group() -> None:
   }
 """
     )
-    program = posting(program, 3)  # each is two broadcasts
+    program = posting(program, 3)  # each posts two broadcasts
     assert group_communications(program, Options()) == program
 
 

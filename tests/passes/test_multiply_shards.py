@@ -15,7 +15,7 @@ from hostweave.passes.fusion.multiply_shards import multiply_shards
 from hostweave.pipeline import lower
 from hostweave.types.machine import H200
 
-# Of a machine whose links and matmuls are so slow that gathers of small matrices want to be hidden.
+# A machine with links and matmuls so slow that gathers of small matrices are worth hiding.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e9, wave=0.0, launch=1e-6, links=LINKS)
 INPUTS = "%x: bf16[M@x, K], %w: bf16[K, N@x], %v: bf16[N@x, K], %r: bf16[M@x, N], %b: bf16[N]"
@@ -86,7 +86,7 @@ def test_stays(case: str) -> None:
     check(multiply_shards, INPUTS, SAME[case], SAME[case])
 
 
-# --- what is chosen ---------------------------------------------------------------------------------------------------
+# --- choices ----------------------------------------------------------------------------------------------------------
 
 
 def choice_of(ranks: int, columns: bool, transport: str = "auto", use: str = "once") -> Choice | None:
@@ -125,7 +125,7 @@ def test_only_products_that_alone_take_it() -> None:
     assert not choice_of(2, columns=True, use="twice", transport="two_sided")
 
 
-# --- what comes out ---------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def multiplies_right(seed: int) -> bool:
@@ -154,4 +154,4 @@ def multiplies_right(seed: int) -> bool:
 
 
 def test_random_layers() -> None:
-    assert sum(map(multiplies_right, range(40))) > 30  # of the others no gather is hidden
+    assert sum(map(multiplies_right, range(40))) > 30  # the others hide no gather

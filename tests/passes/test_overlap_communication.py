@@ -121,7 +121,7 @@ CASES = {
         %y: bf16[M@x, K] = matmul(%b, %wg)""",
     ),
 }
-# What stays as it is.
+# Unchanged programs.
 SAME = {
     "nothing is there to hide it": (
         "%x: bf16[M, K@x], %w: bf16[K@x, N]",
@@ -217,7 +217,7 @@ def test_sums_that_kernels_may_add_up() -> None:
     ):
         assert (beside in str(overlap_communication(program, options))) == is_beside, options
     gather = "\n%g: bf16[N, N] = all_gather(%s, dim=0, axes=(x))\n%a: bf16[N, N] = matmul(%g, %u)"
-    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # which no kernel stands beside it
+    assert beside in str(overlap_communication(fusion(inputs, ops + gather), Options()))  # no other kernel overlaps
 
 
 def test_a_reduce_scatter_beside_products() -> None:

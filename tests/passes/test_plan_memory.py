@@ -45,7 +45,7 @@ def host(body: str, header: str) -> HostProgram:
 SQUARE = "(%x: f32[M, M], %w: f32[M, M]) -> (%y: f32[M, M]) mesh(x=2)"
 ONE = "(%x: f32[M, N]) -> (%y: f32[M, N]) mesh(x=2) streams(ring[2])"
 CASES = {
-    # --- when memory comes and goes
+    # --- live ranges
     "what is of no use lends its bytes": (
         SQUARE,
         """
@@ -257,7 +257,7 @@ matmul %b, %w -> %y
 join comm
 """,
     ),
-    # --- one a stream
+    # --- one buffer per stream
     "a chunk a step": (
         ONE,
         """
@@ -378,7 +378,7 @@ matmul %x, %w -> %a
 """,
     ),
 }
-# One thing that keeps a result from its operand's memory each; the body stays as it is.
+# One reason each why a result cannot use its operand's memory; the body stays unchanged.
 APART = {
     "as many streams as steps": (
         ONE.replace("ring[2]", "ring[4]"),

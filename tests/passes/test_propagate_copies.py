@@ -19,7 +19,7 @@ OTHERS = "if %p != rank.x {{\n" + SWAP + "}}\n"
 G, H = "%g = allocate f32[4, 4]\n", "%h = allocate f32[4, 4]\nmatmul %x, %x -> %h\n"
 LANDS = "%l_i = select %l[0: %p]\n"
 
-# What a step does, and what becomes of it.
+# A step before and after the pass.
 CASES = {
     "what reads the copy, and views of it": (
         f"{G}{OWN.format('%g', '%x')}%t = permute %g by [1, 0]\n%a = allocate f32[4, 4]\nmatmul %t, %g -> %a\nmatmul %a, %g -> %y_i\n",
@@ -55,7 +55,7 @@ CASES = {
         + OTHERS.format("%l_i", "%h"),
     ),
 }
-# Steps in which the copy stays.
+# Steps that keep the copy.
 STAYS = {
     "the copy is overwritten": f"{G}{OWN.format('%g', '%x')}launch @negative_b %g -> %g\nmatmul %g, %x -> %y_i\n",
     "part of the copy is overwritten": f"{G}{OWN.format('%g', '%x')}%r = slice %g[0: 1 from 0]\nfill %r with 1.0\nmatmul %g, %x -> %y_i\n",

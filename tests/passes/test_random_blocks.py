@@ -35,7 +35,7 @@ def outlined(generator: Generator, fusion: Fusion) -> Fusion | None:
     result = replace(fusion, ops=(*fusion.ops[:first], *calls, *fusion.ops[first + len(ops) :]), outputs=(*fusion.outputs, "again"))
     try:
         verify_fusion(result)
-    except ProgramError:  # a size that no parameter tells
+    except ProgramError:  # a size that no parameter determines
         return None
     return result
 

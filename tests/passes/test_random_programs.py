@@ -60,9 +60,9 @@ def test_wider_programs(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
 
 
-NOT_MADE = {"Barrier", "Gather", "Scatter"}  # by any pass: for host programs of users
-NOT_MADE |= {"Attention", "AttentionBackward"}  # which rounds as no reference does, so that the tests of attention compare it by themselves
-NOT_MADE |= {"LaunchAllReduce"}  # of f64 and i64, which these programs are of; those of test_random_ops.py have it
+NOT_MADE = {"Barrier", "Gather", "Scatter"}  # by any pass; only in hand-written host programs
+NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds alike; the tests of attention cover them
+NOT_MADE |= {"LaunchAllReduce"}  # not for f64 and i64, which these programs use; test_random_ops.py covers it
 
 
 @pytest.mark.filterwarnings(*IGNORED)
@@ -248,7 +248,7 @@ def sums_right(seed: int) -> bool:
     def summed(x: hw.Tensor, y: hw.Tensor) -> tuple[hw.Tensor, ...]:
         values = [x, y]
         for _ in range(generator.random.randint(1, 2)):
-            with contextlib.suppress(ProgramError):  # of operands that do not fit
+            with contextlib.suppress(ProgramError):  # operands do not fit
                 values.append(of_sums(generator, values, values[-1]))
         return tuple(value + 0 for value in values)
 

@@ -349,7 +349,7 @@ def test_what_goes_ahead_waits_for_no_computation() -> None:
         (STEPS.replace("launch @negative_h", "copy"), STEPS_HEADER),  # nothing is computed between
         (STEPS.replace("ring[%i]", "ring[%i + 1]"), STEPS_HEADER),
         (STEPS.replace("      launch", "      record done[%i]\n      wait done[%i]\n      launch"), STEPS_HEADER + " events(done[2])"),
-        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # how many steps is not known here
+        (STEPS.replace("0..2", "0..N / 4"), STEPS_HEADER),  # unknown number of steps
         (STEPS.replace("      launch", "      %t = allocate f32[2, N]\n      launch").replace("%g_i -> %h_i", "%g_i -> %t"), STEPS_HEADER),
     ],
 )
@@ -432,7 +432,7 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
 
     @hw.fusion(mesh=hw.Mesh(dp=2, tp=2), x=hw.f32["M", "K"], k=hw.f32["K", "K"], g=hw.f32["K@dp", "K"], **weights)
     def model(x, k, g, **weights):  # type: ignore[no-untyped-def]
-        whole = hw.reshard(g, "K", "K")  # in flight to its use
+        whole = hw.reshard(g, "K", "K")  # asynchronous until its use
         h = hw.matmul(x, k)
         for i in range(3):
             h = layer(h, weights[f"w_{i}"], weights[f"v_{i}"])
@@ -446,7 +446,7 @@ def test_calls_in_a_row_are_looked_at_once() -> None:
     lower(model, options, lambda name, stage: stages.setdefault(name, stage))
     program = stages["sink_waits"]
     (join,) = (i for i in program.body if isinstance(i, ir.Join))
-    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # beside all calls
+    in_flight = replace(program, body=(*(i for i in program.body if i != join), join))  # overlaps with all calls
     shorter = replace(in_flight, body=tuple(channel_order._without_repeated_calls(in_flight.body)))
     assert [sum(isinstance(i, ir.Call) for i in one.body) for one in (in_flight, shorter)] == [6, 1]
 

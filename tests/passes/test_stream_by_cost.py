@@ -123,7 +123,7 @@ def test_several_matmuls_share_a_loop() -> None:
     assert streams["a"] == streams["b"]
     later = ops.replace("%b: bf16[M, N] = matmul(%g, %w)", "%t: bf16[K, N] = negative(%w)\n%b: bf16[M, N] = matmul(%g, %t)")
     chosen = stream_by_cost(fusion(inputs, later, "x=2"), Options(sizes=LARGE))
-    assert [op.result.name for op in chosen.ops if op.result.stream] == ["a"]  # %t is made after %a, so %b reads all of %g after the loop
+    assert [op.result.name for op in chosen.ops if op.result.stream] == ["a"]  # %t follows %a, so %b reads all of %g after the loop
 
 
 def test_sums_of_a_matmul_in_slices() -> None:
@@ -226,7 +226,7 @@ def test_times(program: tuple[str, str], rows: int, inner: int, columns: int, ma
         assert predicted[chunks] == pytest.approx(micros, rel=0.15)
 
 
-# The same of causal attention whose rows and keys are sharded, heads of 128: rows, heads and groups; in sequence, by puts, by sends.
+# Causal attention with sharded rows and keys, head size 128: rows, heads, groups; time in sequence, by puts, by sends.
 ATTENDED = [
     (8192, 32, 8, 838, 729, 788),
     (8192, 32, 32, 1165, 752, 994),
@@ -247,7 +247,7 @@ def test_times_of_attention(rows: int, heads: int, groups: int, none: float, put
     assert predicted["none"] == pytest.approx(none, rel=0.2)
 
 
-OF_FEW_ROWS = [  # what is chosen, and the microseconds that it took, and none did
+OF_FEW_ROWS = [  # choice, and measured microseconds with it and without
     *((GATHER, 512, 8192, 7168, "put(2)", 99, 127), (GATHER, 16, 8192, 7168, "none", 49.5, 49.5)),
     *((SCATTER, 512, 3584, 8192, "put(2)", 68, 79), (SCATTER, 16, 3584, 8192, "none", 31, 31)),
 ]

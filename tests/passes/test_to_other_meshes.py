@@ -63,7 +63,7 @@ def test_another_mesh_takes_its_blocks_from_the_whole_of_a_slice() -> None:
         (hw.f32["M@x", "N"].on(B), ["reduce_scatter", "transfer"]),
         (hw.f32["M", "N"].on(ALL.ranks([1])), ["reduce"]),
         (hw.f32["M", "N"].on(ALL.ranks([3])), ["reduce", "transfer"]),
-        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # each of them has it then
+        (hw.f32["M", "N"].on(ALL.ranks([1, 0])), ["all_reduce", "transfer"]),  # each rank then has it
         (hw.f32["M", "N@x"], ["reduce_scatter", "transfer"]),
     ],
 )
@@ -82,7 +82,7 @@ def test_who_sends_what() -> None:
     found = transfer(hw.f32["M@x", "N"].on(A), hw.f32["M", "N"].on(ALL.ranks([1, 2, 3])), ALL)
     assert list(map(str, found.routes)) == ["0[0] -> 1[0]", "1[0] -> 1[1]", "0[0] -> 2[0]", "1[0] -> 2[1]", "0[0] -> 3[0]", "1[0] -> 3[1]"]
     assert found.share(2) == Fraction(5, 2)
-    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two ranks hold it: each sends it once
+    in_turn = transfer(hw.f32["M"].on(A), hw.f32["M"].on(B), ALL)  # two holders: each sends once
     assert list(map(str, in_turn.routes)) == ["0[0] -> 2[0]", "1[0] -> 3[0]"]
 
 

@@ -21,7 +21,7 @@ GATHER = "%y: f32[M, K] pinned = reshard(%x)"
         ("%x: f32[M@x, K]", GATHER, ("M",)),
         ("%x: f32[M@x, K]", "%y: f32[M, K@x] pinned = reshard(%x)", ("M", "K")),
         ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(M, 8)"), ()),
-        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(K, 2)"), ()),  # in a loop all is even
+        ("%x: f32[M@x, K]", GATHER.replace("pinned", "pinned stream(K, 2)"), ()),  # loops need even shards
         ("%x: f32[M@x, K@y]", "%y: f32[K@y] = mean(%x, axis=(0,))", ("M", "K")),
         ("%x: f32[M@x,y, K]", "%y: f32[M@x, K] pinned = reshard(%x)", ()),
         ("%x: f32[M@x, 4]", "%y: f32[M/2@x, 8] = reshape(%x)", ()),

@@ -147,7 +147,7 @@ def test_lengths(ranks: int, dtype: DType) -> None:
     arrays = random_arrays(fusion, sizes, seed=ranks)
     lengths = {"n": [13, 1, 5, 13, 2][: ranks + 1], "m": [300, 270, 4], "one": 11}
     arrays |= {name: np.array(length, np.int32) for name, length in lengths.items()}
-    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # a log-sum-exp that is composed is rounded to f32
+    allowed = 1e-6 if dtype == hw.f32 else 1e-10  # a decomposed log-sum-exp is rounded to f32
     expect_every_way(fusion, arrays, decoded_by_torch(arrays), ranks, allowed, interprets=dtype != hw.f32)
     if dtype == hw.f32:
         return
@@ -196,7 +196,7 @@ def test_the_scores_are_never_in_memory() -> None:
     ranks = 2
     fusion = attention(ranks, hw.bf16)
     instructions = list(tree.walk(lowered(fusion).body))
-    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # a result and its log-sum-exps are one
+    assert sum(isinstance(i, ir.Attention) for i in instructions) == 6  # a result and its log-sum-exps are one instruction
     assert not any(isinstance(i, ir.Launch | ir.Matmul) for i in instructions)
     copied = {p.name for p in lowered(fusion).inputs}
     assert not any(isinstance(i, ir.Copy) and i.src in copied for i in instructions)

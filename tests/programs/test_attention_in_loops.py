@@ -137,7 +137,7 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
         np.testing.assert_allclose(got, want, 1e-9, 1e-9)
     stages: dict[str, Any] = {}
     lower(fusion, options, stages.__setitem__)
-    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # which casts its sums to bf16
+    for name, precision in (("stream_keys_in_zigzag", 1e-9), ("attend_by_blocks", 2e-2)):  # it casts sums to bf16
         assert Fusion.parse(str(stages[name])) == stages[name]
         for got, want in zip(run_reference(stages[name], arrays), wanted, strict=False):
             np.testing.assert_allclose(got, want, precision, precision)

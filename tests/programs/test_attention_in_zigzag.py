@@ -97,7 +97,7 @@ def test_matches_torch(mesh: hw.Mesh, dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [hw.bf16, hw.f16, hw.f32], ids=str)
 def test_on_gpus(dtype: DType) -> None:
     fusion = in_zigzag(MESHES[1], dtype)
-    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # sums of f32 of more err more than each sum of products does
+    for size in (24, 4, *((1024,) if dtype != hw.f32 else ())):  # long f32 sums would exceed the tolerance
         arrays = random_arrays(fusion, {"B": 2, "S": size}, seed=size)
         expect(fusion, arrays, compiled(fusion, "cuda").run(**arrays, ranks=True))
 
@@ -170,8 +170,8 @@ def test_each_rank_has_as_much_to_do(ranks: int) -> None:
 @pytest.mark.parametrize(
     ("fact", "other"),
     [
-        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # whose rows the second ones are
-        ("axis=1, halves=0", "axis=0, halves=1"),  # where a piece of the keys comes from
+        ("diagonal (1 - rank.cp) * 4 + 8", "diagonal rank.cp * 4 + 8"),  # owner of the second rows
+        ("axis=1, halves=0", "axis=0, halves=1"),  # origin of a piece of the keys
     ],
 )
 def test_what_says_where_rows_are(fact: str, other: str) -> None:

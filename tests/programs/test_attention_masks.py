@@ -91,7 +91,7 @@ def arrays_of(fusion: Fusion, ranks: int) -> dict[str, Any]:
     arrays["bias"][1, 2] = -np.inf
     arrays["of_columns"][1] = -1
     arrays["n"] = np.array([13, 7, 1], np.int32)
-    # A softmax that is nearly one column amplifies the rounding of the results that its gradients are made of.
+    # A nearly one-hot softmax amplifies rounding errors in its gradients.
     arrays = {name: x if x.dtype == np.int32 else x / x.dtype.type(4) for name, x in arrays.items()}
     arrays["begins"] = np.array([[0, 20, 20, 77, 80], [3, 8, 66, 67, 75], [20, 20, 20, 20, 20]], np.int32)
     arrays["alone"] = np.array([0, 64, 65, 299], np.int32)
@@ -159,7 +159,7 @@ def test_a_program_has_the_kernels_that_it_may_need() -> None:
     assert libraries(hw.f32, 20) == {"attention_f32_64"}
     assert libraries(hw.bf16, 96, packed=True) == set()
     assert libraries(hw.bf16, 72, packed=True) == {"attention_bf16_128"}
-    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # of a bias the gradient
+    assert libraries(hw.f16, 64, bias=True) == {"attention_f16_64"}  # for the gradient of a bias
     assert libraries(hw.bf16, 200, bias=True, causal="bottom_right", forward=True) == {"attention_bf16_256"}
 
 

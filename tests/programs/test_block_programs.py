@@ -139,7 +139,7 @@ def test_llama(ranks: int, dtype: DType) -> None:
         given = {name: array.copy() for name, array in arrays.items()}
         with order:
             ranked = program.run(**given, ranks=True)
-        for index in range(1, len(outputs)):  # not the tokens, which logits as large as others decide
+        for index in range(1, len(outputs)):  # without the tokens, which ties between logits decide
             allowed = tolerance_at_scale(fusion, outputs[index].name, sizes)
             for rank, results in enumerate(ranked):
                 block = want[index][block_of(outputs[index].type, fusion.mesh, rank, want[index].shape)]
@@ -151,15 +151,15 @@ def test_llama(ranks: int, dtype: DType) -> None:
 def test_32_layers_of_llama() -> None:
     """One function is called 32 times; it gathers and scatters twice. Compilation takes a few seconds."""
     fusion = load_file(EXAMPLES / "llama.py").llama
-    started = time.process_time()  # of this process, whatever runs beside it
+    started = time.process_time()  # processor time, independent of load
     host = lower(fusion, Options())
     assert time.process_time() - started < 5
     assert [block.name for block in host.functions] == ["layer"]
     communications = Counter(type(i).__name__ for i in tree.walk(host.functions[0].body) if isinstance(i, ir.Communication))
-    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # of rows that may be uneven, too
+    assert communications == {"AllGather": 2, "ReduceScatter": 2}  # also for uneven rows
     source = render(host)["program.cpp"]
     assert source.count("void Program::layer(") == 1
-    assert source.count("  layer(") == 2  # the first, and a loop over the others
+    assert source.count("  layer(") == 2  # the first call, and a loop over the others
     assert "layer(x_2_[call - 1], in.layers[call], cos_angles_, sin_angles_, x_2_[call], out.layers[call], caller);" in source
 
 
@@ -196,7 +196,7 @@ def test_calls_with_weights_of_their_own_are_a_loop_over_structs(ranks: int) -> 
     loop = lines.index("for (int64_t call = 1; call < 5; ++call) {", lines.index("HW_CHECK(arena_.begin_call(caller));"))
     assert lines[loop - 1] == "layer(x, in.layers[0], scale, x_2_[0], caller);"
     assert lines[loop + 1] == "layer(x_2_[call - 1], in.layers[call], scale, x_2_[call], caller);"
-    assert "const auto* b_1 = in.layers[0].b.as<float>();" in lines  # `last` takes it, too
+    assert "const auto* b_1 = in.layers[0].b.as<float>();" in lines  # `last` uses it too
     for rows in (8, 7, 1):
         arrays = random_arrays(fusion, {"M": rows, "E": 12}, seed=rows)
         with parallel(check_dependencies=True):

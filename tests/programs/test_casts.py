@@ -59,7 +59,7 @@ def test_floats_are_cast_as_torch_does(dtype: DType, target: str) -> None:
     others = [to for to in FLOATS if to != dtype]
     for to, result, reference in zip(others, results, references, strict=True):
         want = given.to(FLOATS[to]).double().numpy()
-        if to == hw.f8e4m3:  # of what is too large torch 2.11 makes NaN, torch 2.13 the largest number, as ours is documented
+        if to == hw.f8e4m3:  # on overflow torch 2.11 gives NaN and torch 2.13 saturates, as documented here
             too_large = np.isnan(want) & ~np.isnan(given.double().numpy())
             want = np.where(too_large, np.copysign(448.0, given.double().numpy()), want)
         np.testing.assert_array_equal(result, want, err_msg=f"{dtype} to {to}")
@@ -92,5 +92,5 @@ def test_any_byte_but_0_is_true(count: int, target: str) -> None:
     )
     for number, (result, want) in enumerate(zip(results, wanted, strict=True)):
         if want.dtype == torch.bool:
-            result, want = result.view(torch.uint8), want.view(torch.uint8)  # bytes that this writes are 0 and 1
+            result, want = result.view(torch.uint8), want.view(torch.uint8)  # written bytes must be 0 or 1
         assert torch.equal(result.cpu(), want), f"result {number}"

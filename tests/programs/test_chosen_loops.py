@@ -29,7 +29,7 @@ from hostweave.tune.cost import Product
 from hostweave.tune.explain import _times
 from hostweave.types.machine import H200
 
-# Of a machine whose links are as slow beside its matmuls at these sizes as those of GPUs are at large ones.
+# A machine whose links and matmuls relate at these sizes as those of GPUs at large ones.
 LINKS = tuple(replace(link, points=((0, 1e-6), (1e6, 20e-3))) for link in H200.links)
 SLOW = replace(H200, name="slow", multiprocessors=1, flops=2e11, wave=0.0, launch=1e-6, links=LINKS)
 SIZES = {"M": 1536, "K": 16, "F": 48, "N": 24}
@@ -217,7 +217,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     assert not any(choice.taken.chunks for choice in program._compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
-    ):  # as the program in sequence says it
+    ):  # same message as the sequential program
         program.run(x=calls[-1], **{**weights, "wg": given["wg"][:15]})
     program.close()
 
@@ -245,14 +245,14 @@ def test_gathers_beside_matmuls_are_done_by_copies(ranks: int) -> None:
     assert ways == [("put(1)", "none"), ("get(1)", "none"), ("none", "put(1)")]
     options = replace(options, ways={choice.name: choice.taken.name for choice in program.choices})
     assert program.host_ir == hw.compile(fusion, options=options).host_ir
-    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # what is put next does not wait for copies of own shards
-    assert program.choices[-1].value == "w_0_resharded"  # which is needed at once
+    assert program.host_ir.count("stream copies[0] {\n    wait ") == 2  # the next put does not wait for copies of own shards
+    assert program.choices[-1].value == "w_0_resharded"  # needed at once
     assert program.host_ir.count("fork comm") == 1  # both gathers wait for the same
     for way in ("put", "get"):
         assert f"beside other ops on a stream of its own by {way}, peer, predicted" in program.explain()
     first = hw.compile(fusion, options=replace(options, ways={"@layers %w_0_resharded": "put(1)"}))
     assert (first.host_ir.count("put %"), first.host_ir.count("all_gather")) == (2, 0)
-    assert "\n  copy %w_0 -> " in first.host_ir  # at once, as the caller's stream waits for the gather
+    assert "\n  copy %w_0 -> " in first.host_ir  # immediate, because the caller's stream waits for the gather
     for run, rows, inner in ((program.run, 48, 48), (program.run, 7, 48), (program.run, 48, 49), (first.run, 48, 48)):
         x = random.integers(-2, 3, (rows, inner)).astype(np.float32)
         weights = [random.integers(-1, 2, (inner, inner)).astype(np.float32) for _ in range(3)]
@@ -301,7 +301,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hw.Program, "measure", None)
     assert hw.compile(gathered, options=options).choices == found.choices
     with pytest.raises(ProgramError, match='gathered: overlap="search" runs the program, and sizes are not stated: N; give them as Opt'):
-        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # without which nothing is chosen
+        hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # nothing is chosen without it
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
         search.search(found._host, options.sizes, ("another",), lambda _: found)

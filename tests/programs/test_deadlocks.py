@@ -49,7 +49,7 @@ if rank.x == 0 {
 }
 copy %w -> %y
 """
-# body -> what the check says, and what the CPU device says
+# body -> message of the check, report of the CPU device
 CASES = {
     "send_alone": (
         SEND_ALONE,

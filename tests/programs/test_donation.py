@@ -40,7 +40,7 @@ Traced = Callable[..., Any]
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
 SIZES = {"S": 11, "D": 5, "B": 3, "H": 6, "E": 4, "T": 3}
 INPUTS = {
-    "rows": hw.f32["S@x", "D"],  # its positions are sharded
+    "rows": hw.f32["S@x", "D"],  # sharded positions
     "heads": hw.bf16["B", "H@x", "S", "E"],
     "kept": hw.f32["S", "D"],
     "layer_0": hw.f32["S", "D"],
@@ -64,11 +64,11 @@ def layer(row, held, position):  # type: ignore[no-untyped-def]
 def program(ranks: int, target: str = "cpu") -> hw.Program:
     @hw.fusion(mesh=hw.Mesh(x=ranks), donate=tuple(DONATED), **INPUTS)
     def decode(rows, heads, kept, layer_0, layer_1, row, values, position, slot):  # type: ignore[no-untyped-def]
-        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # crosses borders between ranks
+        new_rows = hw.dynamic_update_slice(rows, row * 2, (position, 0))  # crosses shard boundaries
         new_heads = hw.dynamic_update_slice(heads, values, (slot, 0, position - 1, 0))
         part = hw.dynamic_slice(new_rows, (position, slot), (4, 2))
         new_kept = hw.dynamic_update_slice(kept, row, (2, 0))
-        before = hw.sum(kept, axis=1)  # is read although it was updated above
+        before = hw.sum(kept, axis=1)  # reads the value before the update
         h, first = layer(row, layer_0, position)
         h, second = layer(h, layer_1, position)
         h, second = layer(h, second, position + 1)
@@ -226,7 +226,7 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
     }
     assert posted == (expected[stage] if ranks > 1 else [])
     random = np.random.default_rng(0)
-    w = random.standard_normal(22).astype(np.float32)  # which 4 ranks do not share evenly
+    w = random.standard_normal(22).astype(np.float32)  # uneven over 4 ranks
     m, v = np.zeros_like(w), np.zeros_like(w)
     parameter = torch.nn.Parameter(torch.tensor(w))
     optimizer = torch.optim.AdamW([parameter], lr=1e-2)
@@ -238,7 +238,7 @@ def test_adamw_in_place(ranks: int, stage: str) -> None:
         np.testing.assert_allclose(w, parameter.detach().numpy(), rtol=5e-6, atol=1e-6)
 
 
-# --- views of what is donated -----------------------------------------------------------------------------------------
+# --- views of donated inputs ------------------------------------------------------------------------------------------
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "an index": lambda x: x[0],
@@ -377,7 +377,7 @@ def test_dims_in_another_order(ranks: int) -> None:
     before = c.copy()
     first, *_ = hw.compile(transposed).run(c, d)
     np.testing.assert_array_equal(first, before.T)
-    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # in order, in the array that was given
+    np.testing.assert_array_equal(c.ravel(), before.T.ravel())  # in order, in the donated array
 
 
 @pytest.mark.parametrize("library", [np, torch])
@@ -393,7 +393,7 @@ def test_a_call_gives_a_view_of_the_array(request: pytest.FixtureRequest, librar
     assert result.tolist() == [[1, 4], [2, 5], [3, 6]]
     assert c.tolist() == [[1, 4, 2], [5, 3, 6]]
     result[0, 0] = 9
-    assert c[0, 0] == 9  # one memory
+    assert c[0, 0] == 9  # shared memory
 
 
 def test_elements_do_not_change_places_in_one_memory() -> None:
@@ -447,7 +447,7 @@ def test_views_on_several_meshes() -> None:
     as_expected(on_meshes, {"M": 6})
 
 
-# --- what is not right ------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_read_of_what_was_overwritten_is_found() -> None:
@@ -655,7 +655,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
             call(fixed, y, z)
     with pytest.raises(ArgumentError, match=r"sums: bind: x: is donated, so that a call leaves a result in it; pass it to each call"):
         compiled.bind(x=x)
-    held = compiled.bind(z=z)  # beside inputs that are bound
+    held = compiled.bind(z=z)  # with bound inputs
     first, _ = held(x, y)
     assert first is x
     assert x.tolist() == [2.0] * 4
@@ -676,7 +676,7 @@ def test_arrays_that_cannot_be_donated(request: pytest.FixtureRequest) -> None:
     assert second.data_ptr() == ty.data_ptr()
     assert (tx.tolist(), ty.tolist()) == ([2.0] * 4, [-1.0] * 4)
     wide = torch.zeros(8)
-    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # into every second element, whatever library the others are of
+    assert compiled.run(wide[::2], ty, z)[0].tolist() == [2.0] * 4  # strided, with other inputs of another library
     assert wide.tolist() == [2.0, 0.0] * 4
 
 

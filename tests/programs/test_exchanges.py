@@ -43,7 +43,7 @@ RUNS += [("stages", 3), ("stages", 4), ("uneven", 3)]
 def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options)
-    for times, more in ((1, 0), (3, 1), (2, -1)):  # memory that grows, and is used again
+    for times, more in ((1, 0), (3, 1), (2, -1)):  # memory grows and is reused
         arrays = integer_arrays(fusion, sizes_of(program._host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     for seed in range(4 if ranks < 8 else 1):

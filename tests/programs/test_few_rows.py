@@ -65,7 +65,7 @@ def test_sharded_columns(ranks: int) -> None:
 
 
 def test_layouts() -> None:
-    assert conditions(layouts) == ["T <= 8", "2 * T <= 8"]  # one row is no question
+    assert conditions(layouts) == ["T <= 8", "2 * T <= 8"]  # one row needs no condition
     for rows, k, n in ((1, 7, 5), (4, 70, 65), (5, 8, 64), (9, 33, 130)):
         arrays = integer_arrays(layouts, {"T": rows, "K": k, "N": n}, seed=rows)
         expect(layouts, arrays, compiled(layouts).run(**arrays, ranks=True), exact=True)
@@ -125,7 +125,7 @@ def test_products_stay_apart() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # without clusters, and with
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # without and with clusters
 def test_kernels_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     found = find_target("cuda").toolchain().kernel_compiler
     assert isinstance(found, Nvrtc)

@@ -22,7 +22,7 @@ from hostweave.pipeline import lower
 
 Array = NDArray[Any]
 torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
-SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # of which 4 ranks share none evenly, and one of them none of W
+SIZES = {"M": 6, "N": 5, "B": 3, "S": 2, "T": 7, "W": 5}  # all uneven over 4 ranks; one rank has nothing of W
 INPUTS = {
     "x": hw.f32["M", "N"],
     "rows": hw.f32["M@x", "N"],
@@ -91,7 +91,7 @@ def put(x: Array, places: Array, terms: Array) -> Array:
 
 WRAPS = {(kind, name): {"dtype": dtype} for kind in ("sum", "prod") for name, dtype in (("small", "i2"), ("short", "u2"), ("long", "u8"))}
 
-# The program, and the same of the arrays, `v`.
+# The program, and its equivalent on arrays `v`.
 CASES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "take": (lambda v: hw.take(v.x, v.ids, 1), lambda v: np.take(v.x, v.ids, 1)),
     "take_one": (lambda v: hw.take(v.rows, v.one, 0), lambda v: v.rows[v.one]),
@@ -260,7 +260,7 @@ def test_of_a_sharded_vocabulary_nothing_large_is_communicated() -> None:
 
     host = str(lower(model, hw.Options(partial_dtype=hw.f32)))
     sent = [" ".join(line.split()[:2]) for line in host.splitlines() if line.endswith(" on tp")]
-    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # of the loss one, and of the embedding
+    assert sorted(sent) == ["all_reduce max", *2 * ["all_reduce sum"]]  # one for the loss, one for the embedding
     assert "f32[V" not in host  # the table is not cast
 
 
@@ -302,8 +302,8 @@ def test_the_first_ones_are_ordered_alone() -> None:
     compiled = hw.compile(sampled)
     assert "i64[B, 5]" in compiled.host_ir
     assert "i64[B, V]" not in compiled.host_ir
-    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # more than a GPU orders without the others
-    assert "grid_of_orders(B, V, 5)" in compiled.source  # by a block, where all blocks order a long row
+    assert "allocate i64[B, V]" in str(lower(many, hw.Options()))  # beyond the limit for partial sorting on a GPU
+    assert "grid_of_orders(B, V, 5)" in compiled.source  # all blocks sort a long row, otherwise one block per row
     assert "grid_of_orders(B, V, V)" in hw.compile(many).source
     x = np.random.default_rng(0).integers(-3, 4, (4, 5)).astype(np.float32)
     np.testing.assert_array_equal(compiled.run(x)[1], np.argsort(-x, 1, stable=True))

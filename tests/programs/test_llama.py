@@ -28,8 +28,8 @@ from checkpoint import CheckpointError, read_config  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 16}
 LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 is no multiple of 2 or 4 ranks
-ROUNDOFFS = 8  # of the dtype that an element may differ by, of the greatest
+PROMPTS, TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13)).tolist(), 64  # 13 is uneven over 2 or 4 ranks
+ROUNDOFFS = 8  # tolerance in roundoffs of the largest element
 
 
 @cache
@@ -44,8 +44,8 @@ def checkpoint(tied: bool) -> tuple[Path, Any, Any]:
     folder = Path(mkdtemp(prefix="hostweave-llama-"))
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(weight.bfloat16())  # numbers that bf16 has, too
-        model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # in several files, and in one
+            weight.copy_(weight.bfloat16())  # exact in bf16
+        model.save_pretrained(folder, max_shard_size="100KB" if tied else "1GB")  # several files, and one
         ids = torch.tensor(PROMPTS)
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
         return folder, model(ids).logits[:, -1], tokens[:, ids.shape[1] :]
@@ -97,7 +97,7 @@ def test_logits_and_greedy_tokens(target: str, tp: int, dtype: str, tied: bool) 
         got = list(model.generate(PROMPTS, TOKENS))
         assert got[:3] == first
         if target == "cuda" or tied:
-            short = [PROMPTS[0], PROMPTS[1][:5]]  # each is as it is alone
+            short = [PROMPTS[0], PROMPTS[1][:5]]  # results equal those of a single sequence
             alone = llama.Llama(c, programs, weights, frequencies, batch=1, length=model.length)
             each = [[token for (token,) in alone.generate([prompt], 6)] for prompt in short]
             assert not is_exact or list(map(list, zip(*model.generate(short, 6), strict=True))) == each
@@ -139,7 +139,7 @@ def test_draws_are_of_the_most_probable_tokens() -> None:
         p /= p.sum()
         order = np.argsort(-p, kind="stable")
         kept = order[: 1 + int(np.searchsorted(np.cumsum(p[order]), top_p - 1e-6))]
-        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # equal ones are in together
+        wanted = np.where(np.isin(np.arange(vocabulary), kept) | (p >= p[kept].min()), p, 0)  # ties are included together
         wanted /= wanted.sum()
         counts = np.bincount(tokens[0], minlength=vocabulary) / ROWS
         assert not counts[wanted == 0].any()
@@ -179,7 +179,7 @@ def test_the_command(target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (tmp_path / file).symlink_to(folder / file)
     run(monkeypatch, tmp_path, "--tp", "2", "--prompt", prompt, "--tokens", "20", "--length", "76", target=target)
     assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:3].tolist()]
-    if target == "cuda":  # as few of the most probable as to be the greedy ones
+    if target == "cuda":  # top_p so small that sampling is greedy
         drawn = ["--tokens", "4", "--length", "76", "--temperature", "1", "--top-p", "1e-4"]
         run(monkeypatch, folder, "--tp", "2", "--prompt", prompt, *drawn, target=target)
         assert capsys.readouterr().out.split()[13:] == [f"w{token}" for token in tokens[0][:4].tolist()]

@@ -34,7 +34,7 @@ def held() -> dict[str, int]:
 def test_close_frees_everything() -> None:
     fusion = fusion_of("ag_matmul_ring", RANKS, 3, hw.f32)
     arrays = integer_arrays(fusion, sizes_of(fusion), seed=0)
-    compiled(fusion).run(**arrays)  # what stays: ranks and channels
+    compiled(fusion).run(**arrays)  # warm-up: ranks and channels
     before = held()
     program = hw.compile(fusion)
     expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
@@ -75,11 +75,11 @@ def test_the_arena_is_as_large_as_the_plan_says() -> None:
     fusion = fusion_of("two_loops", RANKS, 3, hw.bf16)
     sizes = sizes_of(fusion, 8)
     arrays = integer_arrays(fusion, sizes, seed=0)
-    compiled(fusion).run(**arrays)  # what stays: ranks, channels, and memory for arguments
+    compiled(fusion).run(**arrays)  # warm-up: ranks, channels, and memory for arguments
     program, before = hw.compile(fusion), held()["live_bytes"]
     program.run(**arrays)
     arguments = sum(held_by_rank(p.type, sizes) for p in (*lowered(fusion).inputs, *lowered(fusion).outputs))
-    word = 4  # that launches of graphs copy to the host as they begin
+    word = 4  # copied to the host at the start of graph launches
     assert held()["live_bytes"] - before == RANKS * (memory_plan(lowered(fusion), sizes).peak + arguments + word)
     program.close()
 
@@ -107,7 +107,7 @@ def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks
                     np.testing.assert_allclose(got, block, 1e-4, 1e-5)
 
 
-# --- what a missing dependency does to shared memory ------------------------------------------------------------------
+# --- missing dependencies with shared memory -------------------------------------------------------------------------
 
 SHARED = """\
 kernel @double(%a: f32[M, N]) {

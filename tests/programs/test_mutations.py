@@ -29,7 +29,7 @@ from hostweave.runtime.cpu import seeded
 SEEDS = 200
 CALLS = 3  # in flight at a time
 SYNCHRONISATION = (ir.Record, ir.Wait, ir.Fork, ir.Join)
-TURNS = "turn"  # the event that orders channels: without it ranks may wait for one another, and no answer is wrong
+TURNS = "turn"  # event that orders channels; without it ranks may deadlock, but results stay correct
 
 
 def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
@@ -53,7 +53,7 @@ class Variant:
 
 
 SMALL = Variant(ranks=3, chunks=5, streams=4)
-ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # has records and waits that its only stream makes redundant
+ONE_STREAM = Variant(ranks=3, chunks=5, streams=1)  # its records and waits are redundant with a single stream
 MORE = (Variant(ranks=1, chunks=3, streams=2), Variant(ranks=2, chunks=3, streams=3), Variant(ranks=4, chunks=6, streams=2))
 
 
@@ -107,7 +107,7 @@ def test_dropped_turns() -> None:
             rejected[dropped] = str(caught.value)
             program = compiled(mutant, options=Options(check=False))
             assert not any(is_wrong(program, fusion, calls, seed) for seed in range(20))
-            # The first record is for the check alone: CUDA takes a wait for an event that was never recorded as none.
+            # The first record is only for the check: CUDA ignores a wait for an event that was never recorded.
             assert any(is_reported(program, calls, seed) for seed in range(20)) == (len(rejected) > 1)
     assert list(rejected) == ["1 record turn[0]", "2 wait turn[0]", "3 record turn[0]"]
     first, *others = rejected.values()

@@ -19,7 +19,7 @@ from hostweave.pipeline import lower
 from hostweave.runtime.cpu import seeded
 from hostweave.types.tensor import block_of
 
-WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "matmul_ar_ag", "ag_matmul_flat_chunked")  # where the transport is stated
+WHOLLY = ("ag_matmul_ring", "matmul_rs_ring", "matmul_ar", "matmul_ar_ag", "ag_matmul_flat_chunked")  # if the transport is stated
 RUNS = [("mlp_put", ranks) for ranks in (1, 2, 3, 4, 8)] + [
     ("ag_matmul_ring", 4),
     ("matmul_rs_ring", 3),
@@ -44,7 +44,7 @@ def options_of(name: str, transport: str = "peer") -> Options:
 def test_matches_numpy(name: str, ranks: int, transport: str) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options_of(name, transport))
-    for times in (1, 3, 2):  # memory that grows, and is used again
+    for times in (1, 3, 2):  # memory grows and is reused
         arrays = random_arrays(fusion, sizes_of(fusion, times), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True))
     calls = [integer_arrays(fusion, sizes_of(fusion, times=1), seed) for seed in range(3)]
@@ -88,7 +88,7 @@ def test_the_ir_says_the_same(name: str, ranks: int) -> None:
 def test_one_kernel_adds_what_landed_and_goes_on(ranks: int) -> None:
     host = lower(fusion_of("residual_put", ranks, 3, hw.bf16), Options())
     launches = [i for i in tree.walk(host.body) if isinstance(i, ir.Launch)]
-    assert len(launches) == (1 if ranks <= 8 else 2)  # more terms than that are a reduction of their own
+    assert len(launches) == (1 if ranks <= 8 else 2)  # more terms need a separate reduction
     assert len(launches[0].srcs) == (ranks + 1 if ranks <= 8 else 2)
 
 
@@ -106,7 +106,7 @@ def test_blocks_that_are_scattered_leave_one_by_one() -> None:
     assert "streams(ring[1], puts[1])" in str(lower(fusion_of("matmul_rs_put", 4, 3, hw.bf16), Options()))
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def message_of(fusion: hw.Program | object, **options: object) -> str:

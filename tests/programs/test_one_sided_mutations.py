@@ -52,7 +52,7 @@ def mutants(host: HostProgram) -> Iterator[tuple[str, HostProgram]]:
         for what, new in changes_of(host, i):
             yield f"{i.lines()[0]}: {what}", replace(host, body=tree.edited(host.body, {number: new}))
         for name in (i.dst,) if isinstance(i, ir.Put | ir.Get) else ():
-            while name in views:  # the place on the peer, or on this rank
+            while name in views:  # address on the peer or on this rank
                 view = walked[views[name]]
                 where = "start" if isinstance(view, ir.Slice) else "index" if isinstance(view, ir.Select | ir.Chunk) else ""
                 if where and getattr(view, where) != Const(0):

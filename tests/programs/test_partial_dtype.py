@@ -27,7 +27,7 @@ RANKS, CHUNKS = 8, 3
 )
 def test_sums_are_closer(name: str, dtype: DType) -> None:
     fusion = fusion_of(name, RANKS, CHUNKS, dtype)
-    # K = 1: what a rank adds is exact in f32, and one rounding, to nearest, is all that may part the result from the exact sum.
+    # K = 1: terms are exact in f32, so the result differs from the exact sum only by one rounding to nearest.
     exact = tolerance(dtype).rtol / 4
     sizes = {**sizes_of(fusion), "K": 1 if name == "matmul_rs_through_bcast" else RANKS}
     worst: dict[bool, float] = {}

@@ -30,7 +30,7 @@ DTYPES = {
     hw.i16: torch.int16,
     hw.u8: torch.uint8,
 }
-OF_TORCH = {"copy": "clone", "equal": "eq", "bitwise_invert": "bitwise_not"}  # what torch calls otherwise
+OF_TORCH = {"copy": "clone", "equal": "eq", "bitwise_invert": "bitwise_not"}  # ops with other names in torch
 KINDS = [kind for kind, op in pointwise.OPS.items() if op.is_public]
 
 
@@ -51,9 +51,9 @@ def expected(kind: str, operands: list[torch.Tensor]) -> np.ndarray:
     """Reference, in float64 for floats, rounded to the result's dtype."""
     function = getattr(torch, OF_TORCH.get(kind, kind), None) or getattr(torch.nn.functional, kind)
     wide = [operand.double() if operand.is_floating_point() else operand for operand in operands]
-    is_division = kind in ("floor_divide", "remainder", "fmod")  # of which torch raises where an int is divided by 0
+    is_division = kind in ("floor_divide", "remainder", "fmod")  # torch raises for integer division by 0
     result = torch.from_numpy(getattr(np, kind)(*(operand.numpy() for operand in wide))) if is_division else function(*wide)
-    if kind == "sign":  # of NaN the standard and NumPy have NaN, torch 0
+    if kind == "sign":  # sign of NaN: NaN in the standard and NumPy, 0 in torch
         result = torch.where(torch.isnan(wide[0]), wide[0], result)
     return (result.to(operands[0].dtype) if result.is_floating_point() else result).double().numpy()
 
@@ -66,7 +66,7 @@ def all_ops(dtype: DType) -> tuple[list[str], Fusion]:
     def program(a, b):
         results = []
         for kind in KINDS:
-            with contextlib.suppress(ProgramError):  # not of this dtype
+            with contextlib.suppress(ProgramError):  # op without this dtype
                 results.append(getattr(hw, kind)(*(a, b)[: pointwise.OPS[kind].arity]))
                 kinds.append(kind)
         return tuple(results)
@@ -101,14 +101,14 @@ def spread(low: float = -np.inf, high: float = np.inf) -> np.ndarray:
     return found[(found >= low) & (found <= high)]
 
 
-# The arguments of functions that are not defined for all floats.
+# Domains of functions that are not defined everywhere.
 RANGES = {
     **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), (0, np.inf)),
     **dict.fromkeys(("asin", "acos", "atanh"), (-1, 1)),
     **{"log1p": (-1, np.inf), "acosh": (1, np.inf)},
-    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # below they are 0, as torch's are, where exp(-x) is infinite
+    **dict.fromkeys(("sigmoid", "silu"), (-87, np.inf)),  # below, exp(-x) is infinite and the result 0, as in torch
 }
-MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # several roundings, and glibc's tanh
+MORE_STEPS = {"silu": 3, "sigmoid": 3, "tanh": 2.2}  # several roundings, or glibc's tanh
 OF_ONE = [kind for kind in KINDS if pointwise.OPS[kind].arity == 1]
 
 

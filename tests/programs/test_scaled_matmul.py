@@ -167,7 +167,7 @@ def run_loops(fusion: Fusion, terms: int) -> None:
 @pytest.mark.parametrize(("algorithm", "pieces"), [("p2p", 1), ("ring", 1), ("put", 1), ("put", 2), ("broadcast", 1), ("all_gather", 0)])
 def test_gathers_in_loops(algorithm: str, pieces: int, ranks: int) -> None:
     fusion = loops(ranks, "M", lambda y: y.stream(0, ranks * pieces or 2, algorithm=algorithm))
-    assert str(lower(fusion, Options())).count("fork ring") == len(LOOPED)  # products beside the gathers of their rows
+    assert str(lower(fusion, Options())).count("fork ring") == len(LOOPED)  # matmuls pipelined with gathers of their rows
     run_loops(fusion, 1)
 
 
@@ -191,7 +191,7 @@ def test_the_compiler_chooses_a_loop() -> None:
     assert "bf16[M, 8192]" not in text
 
 
-# --- ends, layouts, errors ------------------------------------------------------------------------------------------------
+# --- epilogues, layouts, errors---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -38,5 +38,5 @@ def test_emission_needs_no_toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiles_and_links_for_cuda(name: str) -> None:
     program = compiled(fusion(name), target="cuda")
-    assert program.module.name == name  # loading finds every symbol in the libraries, and needs no driver
+    assert program.module.name == name  # loading resolves all symbols and needs no driver
     assert "warning" not in (program.folder / "build.log").read_text()

@@ -33,7 +33,7 @@ from hostweave.tune.cost import most_in_kernel
 from hostweave.types.machine import H200
 from hostweave.types.tensor import DType
 
-WIDTH = 4096  # of rows of which a few are small
+WIDTH = 4096  # width of rows; a few rows are small
 
 
 def mlp(dtype: DType, ranks: int) -> Fusion:
@@ -282,7 +282,7 @@ def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
             place = k * slots + number % slots
             if number <= exchanges and sent[k] < number:
                 if got[k] < landing[place] or (landing[place] and done[peer] < landing[place]):
-                    return True  # the peer has yet to read it, or may do so again
+                    return True  # the peer has not read it yet, or may read it again
                 following.append((done, _with(sent, k, number), got, _with(landing, place, number)))
             number = done[peer] + 1
             if number <= exchanges and got[k] < number and (landing[k * slots + number % slots] == number or not waits):

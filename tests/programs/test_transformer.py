@@ -49,7 +49,7 @@ def programs(variant: Variant) -> Mapping[str, Fusion]:
 
 VARIANTS = (Variant(0, 1, hw.f32), Variant(0, 2, hw.bf16), Variant(2, 2, hw.f32), Variant(0, 8, hw.f32), Variant(2, 4, hw.bf16))
 NAMES = tuple(programs(VARIANTS[0]))
-# Which variants each program is run in. What is not here is run in the third one where it is sequence-parallel, else in the second.
+# Variants of each program. The default is the third for sequence-parallel programs, else the second.
 RUN = {
     "gpt_tp": (0, 4),
     "gpt_sp": (1, 3),

@@ -156,7 +156,7 @@ def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         captured()
 
     threads.run(on_rank)
-    assert len(alive()) <= 2 + 4 * 2  # of `run`, and of each rank's group
+    assert len(alive()) <= 2 + 4 * 2  # variants of `run`, and of each rank's group
     program.close()
 
 

@@ -21,7 +21,7 @@ from hostweave.options import Options
 from hostweave.pipeline import lower
 from hostweave.runtime.cpu import parallel, seeded
 
-# One function of rows, on what both targets have.
+# One function over rows, portable to both targets.
 ROWS = """
 __device__ float scaled(float x, float factor) { return x * factor; }  // scaled(a, b)
 
@@ -39,7 +39,7 @@ __global__ void scale_rows(const float* __restrict__ x, float factor, int64_t ro
 }
 """
 
-# CUDA as one writes it, and the same for the CPU.
+# Idiomatic CUDA, with a CPU version.
 TWICE = """#include <cuda_bf16.h>
 extern "C" __global__ void __launch_bounds__(128) twice(const __nv_bfloat16* x, __nv_bfloat16* y, int64_t n) {
   int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -169,7 +169,7 @@ def test_compiles_for_cuda(make: Any) -> None:
     assert "warning" not in (program.folder / "build.log").read_text()
 
 
-# --- wrong ones -------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 WRONG = """
 __global__ void wrong(const float* x, float* y) {

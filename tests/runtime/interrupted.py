@@ -20,7 +20,7 @@ import numpy as np
 
 import hostweave as hw
 
-SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # seconds in which an interrupt comes
+SPANS = {"run": 0.05, "call": 0.01, "capture": 0.01, "threads": 0.1, "compile": 3.0}  # maximum seconds until an interrupt
 SOON = 10.0  # seconds, on a machine that is busy with other tests
 RANKS = 2
 X, W = np.arange(48, dtype=np.float32).reshape(8, 6) % 7, np.arange(30, dtype=np.float32).reshape(6, 5) % 5
@@ -110,7 +110,7 @@ def main(what: str, to: str, seed: str, count: str, target: str = "cpu") -> None
     moments = random.Random(seed)
     interrupted = Interrupted(moments, target)
     interrupted.works()
-    gc.disable()  # what is left over is not to wait for it
+    gc.disable()  # resources must be freed without garbage collection
     for trial in range(int(count)):
         delay, sent = moments.uniform(0, SPANS[what]), [0.0]
 

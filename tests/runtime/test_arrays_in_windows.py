@@ -82,7 +82,7 @@ def test_nothing_is_copied_that_lies_in_a_window(ranks: int) -> None:
         assert copied(ranks, ("x", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h")) == all_of_them - h
     assert copied(ranks, ("x", "w", "v", "h"), ("w", "v")) == all_of_them - h
-    assert copied(ranks, ("w",)) == all_of_them  # a function has one form for all of its calls
+    assert copied(ranks, ("w",)) == all_of_them  # all calls of a function use one body
 
 
 def test_in_random_schedules() -> None:
@@ -169,7 +169,7 @@ def test_how_long_memory_lives() -> None:
     kept.clear()
     gc.collect()
     again = hw.Threads(1)
-    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # in a turn after that of what is freed
+    again.run(lambda _: hw.init(again).empty((1,), hw.f32).fill(0))  # after the turn that frees memory
     assert counted()["live_bytes"] <= with_both - 2 * (4 << 20) + (2 << 20)
 
 
@@ -187,7 +187,7 @@ def test_dlpack() -> None:
     assert repr(array) == "<array i16[2, 3] in a window, on GPU 0>"
     assert array.__cuda_array_interface__["typestr"] == "<i2"
     references = sys.getrefcount(owner)
-    array.__dlpack__(stream=1)  # a capsule that nobody takes
+    array.__dlpack__(stream=1)  # an unused capsule
     assert sys.getrefcount(owner) == references
     with pytest.raises(AttributeError, match=r"bf16 has no typestr of __cuda_array_interface__; use __dlpack__"):
         _ = WindowArray(owner, module, (2, 3), hw.bf16, 0).__cuda_array_interface__

@@ -100,7 +100,7 @@ def test_libraries_of_a_module_are_those_that_were_checked(empty_cache: Path, tm
     library = Library(empty_cache / entry / used, partial(cache.get_or_make, entry, make_library), f"{entry}.so")
     own = find_target("cpu").runtime_libraries(here, frozenset())
     folder = build("asking", "", here, lambda _: (*own, library), sources)
-    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # which the loader would open
+    assert str(empty_cache).encode() not in (folder / toolchain.MODULE_FILE).read_bytes()  # an rpath, which the loader would use
     planted, kept = tmp_path / "planted", tmp_path / "kept.so"
     planted.mkdir()
     make_library(planted, value=2)
@@ -160,7 +160,7 @@ def test_the_entry_holds_sources_log_and_module(empty_cache: Path) -> None:
 
 def test_the_key_has_the_compiler_and_what_options_change(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hw.compile(doubled).folder
-    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # it has no loop, and nothing to choose
+    assert hw.compile(doubled, options=hw.Options(streams=2, sizes={"M": 8})).folder == folder  # without loops or choices
     compiler = tmp_path / "my-c++"
     compiler.write_text(f'#!/bin/sh\nexec "{toolchain.find_compiler()}" "$@"\n')
     compiler.chmod(0o755)
@@ -588,7 +588,7 @@ def test_an_error_in_a_kernel_is_told_at_its_line(tmp_path: Path) -> None:
 
 @needs_cuda
 def test_cuda(cache_with_runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for fusion in (product, doubled):  # without kernels, and with one
+    for fusion in (product, doubled):  # without and with a kernel
         program = hw.compile(fusion, target="cuda")
         program.build()
         assert program.module.mesh == "mesh(x=2)"

@@ -97,7 +97,7 @@ def test_racing_processes_make_an_entry_once(tmp_path: Path) -> None:
     assert [entry.path.name for entry in cache.entries()] == ["a"]
 
 
-# --- what the package's code is
+# --- stamp of the package
 
 
 def installed(folder: Path) -> dict[str, str]:
@@ -105,7 +105,7 @@ def installed(folder: Path) -> dict[str, str]:
     for path in (TEMPLATES, RUNTIME, EXAMPLES, PACKAGE):
         copy = folder / "codegen" / path.name if path == PACKAGE else folder / path.name
         shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__", NATIVE.name), copy_function=shutil.copy)
-    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # which finds the BLAS library by its own place
+    (folder / "codegen" / PACKAGE.name / NATIVE.name).symlink_to(NATIVE)  # it finds the BLAS library relative to itself
     return {**os.environ, "PYTHONPATH": str(folder / "codegen")}
 
 
@@ -177,13 +177,13 @@ def test_every_file_of_the_package_is_part_of_the_stamp(tmp_path: Path, monkeypa
     stamps = set()
     for path in files:
         status = path.stat()
-        path.write_bytes(path.read_bytes()[::-1])  # as long, and as old
+        path.write_bytes(path.read_bytes()[::-1])  # same size and time
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         stamps.add(tuple(map(cache.stamp_of.__wrapped__, folders)))
     assert len(stamps) == len(files)
 
 
-# --- what is broken
+# --- broken entries
 
 
 @pytest.mark.parametrize("name", ["a", "objects/a"])
@@ -211,7 +211,7 @@ def test_an_entry_that_is_not_whole_is_made_again(name: str, harm: str, tmp_path
     assert [path for path in cache.root().rglob(".*") if path.is_dir()] == []
 
 
-# --- who else may have written there
+# --- permissions
 
 
 def others(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -275,7 +275,7 @@ def test_a_lock_empties_nothing(tmp_path: Path) -> None:
     assert letter.read_text() == "to whom it may concern"
 
 
-# --- what the file system refuses
+# --- errors of the file system
 
 
 def refuse(number: int) -> Callable[[Path], object]:
@@ -311,7 +311,7 @@ def test_names_are_cut_and_differ() -> None:
         assert cache.get_or_make(name, make_text("a")) == cache.lookup(name)
 
 
-# --- how much
+# --- size
 
 
 def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,18 +320,18 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch) -
         cache.get_or_make(name, make_text("x" * 100))
     with pytest.raises(BuildError):
         cache.get_or_make("e", lambda folder: (_ for _ in ()).throw(BuildError("fails")))
-    (cache.root() / ".f.0123").mkdir()  # of a build that was killed
+    (cache.root() / ".f.0123").mkdir()  # left by a killed build
     (cache.root() / ".f.0123" / "SHA256SUMS").touch()
     for name, ago in {**hours, ".f.0123": 6, "failed/e": 6}.items():
         os.utime(cache.root() / name / "SHA256SUMS", (time.time() - ago * 3600,) * 2)
-    cache.lookup("a")  # is a use
+    cache.lookup("a")  # counts as a use
 
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0.2kB")
     cache.evict()
     assert {entry.path.name for entry in cache.entries()} == {"a", "d"}
     monkeypatch.setenv("HOSTWEAVE_CACHE_LIMIT", "0")
     cache.evict()
-    assert {entry.path.name for entry in cache.entries()} == {"a"}  # somebody may be about to link it
+    assert {entry.path.name for entry in cache.entries()} == {"a"}  # another build may be about to link it
 
 
 @pytest.mark.parametrize(("text", "size"), [("10 GB", 10**10), ("1.5MB", 1500000), ("700", 700), ("0 B", 0), ("", 10**10)])

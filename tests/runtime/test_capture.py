@@ -172,7 +172,7 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
         (one,) = group.programs.values()
         for i in (*random.permutation(3), *random.integers(3, size=26)):
             call(*sets[i])
-            assert one._common_graphs.agreed == (len(results) >= 8)  # from call 9 on: of those before 5 some were new
+            assert one._common_graphs.agreed == (len(results) >= 8)  # from call 9: some arrays were new before call 5
         graphs = one._native.graphs
         call(*sets[0] if rank else new())
         assert one._native.graphs == graphs + (rank == 0)
@@ -180,7 +180,7 @@ def test_ranks_decide_together_what_is_a_graph(name: str, ranks: int) -> None:
         fresh = [new() for _ in range(40)]
         for i, mine in enumerate(fresh):
             call(*sets[0] if rank or i in (0, 1) else mine)
-            assert one._common_graphs.agreed == (len(results) < 63)  # which is call 65
+            assert one._common_graphs.agreed == (len(results) < 63)  # call 65
         return results
 
     for result in zip(*threads.run(on_rank), strict=True):
@@ -191,7 +191,7 @@ def test_graphs_of_windows_that_were_outgrown_are_not_launched() -> None:
     """If a rank captures again, peers write to the new windows, even if they have older graphs of the same arrays."""
     fusion = fusion_of("ag_matmul_put", 2, 3, hw.bf16)
     program, threads = compiled(fusion, options=hw.Options(graph="auto", transport="one_sided")), hw.Threads(2)
-    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # more than a piece of 2 MiB
+    values, larger = (integer_arrays(fusion, {"M": rows, "K": 1024, "N": 4}, 0) for rows in (8, 4096))  # larger than a 2 MiB piece
 
     def on_rank(rank: int) -> list[Any]:
         group, results = hw.init(threads, call_timeout=20), []
@@ -351,7 +351,7 @@ def test_captures_of_others(ranks: int) -> None:
         for one in (program, other):
             one(x, up, down, out=y)
         fails("the program is not prepared for arrays of these shapes; call it once before", x[:2].copy(), up, down)
-        if ranks > 1:  # that are threads, and have found together that none of them is ready now
+        if ranks > 1:  # rank threads, which found together that none is prepared
             program(x, up, down, out=y)
         with captures.graph(stream) as graph:
             program(x, up, down, out=y, stream=stream)
@@ -368,7 +368,7 @@ def test_captures_of_others(ranks: int) -> None:
             twice = np.split(wanted(want, arrays["up"], arrays["down"]), ranks)[rank]
             captures.launch(graph, launching)
             captures.launch(graph, second)
-            program(x, up, down, out=beside)  # after the launches, though on no stream of theirs
+            program(x, up, down, out=beside)  # ordered after the launches, on another stream
             np.testing.assert_array_equal(beside, np.split(want, ranks)[rank])
             captures.wait(second)
             for got, block in ((y, np.split(want, ranks)[rank]), (z, twice), (last, twice)):
@@ -402,7 +402,7 @@ def test_a_capture_that_fails_is_an_error_of_that_call(call: str) -> None:
         return message
 
     messages = sorted(threads.run(on_rank))
-    if call == "cudaMalloc":  # what a capture does not call
+    if call == "cudaMalloc":  # a capture does not allocate
         Captures(0).library["hw_cpu_fail_call"](c_char_p(b""), 0)
         assert messages == ["", ""]
     else:
@@ -461,7 +461,7 @@ def test_the_call_that_is_not_done_is_told_by_its_number(before: int) -> None:
         waiting = threading.Thread(target=step.launch, args=(stream,))
         waiting.start()
         try:
-            time.sleep(0.1)  # a look in between would find out more
+            time.sleep(0.1)  # a poll in between would see more
             name, made, done = "", 0, 0
             while made < before + 2:
                 name, made, done, _ = next(iter(group.programs.values())).progress

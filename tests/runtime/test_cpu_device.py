@@ -16,7 +16,7 @@ from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
 HERE = Path(__file__).resolve().parent / "cpu_device"
-pytestmark = pytest.mark.xdist_group("cpu_device")  # whose programs are compiled once
+pytestmark = pytest.mark.xdist_group("cpu_device")  # compiles its programs once
 FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
 
 
@@ -56,7 +56,7 @@ def suite_command(device: Device, suite: str) -> list[str | Path]:
     names = ("staging", "instance", "straighten_cpu", "member", "target_cuda", "signals_cuda", "process_group", "device_lease")
     driver = [f"{RUNTIME}/driver/src/{name}.cpp" for name in names]
     runtime = [f"{RUNTIME}/src/{name}.cpp" for name in ("rank", "check", "streams")]
-    merged = device.folder / f"{suite}_merged.cpp"  # each by itself would read the standard headers again
+    merged = device.folder / f"{suite}_merged.cpp"  # merged, to parse the standard headers once
     merged.write_text("".join(f'#include "{path}"\n' for path in (HERE / f"{suite}.cpp", *driver, *runtime)))
     options = [*read_first, f"-I{RUNTIME / 'include'}", f"-I{RUNTIME / 'driver' / 'include'}", "-Wno-subobject-linkage"]
     return device.build_command(suite, [str(merged)], options)

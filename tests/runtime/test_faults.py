@@ -85,7 +85,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         program.build()
         device.fail(call, nth)
         if not (report := report_of(how, program)):
-            break  # it was not called so often
+            break  # fewer calls than n
         assert f"{call}: made to fail" in report
         device.fail("", 0)
         np.testing.assert_array_equal(how(program), X @ W)
@@ -95,7 +95,7 @@ def test_a_call_that_fails(call: str, how: Callable[[hw.Program], Any], device: 
         gc.collect()
         deadline = time.monotonic() + 20
         while (after := device.live()) != before and time.monotonic() < deadline:
-            time.sleep(0.01)  # what others use meanwhile is freed by a thread
+            time.sleep(0.01)  # resources in use are freed later by a thread
         assert after == before, nth
     assert nth > 1
     assert time.monotonic() - started < 100  # the device would wait 120 seconds for a rank that does not come

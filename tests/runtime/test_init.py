@@ -43,7 +43,7 @@ from hostweave.runtime.windows import Windows
 from hostweave.targets.cuda import handle_of
 from hostweave.targets.target import find_target
 
-# --- what works -------------------------------------------------------------------------------------------------------
+# --- success ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_rank_has_the_result() -> None:
@@ -256,7 +256,7 @@ def test_arrays_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         call()
     assert str(caught.value) == message
-    np.testing.assert_array_equal(ALONE(X), X.sum(0))  # the group is none the worse
+    np.testing.assert_array_equal(ALONE(X), X.sum(0))  # the group still works
     group.close()
 
 
@@ -269,7 +269,7 @@ def test_an_output_that_cannot_be_written_to() -> None:
     group.close()
 
 
-BYTES = np.zeros(1024, np.uint8)  # of which the arrays of a call are parts
+BYTES = np.zeros(1024, np.uint8)  # arrays of a call are slices of it
 
 
 def part(begin: int, *shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -296,7 +296,7 @@ def test_outputs_that_overlap(library: str) -> None:
     shape = (4, 2)  # 32 bytes
     for x, w, y, z, overlap in (
         (0, 32, 64, 96, None),
-        (0, 0, 64, 96, None),  # inputs may be one
+        (0, 0, 64, 96, None),  # inputs may overlap
         (96, 64, 32, 0, None),
         (0, 32, 64, 64, outputs),
         (0, 32, 64, 92, outputs),
@@ -316,7 +316,7 @@ def test_outputs_that_overlap(library: str) -> None:
         both = (" and ".join(overlap), " and ".join(reversed(overlap)))
         assert str(caught.value) in [f"pair: out=: {names} overlap in memory; pass an array of its own" for names in both]
     nothing = [given(part(at, 0, 2)) for at in (0, 0, 0, 0)]
-    program(*nothing[:2], out=tuple(nothing[2:]))  # without bytes nothing overlaps
+    program(*nothing[:2], out=tuple(nothing[2:]))  # empty arrays do not overlap
     group.close()
 
 

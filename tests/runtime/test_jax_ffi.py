@@ -16,7 +16,7 @@ from hostweave.build.cuda import gpus
 
 jax = pytest.importorskip("jax", reason="needs JAX: pip install '.[jax]'")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of JAX
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of JAX
 
 
 def mlp_on(ranks: int) -> hw.Fusion:
@@ -40,7 +40,7 @@ def wanted(x: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def group() -> Iterator[hw.Group]:
     made = hw.init(hw.Threads(1))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # where JAX would take a GPU
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # JAX would prefer a GPU
         yield made
     made.close()
 
@@ -61,7 +61,7 @@ def test_it_is_part_of_a_jitted_function() -> None:
     np.testing.assert_allclose(mlp(X[:3], W, V)[0], wanted(X[:3])[0], rtol=1e-5, atol=1e-5)  # another size, without jit
 
 
-# Each process has the columns of its rank; the second and third call depend on the first alone.
+# Weights are sharded by columns; the second and third call depend only on the first.
 RANK = """
 import sys
 import jax, numpy as np

@@ -27,7 +27,7 @@ from hostweave.build.cuda import gpus
 
 GPUS = len(gpus())
 NOTICED = 4  # seconds, on a machine that is busy with other tests: documentation says about one
-ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs: of collectives, of puts, and of puts where that can be
+ENDLESS, SIGNALLED, CHOSEN = "matmul_rs_flat", "mlp_put", "chosen"  # programs with collectives, with puts, and with puts if possible
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Place:
 
     target: str
     programs: str
-    ranks: int  # of those that run all of them
-    killed: int  # of those of which one is killed
-    trials: int  # how often
+    ranks: int  # ranks that run all programs
+    killed: int  # ranks in tests that kill one
+    trials: int  # repetitions
 
     @property
     def right(self) -> str:
@@ -74,7 +74,7 @@ def build(programs: Iterable[hw.Program]) -> None:
         list(pool.map(hw.Program.build, programs))
 
 
-# --- how they are started ---------------------------------------------------------------------------------------------
+# --- launchers --------------------------------------------------------------------------------------------------------
 
 
 def torchrun(place: Place) -> list[str]:
@@ -163,7 +163,7 @@ def test_a_graph_outlives_its_group(place: Place) -> None:
             assert ranks.ended(rank) == 0
 
 
-# --- a rank that is gone ----------------------------------------------------------------------------------------------
+# --- a missing rank ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         for rank in range(2):
             ranks.line(rank, 300, beginning="ready")
         ranks.processes[other].send_signal(signal.SIGSTOP)
-        time.sleep(1)  # so that the other one waits for it
+        time.sleep(1)  # until the other one waits for it
         ranks.processes[interrupted].send_signal(signal.SIGINT)
         why = f"rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
@@ -295,7 +295,7 @@ def kill_a_rank(place: Place, program: str, trial: int, stands_still: bool = Fal
         for rank in range(count):
             ranks.line(rank, 300, beginning="ready")
         time.sleep(moment.uniform(0, 1.5))
-        if stands_still:  # so that the others have come to where they wait for it
+        if stands_still:  # until the others wait for it
             ranks.processes[victim].send_signal(signal.SIGSTOP)
             time.sleep(1)
         ranks.processes[victim].kill()

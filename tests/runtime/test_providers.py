@@ -110,7 +110,7 @@ def test_slurm() -> None:
     step = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"}
     launch = Launch(step | {"SLURM_STEP_NODELIST": "gpu[03-04]"})
     assert (launch.rank, launch.count, launch.local_rank, launch.host, launch.job) == (5, 16, 5, "gpu03", "77 0")
-    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # the batch script itself
+    assert not launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "77"})  # a batch script outside srun
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_mpi(spread: bool) -> None:
         provider = MPI(FakeComm(rank, shared))
         store = provider.store("default", 20)
         world = meet(store, "default", *provider.rank_and_count("default"), 20)
-        again = provider.store("default", 20)  # needs MPI no more
+        again = provider.store("default", 20)  # does not need MPI again
         records = StoreMeeting(again, world.prefix, rank, 3).gather(str(rank), 20)
         for one in (store, again):
             assert isinstance(one, TcpStore)

@@ -300,7 +300,7 @@ def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))]  # but for reports of the watchdog
+        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))]  # without reports of the watchdog
         right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
         assert (right, again, anew) == ("[0. 1.]",) * 3
         assert seeded == (
@@ -317,7 +317,7 @@ def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
         )
 
 
-# --- processes: what can be shown of them without GPUs ----------------------------------------------------------------
+# --- processes, without GPUs ------------------------------------------------------------------------------------------
 
 
 def as_processes(count: int, function: Callable[[hw.Group], Any], call_timeout: float = 1) -> list[Any]:
@@ -379,7 +379,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
         return gather(self, record, timeout)
 
     monkeypatch.setattr(StoreMeeting, "gather", counted)
-    if by == "store":  # as on two hosts
+    if by == "store":  # as if on two hosts
         monkeypatch.setattr(hw.Group, "_made_board", lambda group: (None,))
 
     def rank(group: hw.Group) -> None:
@@ -387,7 +387,7 @@ def test_processes_exchange_nothing_at_a_call_of_the_last_sizes(by: str, meeting
             np.testing.assert_array_equal(AG_MATMUL(x_of(group.rank), w, group=group), X @ w)
 
     assert as_processes(RANKS, rank, call_timeout=20) == [None] * RANKS
-    # The program, the arrays of the first call, and the memory of the board, or sizes each time that they change.
+    # The program, the arrays of the first call, and the board's memory, or sizes at each change.
     assert len(gathered) == meetings * RANKS
 
 

@@ -57,7 +57,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
         np.testing.assert_array_equal(out, x)
     assert checks == ["x", "kept", PROGRAM._host.outputs[1].name]
     other = x * 2
-    total, scaled = model(other, kept)  # one of its own, and new outputs
+    total, scaled = model(other, kept)  # another input, and new outputs
     assert total is kept
     np.testing.assert_array_equal(scaled, other)
     assert len(checks) == 5
@@ -132,7 +132,7 @@ def test_a_program_that_is_dropped_is_freed_at_once(checks: list[str]) -> None:
     gc.disable()
     try:
         del program
-        assert local() is not None  # what has inputs bound still calls it
+        assert local() is not None  # the program with bound inputs still uses it
         del model
         assert local() is None
     finally:

@@ -292,7 +292,7 @@ def test_without_gpus(version: str | None, gpus: int, message: str, monkeypatch:
 def test_ctrl_c(broken) -> None:
     program = broken("ncclSend", "for (volatile int i = 0; hw_cpu_failed() == 0;) hw_cpu_pause();LINE")
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without this handler
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from hostweave.build.cache import lookup, name_of, replace
 from hostweave.runtime.algorithms import Measured
 from hostweave.runtime.local import LocalProgram
 
-pytestmark = pytest.mark.xdist_group("tuned")  # what is measured is kept in one file
+pytestmark = pytest.mark.xdist_group("tuned")  # measurements share one file
 
 DEVICE = ctypes.CDLL(str(NATIVE / "libhostweave_cpu.so"))
 DEVICE.hw_cpu_runs_of_algorithm.restype = ctypes.c_uint64
@@ -87,7 +87,7 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     first, second = threads.run(on_rank)[0]
     new = {problem: number for problem, number in known(program).items() if problem not in before}
     assert set(new.values()) == {2}
-    assert len(new) == 2  # of two products, each measured by one of the ranks
+    assert len(new) == 2  # two matmuls, each measured by one rank
     assert min(first[:2]) >= 2 * 8
     assert first[2] == first[0] + 4
     assert second == [0, 0, 4]
@@ -98,21 +98,21 @@ def test_the_fastest_is_found_and_kept_and_taken_again() -> None:
     kept = json.loads((folder / "algorithms.json").read_text())
     assert {problem: bytes.fromhex(kept[problem])[0] for problem in new} == new
 
-    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # as another process may have found
+    kept.update(dict.fromkeys(new, "01" + "00" * 63))  # as if from another process
     replace(ENTRY, lambda made: (made / "algorithms.json").write_text(json.dumps(kept)))
     again = hw.compile(mlp, options=hw.Options(tune=True, streams=3))
     runs()
     np.testing.assert_array_equal(again.run(**given), wanted(**given))
     assert runs() == [0, 4, 0]
     (lookup(ENTRY) / "algorithms.json").write_text("{}")  # type: ignore[operator]
-    assert lookup(ENTRY) is None  # what was not written by this is not taken
+    assert lookup(ENTRY) is None  # foreign entries are not used
 
 
 def test_nothing_is_measured_unless_that_is_asked_for() -> None:
     given = arrays(21)
     np.testing.assert_array_equal(hw.compile(mlp).run(**given), wanted(**given))
     assert runs()[1:] == [0, 0]
-    DEVICE.hw_cpu_set_algorithms(1)  # as it is: there is nothing to choose
+    DEVICE.hw_cpu_set_algorithms(1)  # default: one algorithm
     program = hw.compile(mlp, options=hw.Options(tune=True))
     before = known(program)
     np.testing.assert_array_equal(program.run(**given), wanted(**given))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_sizes_of_ranks import on_two_ranks
 
-pytestmark = pytest.mark.xdist_group("tuned")  # what is measured is kept in one file
+pytestmark = pytest.mark.xdist_group("tuned")  # measurements share one file
 
 SCRIPT = """
 import ctypes

@@ -132,7 +132,7 @@ def test_products_beside_kernels_that_communicate_take_longer() -> None:
     sizes = {"M": 8192, "K": 8192, "N": 7168}
     found = predicted(product(8, ("M", "N"), is_gathered=True, chunks=8, algorithm="p2p"), sizes)
     times = [event.micros for event in found.of_rank(0) if event.kind == COMPUTE]
-    assert times[0] > 1.5 * times[-1]  # nothing is sent beside the last one
+    assert times[0] > 1.5 * times[-1]  # nothing overlaps with the last one
 
 
 def test_names_are_the_users() -> None:
@@ -283,4 +283,4 @@ def test_1024_ranks_take_less_than_30_seconds() -> None:
     assert len(str(report).splitlines()) == 20
     assert perf_counter() - begin < 30
     assert len(report.predicted.ranks) == 1024
-    assert len({total.busy for total in report.predicted.totals}) == 1  # all do the same
+    assert len({total.busy for total in report.predicted.totals}) == 1  # equal work

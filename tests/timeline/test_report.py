@@ -90,7 +90,7 @@ def test_boxes_of_one_lane_lie_side_by_side(report: Report) -> None:
         if "compute" in box.get("class", ""):
             x = float(box.get("x", 0))
             lanes.setdefault(box.get("y", ""), []).append((x, x + float(box.get("width", 0))))
-    assert len(lanes) == 4  # of each rank the loop, and the kernel behind it
+    assert len(lanes) == 4  # per rank: the loop, and the kernel after it
     for spans in lanes.values():
         assert all(end <= start + 0.02 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:], strict=False))
 
@@ -193,7 +193,7 @@ def test_ticks_are_few_and_round() -> None:
 
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
-# Run in the page: what is shown at first, on an event, and after the wheel.
+# Runs in the page: contents at first, on an event, and after the wheel.
 PROBE = """<script>
 const seen = {boxes: events.length, texts: [...texts.values()].filter(text => text.style.display === "").length};
 const put = events.find(box => data.timelines[0].events[box.dataset.n].name.startsWith("put"));
@@ -216,7 +216,7 @@ def test_the_page_in_a_browser(report: Report, tmp_path: Path) -> None:
     page.write_text(report.html().replace("</body>", PROBE))
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     run = subprocess.run([*browser, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
-    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # behind the probe itself
+    *_, found = re.findall(r'<pre id="seen">(.*?)</pre>', run.stdout)  # after the probe itself
     seen = json.loads(found.replace("&gt;", ">").replace("&amp;", "&"))
     assert seen["boxes"] == len(report.predicted.events)
     assert seen["texts"] >= 4
