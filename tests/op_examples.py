@@ -91,6 +91,7 @@ EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Ar
     "astype": (lambda x: hw.astype(x, hw.i32), lambda x: x.astype(np.int32)),
     "copy": (hw.copy, lambda x: x),
     "iota": (lambda x: hw.iota(x, "N"), lambda x: np.arange(3)),
+    "fill": (lambda x: hw.full(("N", 2), -3, x.dtype) * x[0, 0], lambda x: np.full((3, 2), -3) * x[0, 0]),
     "philox": (lambda x: hw.uniform(x, seed=3), lambda x: philox(np, *np.ogrid[:2, :3], 0, 0, 3, 0)),
     "sum": (lambda x: hw.sum(x, axis="N"), lambda x: x.sum(axis=1)),
     "prod": (hw.prod, np.prod),

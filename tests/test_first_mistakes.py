@@ -112,7 +112,10 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], str]] = {
     "mesh of two": (lambda: hw.Mesh((2, 4)), "write hw.Mesh(x=2, y=4)"),
     "options": (lambda: hw.Options(stream=4), "has no parameter 'stream'; did you mean streams?"),
     "option": (lambda: hw.Options(foo=4), "Options: Options has no parameter 'foo'; one of streams, check, sizes, "),
-    "zeros": (lambda: hw.zeros, "use a Python number, or hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"),
+    "zeros": (lambda: hw.zeros(3), "fill: no function is being traced; call it in the function of an hw.fusion"),
+    "like": (lambda: hw.zeros_like, "hw.zeros_like: hostweave has no zeros_like; use hw.zeros(x.shape, x.dtype)"),
+    "eye": (lambda: hw.eye, "use hw.arange(n)[:, None] == hw.arange(n)[None, :]"),
+    "no inputs": (lambda: hw.fusion()(lambda: hw.zeros(3)), "fusion @program has no inputs; a program computes on tensors: give it one"),
     "unknown": (lambda: hw.quantile, "hw.quantile: hostweave has no quantile; dir(hw) lists the names"),
     "complex": (lambda: hw.complex64, "hw.complex64: hostweave has no complex64; there are no complex numbers"),
     "function": (lambda: hw.sofmax, "hw.sofmax: hostweave has no sofmax; did you mean softmax?"),
@@ -235,11 +238,10 @@ def test_the_remedies_for_constants_compute_them() -> None:
     """The remedy works for any values of the tensor whose shape it uses."""
 
     def constants(x):  # type: ignore[no-untyped-def]
-        zeros = hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, hw.f32), x.shape)
-        return zeros, zeros + 0.5, hw.iota(x, 0, hw.i32)
+        return hw.zeros(x.shape, x.dtype), hw.full(x.shape, 0.5), hw.arange(x.shape[0])[:, None] == hw.arange(x.shape[0])[None, :]
 
     made = hw.compile(fused(constants)).run(np.full((4, 2), np.nan, np.float32))
-    for got, want in zip(made, (np.zeros((4, 2)), np.full((4, 2), 0.5), range(4)), strict=True):
+    for got, want in zip(made, (np.zeros((4, 2)), np.full((4, 2), 0.5), np.eye(4)), strict=True):
         np.testing.assert_array_equal(got, want)
 
 

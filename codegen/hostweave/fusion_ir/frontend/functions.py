@@ -19,7 +19,7 @@ from hostweave.fusion_ir.ops.reductions import *  # noqa: F403
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import Size, product
-from hostweave.types.tensor import Dim, DType, TensorType, bf16, i32
+from hostweave.types.tensor import Dim, DType, TensorType, bf16, bool_, f32, i32
 
 SizeLike = int | str | Size
 
@@ -144,6 +144,90 @@ def iota(x: Tensor, axis: Axis, dtype: DType = i32) -> Tensor:
     """Vector 0, 1, 2, ... of an integer `dtype`, with as many elements as x has along `axis`."""
     size = x.type.shape[dim_of(x, axis, "iota")]
     return record("iota", target=TensorType(dtype, (Dim(size),)), beside=x)
+
+
+# --- constants --------------------------------------------------------------------------------------------------------
+
+
+@checked
+def zeros(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
+    """A tensor of zeros. `shape` is a size or a list of sizes, ints or text such as "M".
+
+    Each name is that of a dim of an input. The tensor is replicated, and `hw.reshard` shards it.
+    Raises ProgramError for another shape or dtype, and outside of a fusion.
+
+    Example: `hw.concat([hw.zeros((1, "N")), x], axis=0)` of `x: f32[M, N]`.
+    """
+    return _constant("zeros", shape, 0, dtype)
+
+
+@checked
+def ones(shape: SizeLike | Sequence[SizeLike], dtype: DType = f32) -> Tensor:
+    """A tensor of ones, with shape and dtype as for `hw.zeros`. Raises ProgramError.
+
+    Example: `hw.ones(("M", "N"), hw.bf16)`, `hw.ones("M")`.
+    """
+    return _constant("ones", shape, 1, dtype)
+
+
+@checked
+def full(shape: SizeLike | Sequence[SizeLike], fill_value: Scalar, dtype: DType = f32) -> Tensor:
+    """A tensor of which each element is `fill_value`, a Python number, with shape and dtype as for `hw.zeros`.
+
+    Raises ProgramError for a number that the dtype does not have: of ints those beyond its range and fractions.
+
+    Example: `hw.full(("M", "N"), -float("inf"))`.
+    """
+    return _constant("full", shape, fill_value, dtype)
+
+
+@checked
+def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: DType = i32) -> Tensor:
+    """The vector start, start + step, ... of numbers before `stop`; with one argument from 0 to before that.
+
+    `stop` may be a size as text, such as "M"; `start` and `step` are then ints, and step is 1 or a divisor of `stop - start` at each call.
+    Elements are computed in i64 for a dtype of 64 bits, otherwise in i32. Raises ProgramError for others, and for bool.
+
+    Example: `hw.arange("M")` numbers the rows of `x: f32[M, N]`.
+    """
+    if stop is None:
+        start, stop = 0, start
+    if type(start) is not int or type(step) is not int or step == 0:
+        raise ProgramError.here(f"arange: start={start!r}, step={step!r}: both are ints, and step is not 0; write hw.arange('M') + first")
+    _expect_dtype("arange", dtype)
+    if dtype == bool_:
+        raise ProgramError.here("arange: a vector of bools counts nothing; use an integer or floating dtype")
+    end = Size(stop) if type(stop) is int else _size_of(stop, "arange")
+    if end.is_int:
+        count: Size | None = Size(len(range(start, int(end), step)))
+    else:
+        count = (end - Size(start)) // step if step > 0 else None
+    if count is None or count == Size(0):
+        what = "there is none" if count else "their number cannot be written as a size; count up from 0 and compute"
+        raise ProgramError.here(f"arange: of the numbers from {start} to before {end} by {step} {what}")
+    counted = dtype if dtype.kind in ("int", "uint") else i32
+    numbers = record("iota", target=TensorType(counted, (Dim(count),)))
+    numbers = numbers if step == 1 else numbers * step
+    numbers = numbers if start == 0 else numbers + start
+    return numbers if counted == dtype else astype(numbers, dtype)
+
+
+def _constant(name: str, shape: SizeLike | Sequence[SizeLike], value: Scalar, dtype: DType) -> Tensor:
+    _expect_dtype(name, dtype)
+    if isinstance(value, Tensor) or not isinstance(value, int | float):
+        raise ProgramError.here(f"{name}: {value!r} is no Python number; use hw.broadcast_to on a tensor")
+    if dtype.kind in ("int", "uint", "bool"):
+        bits = 1 if dtype == bool_ else 8 * dtype.itemsize
+        least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype.kind == "int" else (0, (1 << bits) - 1)
+        if value != value or value in (float("inf"), -float("inf")) or int(value) != value or not least <= value <= most:
+            raise ProgramError.here(f"{name}: {dtype} has no {value!r}; give an int from {least} to {most}, or a floating dtype")
+    sizes = (shape,) if isinstance(shape, int | str | Size) else shape
+    return record("fill", target=TensorType(dtype, tuple(Dim(_size_of(dim, name)) for dim in sizes)), value=value + 0)
+
+
+def _expect_dtype(name: str, dtype: object) -> None:
+    if not isinstance(dtype, DType):
+        raise ProgramError.here(f"{name}: {dtype!r} is not a dtype; use hw.f32, hw.bf16 and the like")
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------

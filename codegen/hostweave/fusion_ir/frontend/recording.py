@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hostweave.base.errors import Location, ProgramError
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
 Axis = int | str
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+
+
+class Recorder(Protocol):
+    """A trace: it writes ops down."""
+
+    def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor: ...
+
+
+being_traced: ContextVar[Recorder | None] = ContextVar("being_traced", default=None)  # by the innermost function that runs
 
 
 class Unary(Protocol):
@@ -42,8 +52,8 @@ def record(
 ) -> Tensor:
     """Records one op and returns its result. `target` is the part of the result's type that the user states.
 
-    `beside` is a tensor of the same function, for an op without operands. `callee` is the function of a call, and `user_kernel` the C++ of
-    a kernel.
+    `beside` is a tensor of the same function, for an op without operands. Without `beside` such an op belongs to the function being traced.
+    `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
 
     Raises ProgramError if an operand is no tensor of this fusion, or operands do not fit.
     """
@@ -55,6 +65,10 @@ def record(
                 why = "a size that is known only at a call, and no number; use hw.mean for a mean, or make the number an input"
             raise ProgramError(f"{kind}: {operand!r} is {why}", location)
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
+    if not known and not operands and target is not None:
+        if (trace := being_traced.get()) is None:
+            raise ProgramError(f"{kind}: no function is being traced; call it in the function of an hw.fusion", location)
+        return trace.record(Op(kind, (), Value("", target), attributes(**values), location), operands, (), target)
     if not known:
         raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)
     op = Op(kind, (), Value("", known[0].type), attributes(**values), location, callee=callee, user_kernel=user_kernel)

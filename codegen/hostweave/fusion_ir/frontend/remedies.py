@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from hostweave.base.errors import ProgramError, nearest
 from hostweave.types.size import Size, product
 
-_ZEROS = "hw.broadcast_to(hw.astype(hw.iota(x, -1, hw.i32) * 0, dtype), x.shape)"
 # Names in other libraries, with the equivalent here.
 _OTHER_WORDS = {
     "view": "hw.reshape(x, ...)",
@@ -38,9 +37,11 @@ _OTHER_WORDS = {
     "topk": "hw.top_k(x, k)",
     "index_select": "hw.take(x, ids, axis)",
     "index_add": "hw.scatter_add(x, axis, ids[:, None], source)",
-    **dict.fromkeys(("zeros", "zeros_like"), f"a Python number, or {_ZEROS}"),
-    **dict.fromkeys(("ones", "ones_like", "full", "full_like"), f"a Python number, or add it to {_ZEROS}"),
-    "arange": "hw.iota(x, axis, dtype), as long as that dim of x",
+    **dict.fromkeys(("zeros_like", "new_zeros", "empty", "empty_like"), "hw.zeros(x.shape, x.dtype)"),
+    **dict.fromkeys(("ones_like", "new_ones"), "hw.ones(x.shape, x.dtype)"),
+    **dict.fromkeys(("full_like", "new_full"), "hw.full(x.shape, value, x.dtype)"),
+    "eye": "hw.arange(n)[:, None] == hw.arange(n)[None, :]",
+    "linspace": "hw.arange(n, dtype=hw.f32) * step + first",
     "item": "the result of the program",
     "numpy": "the result of the program",
 }

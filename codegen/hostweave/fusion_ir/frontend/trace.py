@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hostweave.base.errors import Location, ProgramError, UnknownAttribute, did_you_mean, is_of_package
 from hostweave.base.signatures import checked
 from hostweave.fusion_ir.frontend.indexing import Index, indexed
-from hostweave.fusion_ir.frontend.recording import dim_of, record
+from hostweave.fusion_ir.frontend.recording import being_traced, dim_of, record
 from hostweave.fusion_ir.frontend.remedies import SizeName, instead_of
 from hostweave.fusion_ir.ir import CHUNKINGS, Fusion, Op, Scalar, Stream, Value
 from hostweave.fusion_ir.ops import OPS, fits, infer_type, needs_whole, operand_types
@@ -288,9 +288,10 @@ class _Trace:
         if self.is_traced:
             raise ProgramError(f"{kind}: the function of {known[0].type} has returned; compute in it, or with what a run gives", location)
         if target is not None:
-            target = placed_on(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=known[0].type.mesh)
+            mesh = known[0].type.mesh if known else None
+            target = placed_on(target, self.mesh, location) if kind == "reshard" else replace(target, mesh=mesh)
         self.look_at_variables()
-        is_float = known[-1].dtype.kind == "float"
+        is_float = bool(known) and known[-1].dtype.kind == "float"
         names = tuple(_weak(o, is_float) if isinstance(o, int | float) else o._value.name for o in operands)
         op = replace(op, operands=names, result=Value("", target or known[0].type))
         derived = infer_type(op, operand_types(op, self.types))
@@ -303,7 +304,11 @@ class _Trace:
     def call(self, function: Callable[..., Any], arguments: Mapping[str, Tensor]) -> Any:
         """Calls the user's function, and names tensors after its variables."""
         linecache.checkcache()  # a file may have changed since an earlier trace read its lines
-        returned = function(**arguments)
+        outer = being_traced.set(self)
+        try:
+            returned = function(**arguments)
+        finally:
+            being_traced.reset(outer)
         self.take_variables()
         self.frames.clear()  # frames keep all variables alive
         return returned

@@ -85,6 +85,8 @@ def traced(
             trace.name(result, result._variable)
         elif result._name is None and len(outputs) == 1:
             trace.name(result, unique_name("y", trace.named))
+    if not inputs:
+        raise ProgramError(f"{word} @{name} has no inputs; a program computes on tensors: give it one", location)
     finished = replace(_finished(name, trace, outputs), donated=donated)
     verify_fusion(finished)
     trace.is_traced = True
