@@ -48,7 +48,7 @@ OTHER_OP = {
 }
 
 
-# --- one instruction ------------------------------------------------------------------------------------------------
+# --- one instruction --------------------------------------------------------------------------------------------------
 
 
 def _other_place(i: tree.Instruction) -> Iterator[tuple[str, tree.Instruction]]:
@@ -197,7 +197,7 @@ def _swapped(walked: list[tree.Instruction], types: dict[str, BufferType], name:
                     yield "swapped weights of two layers", f"{name} {one}, {other}: %{left}, %{right}", lambda e=edits: edited(e)
 
 
-# --- one op of a kernel ---------------------------------------------------------------------------------------------
+# --- one op of a kernel -----------------------------------------------------------------------------------------------
 
 
 def of_kernels(host: HostProgram) -> Iterator[Any]:

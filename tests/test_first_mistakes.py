@@ -260,7 +260,7 @@ def test_a_file_named_by_text(tmp_path: Path) -> None:
     assert "__global__ void twice" in str(fusion)
 
 
-# --- arrays by position and by name ------------------------------------------------------------------------------------
+# --- arrays by position and by name -----------------------------------------------------------------------------------
 
 PRODUCT = hw.compile(fused(lambda x, w: hw.matmul(x, w), **WEIGHTED))
 

@@ -104,7 +104,7 @@ class Compiled:
         return compiled(on_mesh(self.given, mesh), self.target.name, options)
 
     def report(self, predicted: Timeline, measured: Timeline | None = None) -> Report:
-        """The timelines with the fusion as a graph, and what each pass has changed."""
+        """Report of the timelines, with the fusion as a graph, and the changes of each pass."""
         from hostweave.timeline.graph import changes_of, graph_of
         from hostweave.timeline.report import Report
 

@@ -104,7 +104,7 @@ def test_fusion_texts_that_were_changed(seed: int) -> None:
     assert programs < 100
 
 
-# --- excessive sizes ------------------------------------------------------------------------------------------------
+# --- excessive sizes --------------------------------------------------------------------------------------------------
 
 CPU_DEVICE = "host @p(%x: f32[M@x]) -> (%y: f32[M@x]) mesh(x=2) {\n  BODY\n}\n"
 BIG = "9" * 400

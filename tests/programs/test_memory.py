@@ -107,7 +107,7 @@ def test_larger_programs_match_numpy(make: Callable[[int, DType], Fusion], ranks
                     np.testing.assert_allclose(got, block, 1e-4, 1e-5)
 
 
-# --- missing dependencies with shared memory -------------------------------------------------------------------------
+# --- missing dependencies with shared memory --------------------------------------------------------------------------
 
 SHARED = """\
 kernel @double(%a: f32[M, N]) {

@@ -132,7 +132,7 @@ def test_host_programs_compute_the_same(kind: str) -> None:
         near(interpret(host, given_to("K", given))[0][host.outputs[0].name], exact(given), terms=64)
 
 
-# --- chunk loops --------------------------------------------------------------------------------------------------------
+# --- chunk loops ------------------------------------------------------------------------------------------------------
 
 
 LOOPED = ("tensor", "row", "blocks")

@@ -175,7 +175,7 @@ def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "launch_all_reduce" not in str(made.compiled.host)
 
 
-# --- the verifier and the check -----------------------------------------------------------------------------------------
+# --- the verifier and the check ---------------------------------------------------------------------------------------
 
 KERNEL = """
 kernel @add(%p: f32[4], %x: f32[4]) {
@@ -262,7 +262,7 @@ def test_mutations() -> None:
         check(program(body=text, more=" streams(a[1])"))
 
 
-# --- the protocol of the packets, as a model: hostweave/terms.h -----------------------------------------------------------
+# --- the protocol of the packets, as a model: hostweave/terms.h -------------------------------------------------------
 
 
 def lost(ranks: int, slots: int, exchanges: int, waits: bool = True) -> bool:
@@ -312,7 +312,7 @@ def test_two_slots_are_enough_and_needed() -> None:
     assert lost(2, slots=2, exchanges=3, waits=False)
 
 
-# --- CUDA -----------------------------------------------------------------------------------------------------------------
+# --- CUDA -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_limits_are_those_of_the_runtime() -> None:

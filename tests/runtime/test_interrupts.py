@@ -50,7 +50,7 @@ def test_200_interrupts(target: str, what: str, to: str) -> None:
     interrupt_at_random_moments(what, to, 50 if what == "compile" else 200, target)
 
 
-# --- work that is interrupted ---------------------------------------------------------------------------------------------
+# --- work that is interrupted -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
-"""What long work tells of itself: a line on a terminal that is rewritten, and records of the logger `hostweave`.
+"""Progress of long work: one rewritten line on a terminal, and records of the logger `hostweave`.
 
-hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
+    hostweave: compiling mlp: 2 of 5, kernels.cu, 3.1 s
 
-Nothing is written if stderr is no terminal. The records of `logging.getLogger("hostweave")` are for whoever sets a level and a handler.
+Nothing is written if stderr is not a terminal. To see the records, set a level and a handler of `logging.getLogger("hostweave")`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _line = _Line()
 
 @contextmanager
 def progress(what: str, steps: int = 0) -> Iterator[None]:
-    """While the block runs, its steps are shown on a terminal as those of `what`; inside of another such block they belong to that."""
+    """Shows the steps of the block on a terminal, under the name `what`. A nested block belongs to the outer one."""
     with _line.lock:
         is_outermost = not _line.what
         if is_outermost:

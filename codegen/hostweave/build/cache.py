@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """One of KINDS."""
+        """Kind of the entry, one of KINDS."""
         if _SCRATCH.fullmatch(self.path.name):
             return "unfinished build"
         own = "library" if self.path.name.startswith("runtime_") else "program"
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The name of the program, library or object."""
+        """Name of the program, library or object."""
         found = _SCRATCH.fullmatch(self.path.name)
         return re.sub("-[0-9a-f]{16}$", "", found[1] if found else self.path.name)
 
@@ -67,7 +67,7 @@ class Entry:
 
 
 def size_text(count: int) -> str:
-    """A number of bytes in nine columns, as `  1.2 MB`."""
+    """Number of bytes in nine columns, such as `  1.2 MB`."""
     return f"{count / 1e6:6.1f} MB" if count >= 1e5 else f"{count / 1e3:6.1f} kB"
 
 

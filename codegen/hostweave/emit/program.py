@@ -230,7 +230,7 @@ def _source_headers(flat: ir.HostProgram, context: ProgramContext) -> tuple[str,
     return (*(f"hostweave/{header}" for header in runtime), *(("kernels.h",) if context.kernels or flat.user_kernels else ()))
 
 
-# --- kernels of the user -----------------------------------------------------------------------------------------------
+# --- kernels of the user ----------------------------------------------------------------------------------------------
 
 
 def _function_of(source: UserKernel) -> str:

@@ -40,7 +40,7 @@ class _Cpu(Target):
 
     @cache  # noqa: B019 -- of the one object
     def expect_memory(self) -> None:
-        """OpenBLAS, with which the CPU device comes, takes memory for each of its threads, and ends the process where there is none."""
+        """Raises an error if memory is too short for OpenBLAS, which allocates per thread and ends the process on failure."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)

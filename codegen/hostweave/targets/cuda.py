@@ -178,7 +178,7 @@ def handle_of(stream: Any) -> int:
     raise TypeError(f"stream=: expected an int, a stream of PyTorch or CuPy, or one with __cuda_stream__, got {type(stream).__name__}")
 
 
-# --- report of `hostweave doctor` ---------------------------------------------------------------------------------------------
+# --- report of `hostweave doctor` -------------------------------------------------------------------------------------
 
 
 def _part(part: cuda.Part) -> str:
