@@ -488,3 +488,44 @@ def train(call: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+class Normed(nn.Module):
+    """Batch norms, whose statistics are buffers, and a buffer of a user's that averages."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.line, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        y = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return self.last(self.line(y - self.average)).square().mean() + y.mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_that_forward_writes_to(ranks: int) -> None:
+    """Of a sharded batch the statistics are those of the whole."""
+    torch.manual_seed(0)
+    module, plan = Normed().train(), {"x": "dp, -, -, -"} if ranks > 1 else {}
+    want = copy.deepcopy(module)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.01) for one in (module, want)]
+    for options in ({"training": True}, {"optimizer": optimizers[0]}):
+        given: dict[str, Any] = options
+        call = hostweave.torch.compile(module, hw.Mesh(dp=ranks), plan, (torch.randn(6, 3, 5, 5),), **given)
+        for _ in range(3):
+            x = torch.randn(6, 3, 5, 5)
+            made, loss = call(x), want(x)
+            torch.testing.assert_close(made, loss.detach() if "optimizer" in options else loss, rtol=1e-4, atol=1e-5)
+            loss.backward()
+            if "optimizer" not in options:
+                made.backward()
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        for (name, one), other in zip(module.state_dict().items(), want.state_dict().values(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=lambda why, at=name: f"{at}: {why}")

@@ -30,7 +30,10 @@ ATTENTION = "scaled_dot_product_attention.default"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a placeholder stands for: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value."""
+    """What a placeholder stands for: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value.
+
+    A "written" one is a buffer that the forward pass of a training program writes to.
+    """
 
     kind: str
     name: str = ""
@@ -264,8 +267,8 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
         if spec.kind is OutputKind.USER_OUTPUT:
             continue
         target = str(spec.target)
-        if is_derived_from:
-            remedy = "write to a copy of it, and return that" if spec.kind is OutputKind.USER_INPUT_MUTATION else "call module.eval()"
+        if is_derived_from and spec.kind is OutputKind.USER_INPUT_MUTATION:
+            remedy = "write to a copy of it, and return that"
             raise ProgramError(f"{target}: the module writes to it in forward, which is not supported in training; {remedy}")
         if spec.kind not in (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION):
             raise ProgramError(f"{target}: the module writes to it in forward, which is not supported; make it an input, or a buffer")

@@ -173,7 +173,7 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
             value = outer.constants.get(argument)
             if isinstance(value, torch.Tensor) and argument not in sources and not word_of_mask(node, argument, value):
                 sources.append(argument)
-    origins = [_origin_of(outer, node) for node in sources]
+    origins = [replace(_origin_of(outer, node), kind="written") if node in outer.written else _origin_of(outer, node) for node in sources]
     fakes = [_fake(outer, node, origin, needs_gradient) for node, origin in zip(sources, origins, strict=True)]
     dropouts = [node for node in outer.nodes if _dropped(node)]
     if dropouts:

@@ -115,7 +115,7 @@ class TrainingStep(Differentiated):
                 )
         self._expect_parameters()
         results = (self._add if self._added + 1 < self._accumulate else self._step)(given, group)
-        return self._returned({**passed, **dict(zip(self._joint.results, results, strict=True))})
+        return self._ended(passed, results)
 
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
         """The results of the module; updates parameters and state."""

@@ -1,7 +1,7 @@
 """A compiled module that trains: its outputs have a grad_fn, which calls the compiled backward program."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -78,6 +78,15 @@ class Differentiated(CompiledModule):
         passed = {node: arrays[self._graph.names[node]] for node in self._graph.arguments if node in self._graph.names}
         return passed | self._returned_parameters, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
+    def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
+        """What the module returns. Buffers get what forward writes to them, such as running statistics."""
+        made = {**passed, **dict(zip(self._joint.results, results, strict=True))}
+        for node, value in self._graph.written.items():
+            buffer: Any = tensor_of(self._module, self._graph.origins[node].name).detach()
+            own = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+            own.copy_({**self._graph.constants, **made}[value])
+        return self._returned(made)
+
 
 class TrainingModule(Differentiated):
     """A module that was compiled with `training=True`: calling it gives outputs of which `backward()` fills the parameters' `.grad`.
@@ -104,7 +113,7 @@ class TrainingModule(Differentiated):
         """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
-        return self._returned({**passed, **dict(zip(self._joint.results, made, strict=True))})
+        return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The results, and what is saved for the backward pass."""
