@@ -1,4 +1,4 @@
-// What put_pipelines.cu is made of: ranks, matrix products, gathers, puts and signals; how calls are checked and measured.
+// Building blocks of put_pipelines.cu: ranks, matmuls, gathers, puts and signals; checks and measurements of calls.
 #pragma once
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
@@ -20,7 +20,7 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, in
 
 [[noreturn]] void fail(const char* what, const char* why) {
   std::fprintf(stderr, "put_pipelines: %s: %s\n", what, why);
-  std::_Exit(2);  // the process, not only this thread: the other ranks would wait for ever
+  std::_Exit(2);  // exit the process: the other ranks would wait forever
 }
 #define CHECK_CUDA(call)                       \
   do {                                         \
@@ -39,12 +39,13 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t offset, in
   } while (0)
 
 using bf16 = __nv_bfloat16;
-using Call = std::function<void()>;  // enqueues what is measured, from the main stream of the rank back to it
+using Call = std::function<void()>;  // enqueues the measured work, forked from the rank's main stream and joined to it
 constexpr size_t KiB = 1 << 10, MiB = 1 << 20, kLargestShard = 256 * MiB, kBlasWorkspace = 32 * MiB;
 constexpr int kWarmups = 3, kRepetitions = 15, kCallsInARow = 20, kSignals = 64, kCreditSignal = 63;
-constexpr int kBlocks = 1056, kThreads = 256;  // of the kernels below: all threads that 132 multiprocessors hold
-constexpr long long kSpinCycles = 4'000'000;   // about 2 ms: longer than the host enqueues a call on 8 GPUs
-constexpr double kTolerance = 0.02;            // of the largest value: a few roundings to bf16
+constexpr int kBlocks = 1056,
+              kThreads = 256;  // for the kernels below: the maximum number of resident threads on 132 multiprocessors
+constexpr long long kSpinCycles = 4'000'000;  // about 2 ms, longer than the host needs to enqueue a call on 8 GPUs
+constexpr double kTolerance = 0.02;           // relative to the largest value: a few roundings to bf16
 
 // ---------------------------------------------------------------------------------------------------------- kernels
 __device__ size_t first() { return blockIdx.x * size_t(blockDim.x) + threadIdx.x; }
@@ -55,7 +56,7 @@ __global__ void spin(long long cycles) {
   }
 }
 
-// Random values in [-0.5, 0.5): products of zeros draw less power and look faster than they are.
+// Random values in [-0.5, 0.5), because matmuls of zeros draw less power and run faster.
 __global__ void fill(bf16* data, size_t count, unsigned seed) {
   for (size_t i = first(); i < count; i += step()) {
     const unsigned hash = (unsigned(i) + seed * 0x9e3779b9u) * 2654435761u, mixed = (hash ^ hash >> 15) * 2246822519u;
@@ -63,11 +64,11 @@ __global__ void fill(bf16* data, size_t count, unsigned seed) {
   }
 }
 
-// y += the sum of `blocks` blocks that landed, `stride` elements apart. The count is a multiple of 8.
+// y += sum of `blocks` landed blocks, `stride` elements apart. The count is a multiple of 8.
 __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t stride, size_t count) {
   struct alignas(16) Pack {
     __nv_bfloat162 of[4];
-  };  // as much as a thread loads at once
+  };  // one vector load
   for (size_t i = first() * 8; i < count; i += step() * 8) {
     Pack sum = *reinterpret_cast<const Pack*>(y + i);
     for (int block = 0; block < blocks; ++block) {
@@ -78,7 +79,7 @@ __global__ void add_landed(bf16* y, const bf16* landed, int blocks, size_t strid
   }
 }
 
-// max |a - b| and max |b| as the bits of floats, which order like the numbers, with NaN above all of them.
+// max |a - b| and max |b| as bits of floats, which have the same order as the numbers, with NaN largest.
 __global__ void compare(const bf16* a, const bf16* b, size_t count, unsigned* largest) {
   unsigned difference = 0, magnitude = 0;
   for (size_t i = first(); i < count; i += step()) {
@@ -93,7 +94,7 @@ __global__ void compare(const bf16* a, const bf16* b, size_t count, unsigned* la
 struct Lane {
   cudaStream_t stream;
   cublasHandle_t blas;
-};  // a stream that computes
+};  // a compute stream
 
 struct Gpu {  // one rank
   int rank, ranks;
@@ -102,10 +103,10 @@ struct Gpu {  // one rank
   Lane lanes[2];
   cudaStream_t main, transfers;  // main: that of the first lane
   cudaEvent_t begin, end, link;
-  bf16 *plain, *window;  // memory; each case lays it out anew, the window alike on all ranks
+  bf16 *plain, *window;  // memory, laid out by each case; the window has the same layout on all ranks
   ncclWindow_t handle;
-  std::vector<bf16*> window_of;  // where the window of each rank lies for this GPU
-  void* numbers;                 // for all-reduces of a few figures
+  std::vector<bf16*> window_of;  // address of each rank's window on this GPU
+  void* numbers;                 // for all-reduces of a few numbers
   bool wrong;                    // some variant failed its check
 
   int ahead(int distance) const { return (rank + distance) % ranks; }
@@ -118,7 +119,7 @@ struct Gpu {  // one rank
 
 void open_streams(Gpu& gpu) {
   for (Lane& lane : gpu.lanes) {
-    void* workspace;  // given, so that cuBLAS allocates nothing while a graph is captured
+    void* workspace;  // explicit, so that cuBLAS does not allocate during capture
     CHECK_CUDA(cudaMalloc(&workspace, kBlasWorkspace));
     CHECK_CUDA(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking));
     CHECK_CUBLAS(cublasCreate(&lane.blas));
@@ -144,8 +145,8 @@ void open_memory(Gpu& gpu) {
   }
 }
 
-// ------------------------------------------------------------------------------------------- what calls are made of
-// What is enqueued on `later` from now on runs after what is on `earlier` by now.
+// ------------------------------------------------------------------------------------------- building blocks of calls
+// Later work on `later` waits for current work on `earlier`.
 void order(Gpu& gpu, cudaStream_t earlier, cudaStream_t later) {
   CHECK_CUDA(cudaEventRecord(gpu.link, earlier));
   CHECK_CUDA(cudaStreamWaitEvent(later, gpu.link));
@@ -157,7 +158,7 @@ void join_streams(Gpu& gpu) {
   for (auto s : {gpu.transfers, gpu.lanes[1].stream}) order(gpu, s, gpu.main);
 }
 
-// y[m, n] = x[m, k] @ w[k, n] + beta * y. cuBLAS counts by columns and sees all three transposed: the factors swap.
+// y[m, n] = x[m, k] @ w[k, n] + beta * y. cuBLAS is column-major and sees transposes, so the factors are swapped.
 void matmul(const Lane& lane, int m, int n, int k, const bf16* x, const bf16* w, bf16* y, float beta = 0) {
   const float alpha = 1;
   CHECK_CUBLAS(cublasGemmEx(lane.blas, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &alpha, w, CUDA_R_16BF, n, x, CUDA_R_16BF, k, &beta, y,
@@ -172,12 +173,12 @@ void all_gather(Gpu& gpu, const bf16* shard, bf16* all, size_t count) {
   CHECK_NCCL(ncclAllGather(shard, all, count, ncclBfloat16, gpu.comm, gpu.main));
 }
 
-// Where a block of this rank's window lies in the window of the peer.
+// Address in the peer's window that corresponds to a block of this rank's window.
 bf16* on_peer(const Gpu& gpu, int peer, const bf16* block) { return gpu.window_of[peer] + (block - gpu.window); }
 int signal_number(int distance, int piece = 0) { return distance * 8 + piece; }
 
-// Writes to where `to` lies on the peer, then raises the signal there; both sides lie in the window. No two streams of
-// a rank put or signal at a time: NCCL stages the values of signals in memory that all streams share.
+// Writes to the peer's copy of `to`, then raises the signal there; both buffers are in the window. Only one stream of a
+// rank may put or signal at a time: NCCL stages signal values in memory that all streams share.
 void put(Gpu& gpu, const bf16* from, size_t count, int peer, const bf16* to, int signal, cudaStream_t stream) {
   const size_t offset = (to - gpu.window) * sizeof(bf16);
   CHECK_NCCL(ncclPutSignal(from, count, ncclBfloat16, peer, gpu.handle, offset, signal, 0, 0, gpu.comm, stream));
@@ -192,16 +193,16 @@ void await(Gpu& gpu, int peer, int signal, cudaStream_t stream) {
 struct Case {
   const char* section;
   std::string name;
-  double bytes, flops;                                 // of a call; 0: no such figure
+  double bytes, flops;                                 // per call; 0: not reported
   const bf16 *result = nullptr, *expected = nullptr;   // no result: nothing to check
   size_t count = 0;                                    // elements of the result
-  std::vector<std::pair<bf16*, size_t>> scratch = {};  // what variants write, the result included
+  std::vector<std::pair<bf16*, size_t>> scratch = {};  // memory that variants write, including the result
 };
 
-// What the ranks enqueue from now on starts together, after all that any of them has enqueued by now.
+// Barrier of all ranks' main streams.
 void meet(Gpu& gpu) { CHECK_NCCL(ncclAllReduce(gpu.numbers, gpu.numbers, 1, ncclDouble, ncclMax, gpu.comm, gpu.main)); }
 
-// The median of the values, after each has become the largest of all ranks. Collective.
+// Collective: median of the per-value maxima over all ranks.
 double median_of_slowest(Gpu& gpu, std::vector<double> values) {
   const size_t bytes = values.size() * sizeof(double);
   CHECK_CUDA(cudaMemcpyAsync(gpu.numbers, values.data(), bytes, cudaMemcpyHostToDevice, gpu.main));
@@ -212,7 +213,7 @@ double median_of_slowest(Gpu& gpu, std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// The largest difference from the expected result relative to the largest expected value, of all ranks. Collective.
+// Collective: maximum difference from the expected result over all ranks, relative to the largest expected value.
 double error_of(Gpu& gpu, const Case& c, const Call& call) {
   for (auto [data, count] : c.scratch) CHECK_CUDA(cudaMemsetAsync(data, 0xFF, count * sizeof(bf16), gpu.main));  // NaN
   meet(gpu);
@@ -246,12 +247,12 @@ std::pair<double, double> measure(Gpu& gpu, const Call& call) {  // milliseconds
   return {median_of_slowest(gpu, ms), median_of_slowest(gpu, host_us)};
 }
 
-// Checks, measures and reports a variant, whose call does `calls` times what the case stands for. Checks twice: a graph
-// whose waits are content with the signals of its first replay is wrong only the second time.
+// Checks, measures and reports a variant, whose call repeats the case `calls` times. Checks twice, because a graph whose
+// waits accept the signals of its first replay is wrong only the second time.
 void run(Gpu& gpu, const Case& c, const std::string& variant, const Call& call, int calls = 1) {
   double error = 0;
   for (int check = 0; check < 2 && c.result && error < kTolerance; ++check) error = error_of(gpu, c, call);
-  const bool right = error < kTolerance;  // no NaN is
+  const bool right = error < kTolerance;  // false for NaN
   gpu.wrong |= !right;
   const auto [ms, host_us] = right ? measure(gpu, call) : std::pair(0.0, 0.0);
   if (gpu.rank != 0) return;

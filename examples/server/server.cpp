@@ -1,9 +1,9 @@
-// Serves an MLP from two exported programs, one process a rank, without Python.
+// Serves an MLP from two exported programs, one process per rank, without Python.
 //
-//   server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE     a process for each rank, which find each other by a file
+//   server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE     one process per rank; they find each other through a file
 //   mpirun -n 2 server WEIGHTS REQUESTS ANSWERS            with -DSERVER_WITH_MPI=ON
 //
-// WEIGHTS has up.f32 and down.f32, REQUESTS is a file of requests, all of f32 in C order. Rank 0 writes ANSWERS.
+// WEIGHTS is a folder with up.f32 and down.f32, REQUESTS a file of requests; all are f32 in C order. Rank 0 writes ANSWERS.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -30,7 +30,7 @@
 
 namespace {
 
-constexpr int64_t kRows = 8, kWidth = 64, kHidden = 256;  // of a request, and of the weights
+constexpr int64_t kRows = 8, kWidth = 64, kHidden = 256;  // sizes of a request and of the weights
 
 // --- the world ----------------------------------------------------------------------------------------------------
 
@@ -47,14 +47,14 @@ Place find_place(int argc, char** argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &place.ranks);
   MPI_Comm host;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
-  MPI_Comm_rank(host, &place.device);  // one GPU a process
+  MPI_Comm_rank(host, &place.device);  // one GPU per process
   MPI_Comm_free(&host);
   if (place.rank == 0) HW_CHECK(ncclGetUniqueId(&place.id));
   MPI_Bcast(&place.id, sizeof place.id, MPI_BYTE, 0, MPI_COMM_WORLD);
   return place;
 }
 #else
-// Rank 0 writes the id under another name first, so that nobody reads half of it. A new world needs a new file.
+// Rank 0 writes a temporary file and renames it, so that no rank reads a partial id. A new world needs a new file.
 Place find_place(int argc, char** argv) {
   if (argc != 7) throw std::invalid_argument("usage: server WEIGHTS REQUESTS ANSWERS RANK RANKS ID_FILE");
   const std::string path = argv[6];
@@ -83,7 +83,7 @@ std::vector<float> read(const std::string& path) {
   return values;
 }
 
-// The rows and columns of a rank's block of a matrix.
+// Block of a matrix for one rank.
 std::vector<float> block(const std::vector<float>& matrix, int64_t columns, int64_t row, int64_t rows, int64_t column,
                          int64_t width) {
   std::vector<float> result;
@@ -94,7 +94,7 @@ std::vector<float> block(const std::vector<float>& matrix, int64_t columns, int6
   return result;
 }
 
-// An array in the memory of the device.
+// An array in device memory.
 struct Array {
   hw::DeviceMemory memory;
   hw::Tensor tensor{.dtype = CUDA_R_32F};
@@ -127,7 +127,7 @@ struct Event {
   operator cudaEvent_t() const { return handle; }
 };
 
-// Both programs on streams of their own, as one CUDA graph.
+// Both programs on separate streams, as one CUDA graph.
 class Server {
  public:
   Server(hw::World& world, const std::vector<float>& up, const std::vector<float>& down)
@@ -141,7 +141,7 @@ class Server {
     const auto shapes = hidden_.prepare({.x = x_->tensor, .up = up_->tensor});  // every rank prepares before any rank runs
     h_.emplace(device, shapes.y);
     y_.emplace(device, project_.prepare({.h = h_->tensor, .down = down_->tensor}).y);
-    run();  // once as it is
+    run();  // warm-up before the capture
     HW_CHECK(cudaStreamSynchronize(first_));
 
     cudaGraph_t graph;
@@ -153,7 +153,7 @@ class Server {
   }
   ~Server() { cudaGraphExecDestroy(graph_); }
 
-  // The answer to a request, on the device until the next.
+  // Answer to a request, in device memory, valid until the next request.
   const Array& answer(const float* request) {
     x_->set(request);
     HW_CHECK(cudaGraphLaunch(graph_, first_));
@@ -161,7 +161,7 @@ class Server {
     return *y_;
   }
 
-  // Runs with other rows than were prepared: the program says so, and touches nothing.
+  // Runs with another number of rows than prepared: the program reports an error and writes nothing.
   void expect_a_refusal() {
     hw::Tensor larger = x_->tensor;
     larger.shape.dims[0] += 1;
@@ -196,7 +196,7 @@ void serve(int argc, char** argv) {
   hw::use_processes();
   const Place place = find_place(argc, argv);
 #ifdef HOSTWEAVE_CPU_DEVICE
-  const int device = 0;  // each process simulates one
+  const int device = 0;  // each process simulates one device
 #else
   const int device = place.device;
 #endif
@@ -208,7 +208,8 @@ void serve(int argc, char** argv) {
   const std::vector<float> requests = read(argv[2]);
   std::vector<float> answers(requests.size());
   const auto begin = std::chrono::steady_clock::now();
-  for (size_t i = 0; i + kRows * kWidth <= requests.size(); i += kRows * kWidth) {  // in a real one: from a queue, to all ranks
+  for (size_t i = 0; i + kRows * kWidth <= requests.size();
+       i += kRows * kWidth) {  // a real server would broadcast requests from a queue
     const Array& answer = server.answer(&requests[i]);
     HW_CHECK(cudaMemcpy(&answers[i], answer.tensor.data, answer.bytes(), cudaMemcpyDeviceToHost));
   }

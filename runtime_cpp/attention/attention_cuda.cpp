@@ -241,7 +241,7 @@ struct OnCuda : PlannedAttention {
   const AttentionProblem whole;
   const AttentionKernels* kernels = nullptr;  // this package's kernels, if used
   bool is_alone = false;                      // true if they compute everything
-  int64_t blind = 0;                          // rows
+  int64_t blind = 0;                          // leading rows without columns
   int64_t columns = whole.k.rows;             // number of columns with some row
   std::list<Part> parts;
   std::shared_ptr<void> terms;  // gradient of the queries from the first of two parts

@@ -1,4 +1,4 @@
-// matmul_m by hand: the calls of the generated program and nothing else, to see what its host code adds to them.
+// Hand-written matmul_m: only the library calls of the generated program, to measure the overhead of its host code.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>

@@ -1,4 +1,4 @@
-// set by hand: the calls of the generated program and nothing else, to see what its host code adds to them.
+// Hand-written set: only the library calls of the generated program, to measure the overhead of its host code.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -40,7 +40,7 @@ constexpr int64_t kBlocksAtOnce = 128;
 constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two per multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
 constexpr int64_t kBlocksOfOrders = 264;  // concurrent blocks of kRowThreads
-constexpr int64_t kOrderedByAll = 65536;  // minimum elements per row, times the number of rows, for sorting by the whole grid
+constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts rows of at least this many elements times the number of rows
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);

@@ -1,4 +1,4 @@
-// Figures of the CPU device: matmul beside the same OpenBLAS calls made directly, and the cost of an op.
+// Benchmark of the CPU device: matmul against direct OpenBLAS calls, and the overhead of an op.
 #include <algorithm>
 #include <chrono>
 

@@ -1,4 +1,4 @@
-// Prints the values of enum_values.inc, and a digest of the narrow float conversions, as these headers have them.
+// Prints the values of enum_values.inc, and a digest of the narrow float conversions, for the included headers.
 #include <cublasLt.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,7 +38,7 @@ int main() {
     for (const float value : {__half2float(half), __bfloat162float(bfloat)}) {
       std::uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
-      if (value != value) bits = 1;  // which NaN it becomes depends on the machine
+      if (value != value) bits = 1;  // the NaN payload depends on the machine
       back = back * 1099511628211ull + bits;
     }
   }

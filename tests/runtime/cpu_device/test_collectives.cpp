@@ -154,7 +154,7 @@ TEST(sends_meet_recvs_in_issue_order) {
 }
 
 TEST(a_group_is_one_op) {
-  with_comm(4, [](int r, ncclComm_t comm, cudaStream_t s) {  // an all-to-all, with oneself too
+  with_comm(4, [](int r, ncclComm_t comm, cudaStream_t s) {  // an all-to-all, including self
     const Buffer x(4), y(4);
     upload(x, {r * 4.f, r * 4.f + 1, r * 4.f + 2, r * 4.f + 3}, s);
     OK(ncclGroupStart());
@@ -381,10 +381,10 @@ TEST(a_rank_that_never_comes) {
     configure(config);
     const ncclUniqueId id = new_id();
     ncclComm_t comm;
-    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // not attached: nobody knows who else will come
+    EXPECT(ncclCommInitRank(&comm, 2, id, 0) != ncclSuccess);  // not attached, so the other ranks are unknown
     EXPECT_IN("no progress for", hw_cpu_last_report());
     EXPECT_IN("all 2 ranks of", hw_cpu_last_report());
-    configure(config);  // forgets it
+    configure(config);  // clears the failure
   }
 }
 

@@ -1,4 +1,4 @@
-// Stream capture, and launches of what was captured.
+// Stream capture, and launches of captured graphs.
 #include "testing.h"
 
 using namespace testing;
@@ -25,7 +25,7 @@ cudaError_t add_one(float* to, cudaStream_t stream) {
   return hw_cpu_launch("add_one", stream, [](void* closure) { ++**static_cast<float**>(closure); }, &to, sizeof to, ranges, 2);
 }
 
-// What a capture fails with, and that the stream can be used afterwards.
+// Expects an error of a capture, and that the stream is usable afterwards.
 void expect_invalid(const Stream& stream, cudaError_t got, cudaError_t wanted) {
   EXPECT(got == wanted);
   cudaGraph_t graph = nullptr;
@@ -54,7 +54,7 @@ TEST(nothing_runs_before_the_launch_and_everything_in_each) {
     OK(add_one(x, a));
     const Graph graph(end(a));
     EXPECT(fetch<float>(x, 1, launch)[0] == 0);
-    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // one after the other, on whatever streams
+    for (int i = 0; i < 3; ++i) OK(cudaGraphLaunch(graph.exec, i == 1 ? a : launch));  // launches are ordered across streams
     OK(cudaStreamSynchronize(a));
     const std::vector<float> result = fetch<float>(x, 2, launch);
     EXPECT(result[0] == 6 && result[1] == 5);
@@ -98,7 +98,7 @@ TEST(communications_are_matched_when_they_are_launched) {
           OK(ncclAllReduce(x, x, 1, ncclFloat32, ncclSum, comm, s));
           const Graph graph(end(s));
           OK(set(x, static_cast<float>(1 + rank), 1, s));
-          if (rank == 0) {  // a launch on one rank meets a call on the other
+          if (rank == 0) {  // a launch on one rank matches a call on the other
             OK(cudaGraphLaunch(graph.exec, s));
             OK(cudaGraphLaunch(graph.exec, s));
           } else {

@@ -1,4 +1,4 @@
-// Ranks as they are on GPUs, where nobody but the driver sees that they stand still: target_cuda.cpp on the CPU device.
+// Ranks as on GPUs, where only the driver can detect a hang: target_cuda.cpp on the CPU device.
 #include <array>
 #include <chrono>
 #include <map>
@@ -17,9 +17,9 @@ using namespace std::chrono_literals;
 
 constexpr int kRanks = 3, kCount = 4;
 int silent = -1;      // a rank that sends nothing
-bool blocks = false;  // and does not return either, until its channel is aborted
+bool blocks = false;  // and blocks until its channel is aborted
 
-// y of a rank is x of the one before.
+// y of a rank is x of the previous rank.
 struct Pass {
   hw::Rank& rank;
 
@@ -81,7 +81,7 @@ struct Ranks {
     instances.clear();
   }
 
-  // What `work` of each rank throws. `meanwhile` is done beside it.
+  // Error that `work` throws on each rank. `meanwhile` runs concurrently.
   std::array<std::string, kRanks> each(const std::function<void(int)>& work, const std::function<void()>& meanwhile = [] {}) {
     std::array<std::string, kRanks> errors;
     std::vector<std::thread> threads;
@@ -110,7 +110,7 @@ struct Ranks {
 
 hw::Array array_of(float* data, int device) { return {data, kCount * sizeof(float), device}; }
 
-// Calls that pass on what host arrays hold, of each rank.
+// Calls on host arrays, per rank.
 struct Calls {
   std::vector<float> x, y;
   std::array<std::vector<hw::StagedCalls::Call>, kRanks> of_rank;
@@ -122,7 +122,7 @@ struct Calls {
   }
 };
 
-// Ranks of which one sends nothing are seen to wait, and end soon when somebody gives them up.
+// One rank sends nothing: the others are seen to wait, and end soon after an abort.
 void expect_an_end(bool rank_blocks) {
   Ranks ranks;
   Calls calls(2);
@@ -151,7 +151,7 @@ TEST(ranks_that_stand_still_can_be_given_up) { expect_an_end(false); }
 
 TEST(a_rank_that_stands_still_inside_a_call_can_be_given_up) { expect_an_end(true); }
 
-// For which NCCL waits, as whoever has them may not know.
+// NCCL waits for graphs, whose owner may not know of the abort.
 TEST(ranks_that_have_graphs_can_be_given_up) {
   Ranks ranks;
   float at = 0;
@@ -164,7 +164,7 @@ TEST(ranks_that_have_graphs_can_be_given_up) {
   EXPECT(std::chrono::steady_clock::now() - begun < 5s);
 }
 
-// Were they copied between the calls, a copy could wait for a rank that waits for the copy of another one.
+// Copies between the calls could deadlock with copies of other ranks.
 TEST(inputs_on_other_devices_are_fetched_before_the_first_call) {
   Ranks ranks;
   OK(cudaSetDevice(0));

@@ -1,4 +1,4 @@
-// Graphs are straightened without a change of what waits for what.
+// Optimising a graph preserves its order.
 #include <algorithm>
 #include <random>
 #include <set>
@@ -18,7 +18,7 @@ Pairs pairs_of(const std::vector<Edge>& edges) {
   return pairs;
 }
 
-// Which nodes have begun, or ended, before others begin, or end: all that follows from the edges.
+// Order of begins and ends of nodes that follows from the edges.
 using Moment = std::pair<size_t, bool>;  // a node, and whether its end is meant
 std::set<std::pair<Moment, Moment>> order_of(const std::vector<Edge>& edges, const std::vector<bool>& left_out) {
   const size_t nodes = left_out.size();
@@ -99,7 +99,7 @@ TEST(the_order_of_random_graphs_stays) {
       if (edge.given) EXPECT(edges[*edge.given].from == edge.from && edges[*edge.given].kind == edge.kind);
       std::vector<Edge> without = straight;
       without.erase(without.begin() + i);
-      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // none too many
+      if (edge.kind == Edge::full) EXPECT(order_of(without, left_out) != order);  // no redundant edge
     }
   }
 }

@@ -1,5 +1,4 @@
-// Graphs with nodes whose type the CUDA runtime does not tell are straightened around these, and what cannot be straightened
-// stays.
+// Graphs with nodes of unknown type are optimised around these; graphs that cannot be optimised stay unchanged.
 #include <cstdio>
 #include <set>
 #include <string>

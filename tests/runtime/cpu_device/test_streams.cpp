@@ -1,4 +1,4 @@
-// Streams, events and memory: what must behave as on a GPU.
+// Streams, events and memory behave as on a GPU.
 #include <chrono>
 #include <cmath>
 

@@ -4,7 +4,7 @@
 
 namespace ag_matmul {
 
-inline int64_t D = 8;  // size of mesh axis x; the test says another
+inline int64_t D = 8;  // size of mesh axis x; tests change it
 
 struct Inputs {
   hw::Tensor x;  // bf16[M@x, K]: this rank's M / 8 rows
@@ -19,7 +19,7 @@ class Program {
   explicit Program(hw::Rank& rank);
   // Allocates and plans for these shapes, once; every rank prepares before any rank runs.
   void prepare(const Inputs& in);
-  // Only enqueues. Ordered after what `caller` holds, and `caller` is ordered after it.
+  // Enqueues the program in order on `caller`.
   void run(const Inputs& in, const Outputs& out, cudaStream_t caller);
 
  private:

@@ -1,4 +1,4 @@
-// The least that program.cpp needs, with ways to leave out what orders its streams.
+// Minimal runtime for program.cpp, with options to drop synchronisation.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@
 
 namespace hw {
 
-// What a test leaves out: the stream whose fork or join is dropped, or the matmul's own stream.
+// Faults for tests: the stream whose fork or join is dropped, or the matmul's stream.
 struct Sabotage {
   int fork = -1;
   int join = -1;

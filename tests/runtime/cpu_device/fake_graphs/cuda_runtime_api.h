@@ -1,5 +1,5 @@
-// What straighten_cuda.cpp uses of the CUDA runtime, on graphs that are plain data. A node of an unknown kind is one whose type
-// the runtime does not tell, as it does not tell that of a node of stream memory operations.
+// Fake of the CUDA runtime functions that straighten_cuda.cpp uses, on graphs that are plain data. For a node of unknown kind the
+// runtime returns no type, as for nodes of stream memory operations.
 #pragma once
 #include <algorithm>
 #include <cstddef>
