@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
-from measured_on_h200 import GATHER, PIPELINE, REDUCE, SCATTER
+from measured_on_h200 import GATHER, GATHER_OF_TWO, LAYER, PIPELINE, REDUCE, SCATTER, SCATTER_OF_TWO, WEIGHTS
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError
-from hostweave.cli.programs import load_program
+from hostweave.base.paths import BENCHMARKS
+from hostweave.cli.programs import load_file, load_program
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.ir import HostProgram
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, Timeline, length, union, without
@@ -74,6 +75,58 @@ def test_a_pipeline_of_sends_is_as_long_as_measured(ranks: int, measured: float)
     fusion = product(ranks, ("M", "N"), is_gathered=True, chunks=ranks, algorithm="p2p")
     found = predicted(fusion, {"M": 8192, "K": 8192, "N": 7168})
     assert found.micros / 1e3 == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("shape", "times"), GATHER_OF_TWO.items())
+def test_gathers_of_two_gpus(shape: Shape, times: tuple[int, float, float]) -> None:
+    chunks, measured, in_sequence = times
+    sizes = dict(zip("MKN", shape, strict=True))
+    alone = predicted(product(2, ("M", "N"), is_gathered=True), sizes, overlap="off")
+    assert alone.micros / 1e3 == pytest.approx(in_sequence, rel=0.1)
+    if chunks:
+        loop = predicted(product(2, ("M", "N"), is_gathered=True, chunks=chunks, algorithm="put"), sizes)
+        assert loop.micros / 1e3 == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(("shape", "times"), SCATTER_OF_TWO.items())
+def test_reduce_scatters_of_two_gpus(shape: Shape, times: tuple[int, float, float]) -> None:
+    chunks, measured, in_sequence = times
+    sizes = {"M": shape[0], "K": 2 * shape[1], "N": shape[2]}
+    assert predicted(product(2, ("M@x", "N")), sizes, overlap="off").micros / 1e3 == pytest.approx(in_sequence, rel=0.1)
+    if chunks:
+        loop = predicted(product(2, ("M@x", "N")), sizes, ways={"@product %y": f"put({chunks})"})
+        assert loop.micros / 1e3 == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.extra("torch")
+@pytest.mark.parametrize(("tokens", "measured"), LAYER.items())
+def test_a_layer_of_two_gpus(tokens: int, measured: float) -> None:
+    pytest.importorskip("torch", reason="the benchmark compares with it: pip install torch")
+    benchmark: Any = load_file(BENCHMARKS / "sequence_parallel.py")
+    sizes = benchmark.sizes_of(tokens)
+    assert predicted(benchmark.fusion_of(2), sizes).micros / 1e3 == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.extra("torch")
+def test_sharded_weights_of_two_gpus() -> None:
+    pytest.importorskip("torch", reason="the benchmark compares with it: pip install torch")
+    benchmark: Any = load_file(BENCHMARKS / "fsdp.py")
+    figures = {"machine": H200, "check": False}
+    chosen = benchmark._compiled(2, "rows", **figures)
+
+    def by(chunks: int) -> hw.Program:
+        ways = {choice.name: way.name for choice in chosen.choices for way in choice.ways if way.chunks == chunks}
+        program: hw.Program = benchmark._compiled(2, "rows", ways=ways, **figures)
+        return program
+
+    programs = {
+        "layers": benchmark._compiled(2, "", **figures),
+        "in sequence": benchmark._compiled(2, "rows", overlap="off", **figures),
+        "by kernels": by(0),
+        "by copies": by(1),
+    }
+    found = {name: program.predict({"M": 2 * benchmark.ROWS}).predicted.micros / 1e3 for name, program in programs.items()}
+    assert found == pytest.approx(WEIGHTS, rel=0.1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

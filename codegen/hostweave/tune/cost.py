@@ -64,10 +64,9 @@ class Product:
         return machine.launch + max(computed, self.count * elements * self.dtype.itemsize / (machine.memory * READS))
 
     def share(self, machine: Machine) -> float:
-        """Share of the multiprocessors that it keeps busy, from 0 to 1. The last wave may have few tiles."""
-        if not (work := self.count * self.rows * self.inner * self.columns):
-            return 0.0
-        return min(1.0, 2 * work / (machine.flops * self.rate * self.seconds(machine)))
+        """Part of the multiprocessors that its tiles occupy, from 0 to 1: another product can run on the rest."""
+        tiles = self.count * ceil(self.rows / 128) * ceil(self.columns / 256)
+        return min(1.0, tiles / machine.multiprocessors)
 
     def chunk(self, chunks: int, rows: bool, is_own: bool) -> Product:
         """One of `chunks` equal parts, split by rows or by columns."""
