@@ -291,6 +291,12 @@ def test_timeline(capsys: Captured, tmp_path: Path) -> None:
     to = ("--output", str(tmp_path / "t.svg"))
     assert output_of(capsys, "timeline", "transformer:mlp_tp", "--ranks", "dp=2,tp=2", *to).count("  rank ") == 4
     assert mistake_of(capsys, "timeline", P2P, "--sizes", "Q=8", *to).startswith("ag_matmul_p2p: Options: sizes: no size named Q")
+    measured = ("timeline", P2P, *AT_FOUR, "--measure", *to)
+    out = output_of(capsys, *measured, "--sizes", "m=32,K=64,N=16")
+    assert "measured on cpu, the median of 20 calls" in out
+    assert "  matmul y_i: predicted " in out
+    assert mistake_of(capsys, *measured, "--sizes", "m=32") == "--measure: no size for K, N; give --sizes K=1024,N=1024"
+    assert mistake_of(capsys, *measured, "--ranks", "2").startswith("--measure: runs the program on its own mesh; leave --ranks out")
     hosts = ("timeline", "transformer:mlp_tp", "--ranks", "dp=4,tp=4", *to)
     assert "and 45 GB/s between hosts (--network)" in output_of(capsys, *hosts, "--network", "45e9,5e-6")
     assert "has more ranks than a host" in mistake_of(capsys, *hosts)

@@ -100,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--memory", action="store_true", help="offsets and live ranges of temporaries, peak and lower bound")
 
     timeline_help = "Predict when each rank does what, and write it as a page, as JSON for Perfetto or as SVG."
-    timeline = add("timeline", _timeline, timeline_help, program)
+    timeline = add("timeline", _timeline, timeline_help, program, target)
+    timeline.add_argument("--measure", action="store_true", help="also run all ranks here on random arrays of --sizes, and measure them")
     timeline.add_argument("--ranks", metavar="8 | dp=2,tp=4", default="", help="predict for another number of ranks")
     network = "what a GPU has of the network between hosts of 8 GPUs, in bytes per second and seconds; needed for more than 8 ranks"
     timeline.add_argument("--network", metavar="BANDWIDTH,LATENCY", help=network)
@@ -218,13 +219,28 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _timeline(options: argparse.Namespace) -> None:
     program, settings = _load(options)
-    made = hw.compile(program, options=replace(settings, check=False))
-    ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
+    made = hw.compile(program, target=options.target, options=replace(settings, check=False))
     figures = replace(made.figures, network=_network(options.network)) if options.network else made.figures
-    report = made.predict(settings.sizes, ranks=ranks or None, machine=figures)
+    if options.measure:
+        if options.ranks:
+            raise HostweaveError("--measure: runs the program on its own mesh; leave --ranks out, and set the mesh by --set")
+        report = made.timeline(machine=figures, **random_inputs(program, settings.sizes))
+    else:
+        ranks = int(options.ranks) if options.ranks.isdigit() else _sizes(options.ranks, "--ranks")
+        report = made.predict(settings.sizes, ranks=ranks or None, machine=figures)
     print(report)
     report.save(output := options.output or Path(f"{made.name}.html"))
     print(output)
+
+
+def random_inputs(program: Fusion | HostProgram, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Global arrays by name. Raises HostweaveError if a size is missing."""
+    from hostweave.runtime.search import random_array
+
+    if missing := {name for value in program.inputs for size in value.type.shape for name in size.symbols} - sizes.keys():
+        example = ",".join(f"{name}=1024" for name in sorted(missing))
+        raise HostweaveError(f"--measure: no size for {', '.join(sorted(missing))}; give --sizes {example}")
+    return {value.name: random_array(value.type, sizes) for value in program.inputs}
 
 
 def _network(text: str) -> Network:
