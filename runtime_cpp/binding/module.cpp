@@ -222,8 +222,28 @@ void set_measured_algorithms(const std::map<std::string, cublasLtMatmulAlgo_t>& 
 
 // Calls made, calls done, and seconds that the oldest unfinished call has taken.
 std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
-  const hw::Progress::State state = instance.progress();
+  const hw::CallLog::State state = instance.progress();
   return {state.made, state.done, state.waiting_seconds};
+}
+
+// Where the streams of the rank stand in the first call that is not done, as runtime/standstill.py has it.
+py::dict standstill(hw::Instance& instance) {
+  hw::Standstill seen;
+  {
+    const py::gil_scoped_release release;
+    seen = instance.standstill();
+  }
+  using py::literals::operator""_a;
+  const auto line = [](const hw::Standstill::Line& one) { return py::make_tuple(one.number, one.call); };
+  py::list streams, begun;
+  for (const hw::Standstill::Stream& one : seen.streams) {
+    streams.append(py::dict("name"_a = one.name, "done"_a = line(one.done), "next"_a = line(one.next), "behind"_a = one.behind,
+                            "edge"_a = hw::name_of(one.edge), "source"_a = line(one.from), "source_stream"_a = one.from_stream,
+                            "channel"_a = one.channel, "ranks"_a = one.ranks, "number"_a = one.number, "nth"_a = one.nth));
+  }
+  for (const hw::Standstill::Begun& one : seen.begun) begun.append(py::make_tuple(one.channel, one.ranks, one.count));
+  return py::dict("call"_a = seen.call, "is_graph"_a = seen.is_graph, "is_enqueuing"_a = seen.is_enqueuing,
+                  "enqueued"_a = line(seen.enqueued), "streams"_a = streams, "finished"_a = seen.finished, "begun"_a = begun);
 }
 
 void raise(const char* type, const std::string& message) {
@@ -310,6 +330,7 @@ PYBIND11_MODULE(hostweave_program, m) {
            py::keep_alive<0, 1>())  // NCCL destroys a communicator only after all graphs that use it
       .def("launch", launch, py::arg("graph"), py::arg("stream"), py::arg("schedule"), WithoutGil())
       .def("progress", progress, WithoutGil())
+      .def("standstill", standstill)
       .def_property_readonly("graphs", &hw::Instance::graphs)
       .def_property_readonly("unseen", &hw::Instance::unseen);
 

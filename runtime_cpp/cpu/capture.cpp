@@ -1,6 +1,7 @@
 #include "capture.h"
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <utility>
 
@@ -119,6 +120,10 @@ std::optional<cudaError_t> capture_wait(Stream& stream, Event& event, bool exter
   if (const auto added = add_node(stream, nullptr); added && *added) return added;
   stream.capture->nodes.back().after.push_back(event.node);
   return cudaSuccess;
+}
+
+void mark_op(Op& op, std::uint64_t* word) {
+  op.done ? static_cast<void>(std::atomic_ref(*word).fetch_add(1)) : op.marks.push_back(word);
 }
 
 }  // namespace hostweave::cpu
@@ -255,8 +260,25 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
     Stream& on = node.lane == 0 || as_one_queue ? *stream : *exec->lanes[node.lane];
     if (const cudaError_t result = launch_node(call.lock, node, on, launched)) return result;
     launched[i] = on.last;
+    for (std::uint64_t* mark : node.marks) mark_op(*on.last, mark);
   }
   exec->last = stream->last;
+  return cudaSuccess;
+}
+
+cudaError_t hw_cpu_milestone(cudaStream_t handle, std::uint64_t* word) {
+  Call call;
+  if (Machine::get().failed()) return cuda_stopped();
+  Stream* const stream = Machine::get().find_stream(handle);
+  if (!stream) return no_such_stream(handle, "hw_cpu_milestone");
+  if (const auto& capture = stream->capture) {
+    if (const auto last = capture->last.find(stream->capture_lane); last != capture->last.end())
+      capture->nodes[last->second].marks.push_back(word);
+  } else if (stream->last) {
+    mark_op(*stream->last, word);
+  } else {
+    std::atomic_ref(*word).fetch_add(1);
+  }
   return cudaSuccess;
 }
 

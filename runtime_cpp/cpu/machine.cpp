@@ -420,7 +420,9 @@ void Machine::end(Stream& stream, Op& op) {
     if (checking_) count.clocks[turn.number] = op.clock;
     for (Stream* waiter : std::exchange(count.waiters, {})) evaluate(*waiter);
   }
+  for (std::uint64_t* mark : op.marks) std::atomic_ref(*mark).fetch_add(1);
   op.finished = std::chrono::steady_clock::now();
+  stream.last_done = op.name;
   op.done = true;
   op.parts.clear();
   op.work = nullptr;

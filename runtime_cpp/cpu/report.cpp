@@ -71,8 +71,10 @@ std::string what_it_waits_for(const Op& op) {
 
 }  // namespace
 
-std::string OpName::text() const {
-  std::string text = who(*this) + ": " + kind;
+std::string OpName::text() const { return who(*this) + ": " + what(); }
+
+std::string OpName::what() const {
+  std::string text = kind;
   const std::string of = argument(place.call, subject);
   if (!of.empty() && of.size() < 60) text += " " + of;
   if (*process_group) text += std::string(" over ") + process_group;
@@ -87,6 +89,8 @@ std::string Machine::deadlock_report() {
       const Op& head = *stream->queue.front();
       text += "\n  " + head.name.text() + " " + what_it_waits_for(head);
       if (stream->queue.size() > 1) text += ", " + std::to_string(stream->queue.size() - 1) + " more behind it";
+      const OpName& done = stream->last_done;
+      if (done.place.file == head.name.place.file && done.place.file) text += "; done up to " + done.what();
     }
   }
   std::vector<HostThread*> hosts = attached_;

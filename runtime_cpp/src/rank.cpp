@@ -1,6 +1,7 @@
 #include "hostweave/rank.h"
 
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,6 +26,7 @@ int priority_of(const std::string& stream) {
 
 struct Rank::Pools {
   std::map<std::pair<std::string, Transport>, Channel> channels;  // by "mesh(x=8) x"
+  std::set<std::string> axes;                                     // of channels
   std::vector<SharedMemory> shared;
   std::map<std::string, std::vector<Stream>> streams;
   std::map<std::string, Handle> handles;  // by library
@@ -56,6 +58,7 @@ Rank& Rank::expect_world(int64_t size) {
 void Rank::add_channel(const char* mesh, const char* axes, const Channel& channel, Transport transport) {
   const auto [added, _] = pools_->channels.emplace(std::pair(std::string(mesh) + " " + axes, transport), channel);
   added->second.set_shared(&pools_->shared);
+  added->second.set_name(pools_->axes.emplace(axes).first->c_str());
 }
 
 bool Rank::has_channel(const char* mesh, const char* axes, Transport transport) const {
@@ -80,9 +83,13 @@ const char* name_of(Transport transport) {
   return names[static_cast<int>(transport)];
 }
 
-cudaError_t Channel::signal(int64_t peer, int number, cudaStream_t stream) const { return peers_->signal(peer, number, stream); }
+cudaError_t Channel::signal(int64_t peer, int number, cudaStream_t stream) const {
+  if (CallLog* const log = CallLog::current()) log->gives_signal(*this, peer, number, stream);
+  return peers_->signal(peer, number, stream);
+}
 
 cudaError_t Channel::wait_signal(int64_t peer, int number, cudaStream_t stream) const {
+  if (CallLog* const log = CallLog::current()) log->awaits_signal(*this, peer, number, stream);
   return peers_->wait_signal(peer, number, stream);
 }
 
@@ -108,9 +115,12 @@ cublasLtHandle_t Rank::blas() {
 Handle& Rank::handle(const char* library) { return pools_->handles[library]; }
 
 Stream Rank::stream(const char* name, int i) {
-  std::vector<Stream>& streams = pools_->streams[name];
+  const auto found = pools_->streams.try_emplace(name).first;
+  std::vector<Stream>& streams = found->second;
   if (streams.size() <= static_cast<size_t>(i)) streams.resize(i + 1);
   Stream& stream = streams[i];  // retried if one of the two creations failed
+  stream.name = found->first.c_str();
+  stream.index = i;
   if (!stream.handle) HW_CHECK(cudaStreamCreateWithPriority(&stream.handle, cudaStreamNonBlocking, priority_of(name)));
   if (!stream.workspace) HW_CHECK(cudaMalloc(&stream.workspace, kWorkspaceBytes));
   return stream;

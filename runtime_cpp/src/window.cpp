@@ -72,7 +72,7 @@ void expect_signals_in_graphs() {
 
 void expect_one_sided_calls() {
 #ifndef HOSTWEAVE_CPU_DEVICE
-  if (!ncclPutSignal || !ncclSignal || !ncclWaitSignal || !ncclGetPeerDevicePointer) too_old("NCCL 2.29 or later");
+  if (!::ncclPutSignal || !::ncclSignal || !ncclWaitSignal || !ncclGetPeerDevicePointer) too_old("NCCL 2.29 or later");
 #endif
 }
 

@@ -20,6 +20,7 @@ from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.runtime import group as groups
 from hostweave.runtime import watchdog
 from hostweave.runtime.meeting import CallSignature, StoreMeeting
+from hostweave.runtime.standstill import Stand
 from hostweave.runtime.stores import MemoryStore
 
 GATHER = r"; `recv %\w+ from .* on x` \(rank_programs.py:\d+\) needs all ranks of its channel along x of mesh\(x=4\)"
@@ -300,7 +301,7 @@ def test_ranks_as_processes_on_the_cpu_and_what_goes_wrong() -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = run_processes(FAULTS, [common | {"RANK": str(rank)} for rank in range(2)])
     for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))]  # without reports of the watchdog
+        lines = [line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))]  # without reports of the watchdog
         right, seeded, programs, sizes, again, counts, anew, late, hosts = lines
         assert (right, again, anew) == ("[0. 1.]",) * 3
         assert seeded == (
@@ -405,7 +406,9 @@ def test_a_call_that_takes_too_long_is_reported_with_what_every_rank_did(capsys:
         keep.append(program)
         waiting = 5.0 if group.rank == 0 else 0.0
         if group.rank < 2:  # rank 2 has been killed
-            group.programs[program] = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), close=lambda: None)
+            stand = Stand("twice", 17, 16 + group.rank)
+            here = SimpleNamespace(progress=("twice", 17, 16 + group.rank, waiting), stand=lambda: stand, close=lambda: None)
+            group.programs[program] = here
             group._members["cuda"] = native
             watchdog.Watch(group)
             while native.aborted is None:

@@ -29,8 +29,9 @@ from hostweave.runtime.meeting import CallSignature, Failed, Meeting, PeerLost, 
 from hostweave.runtime.providers import Communicators, Environment, Part, Provider, Threads, default_provider
 from hostweave.runtime.rendezvous import World, meet, timed_out
 from hostweave.runtime.sizes import LastSizes, other_call
+from hostweave.runtime.standstill import Stand, describe, from_note, to_note
 from hostweave.runtime.stores import Store, StoreClosed, TcpStore
-from hostweave.runtime.watchdog import Watch
+from hostweave.runtime.watchdog import Watch, say
 from hostweave.runtime.windows import Windows
 from hostweave.targets.target import Target
 from hostweave.types.tensor import DType
@@ -44,6 +45,7 @@ INIT_TIMEOUT = 300.0  # seconds
 CALL_TIMEOUT = 600.0
 _ABORTING = 15.0  # maximum seconds for aborting
 _TELLING = 1.0  # seconds for the store to take a message to the other ranks
+_ANSWER = 1.0  # seconds for the other ranks to answer where they stand
 _STORE = 10.0  # seconds for the store to answer whether the group has failed
 _LONGEST = 1e8  # seconds; clocks accept no longer limit
 
@@ -267,7 +269,7 @@ class Group:
             self._close_store()
 
     def _say_goodbye(self) -> None:
-        self.meeting.note(self.progress())
+        self.meeting.note(to_note(self.stands()))
         self.meeting.leave(self._calls)
 
     def leave_to_parent(self) -> None:
@@ -401,7 +403,7 @@ class Group:
 
     def waiting(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`, which may wait for other ranks inside the runtime. Ctrl-C fails the group, which ends the wait."""
-        return interruptibly(work, lambda why: self.fail(f"rank {self.rank}: {why}")) if self.count > 1 else work()
+        return interruptibly(work, self.interrupted) if self.count > 1 else work()
 
     def run_and_wait(self, program: str, member: Any, call: Callable[..., T], *arguments: Any) -> T:
         """Like `run`, for a call that returns only when all ranks have made it."""
@@ -451,10 +453,20 @@ class Group:
 
         def fail() -> None:
             if not self._failure:  # otherwise the others know already
-                self._tell(lambda: self.meeting.fail(reason))
+                self._tell(lambda: self._say_why(reason))
             self.give_up(reason)
 
         interruptibly(fail)
+
+    def _say_why(self, reason: str) -> None:
+        self.meeting.note(to_note(self.stands()))  # first: nobody stands anywhere after an abort
+        self.meeting.fail(reason)
+
+    def interrupted(self, reason: str) -> None:
+        """Gives up, as by Ctrl-C, with a report on stderr."""
+        if not self._failure:
+            say(report := self.report(f"rank {self.rank}: {reason}"))
+            self.give_up(report)
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Sends something to the other ranks, and ignores errors of the store."""
@@ -518,16 +530,34 @@ class Group:
             difference = other_call(rank, self.rank, calls + 1)
         return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
 
-    def progress(self) -> str:
-        """Number of calls that this rank has made and completed, for each program."""
-        states = [program.progress for program in list(self.programs.values())]
-        return "; ".join(f"{name}: {made} calls, {done} done" for name, made, done, _ in states) or "no call"
+    def stands(self) -> list[Stand]:
+        """Where this rank stands, for each program that was called."""
+        return [program.stand() for program in list(self.programs.values())]
+
+    def report(self, reason: str) -> str:
+        """Tells the other ranks why the group has failed, and says where each stands. Takes about a second at most."""
+
+        def notes() -> list[str | None]:
+            self.meeting.note(to_note(self.stands()))
+            self.meeting.fail(reason)
+            return self.meeting.notes(_ANSWER)
+
+        lines = [f"group {self.name!r}: {reason}"]
+        try:
+            lines += describe([from_note(note) if note else None for note in within(_ANSWER + _TELLING, notes)])
+        except TimeoutError:
+            lines.append("  the store in the process of rank 0 does not answer")
+        except Exception as error:  # whatever it is, the channels have to be aborted
+            lines.append(f"  {error}")
+        return "\n".join(lines)
 
     # --- construction
 
     def _seat(self, provider: Provider, store: Store, world: World) -> Meeting:
         if isinstance(provider, Threads):
-            return ThreadMeeting(provider.table(world.epoch), self.rank)
+            seat, here = ThreadMeeting(provider.table(world.epoch), self.rank), weakref.ref(self)
+            seat.answer_by(lambda: to_note(group.stands()) if (group := here()) else None)
+            return seat
         meeting = StoreMeeting(store, world.prefix, self.rank, self.count)
         if isinstance(store, TcpStore):
             for key, reason in meeting.wills().items():

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import re
-from itertools import takewhile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from hostweave.base.errors import ExecutionError
 
-_PLACE = re.compile(r"\(program\.cpp:(\d+)\)")
-_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # comment above the code of a source line
+_PLACE = re.compile(r"(?<!\d, )program\.cpp:(\d+)")  # without the user's line before it
+_USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # above what a line of the user's became
+
+
+def with_users_lines(text: str, module: ModuleType) -> str:
+    """Puts the user's line before each line of `program.cpp` that the text names: `model.py:12, program.cpp:64`.
+
+    A line of which the file does not say what it came from stays as it is, and so do all if the file is gone.
+    """
+
+    def placed(found: re.Match[str]) -> str:
+        users = _users_lines(module.__file__ or "").get(int(found[1]))
+        return f"{users}, {found[0]}" if users else found[0]
+
+    return _PLACE.sub(placed, text)
 
 
 def name_users_lines(error: ExecutionError, module: ModuleType) -> None:
-    """Inserts the user's source line before each line of `program.cpp` that the error names, if program.cpp has a comment with it."""
-    if not _PLACE.search(str(error)) or module.__file__ is None:
-        return
+    """Does so in the message of an error."""
+    error.args = (with_users_lines(str(error), module), *error.args[1:])
+
+
+@cache
+def _users_lines(file_of_module: str) -> dict[int, str]:
+    """The user's line of each line of the program beside a module: that of the comment above it, as far as the next empty line."""
     try:
-        lines = Path(module.__file__).with_name("program.cpp").read_text().splitlines()
+        text = Path(file_of_module).with_name("program.cpp").read_text()
     except OSError:  # the cache was cleared
-        return
-
-    def placed(found: re.Match[str]) -> str:
-        above = map(_USERS.match, takewhile(str.strip, reversed(lines[: int(found[1])])))
-        users = next(filter(None, above), None)
-        return f"({users[1]}, {found[0][1:]}" if users else found[0]
-
-    error.args = (_PLACE.sub(placed, str(error)),)
+        return {}
+    lines: dict[int, str] = {}
+    users = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if found := _USERS.match(line):
+            users = found[1]
+        elif not line.strip():
+            users = None
+        if users:
+            lines[number] = users
+    return lines

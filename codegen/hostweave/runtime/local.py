@@ -27,6 +27,7 @@ from hostweave.runtime.group import Group
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.meeting import CallSignature, Shape, Span
 from hostweave.runtime.sizes import ComparedSizes, LastSizes, Sizes
+from hostweave.runtime.standstill import Stand, stand_of
 from hostweave.runtime.taken import Arguments, Output, Taken, places_of
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.tensor import block_shape, holds
@@ -119,6 +120,13 @@ class LocalProgram:
         """The program's name, calls made, calls done, and seconds that the oldest unfinished call has taken."""
         native = self._native
         return self._host.name, *(native.progress() if native else (0, 0, 0.0))
+
+    def stand(self) -> Stand:
+        """Where this rank stands in the program, as a report of a hang has it."""
+        native = self._native
+        if native is None:
+            return Stand(self._host.name, 0, 0)
+        return stand_of(self._host.name, native.progress(), native.standstill(), self.module)
 
     def close(self) -> None:
         """Frees what the program holds on the rank, after the current call."""

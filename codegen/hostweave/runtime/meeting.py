@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -197,6 +197,7 @@ class Table:
         self.absent: list[int] = []  # absent ranks when the first rank timed out; the others then time out too
         self.failure: str | None = None
         self.notes: list[str | None] = [None] * len(self.threads)
+        self.answers: dict[int, Callable[[], str | None]] = {}  # what each rank says when it is asked
 
     def finish(self) -> None:
         """Ends a meeting after all ranks have come."""
@@ -282,10 +283,16 @@ class ThreadMeeting(Meeting):
             self._table.changed.notify_all()
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        table = self._table
-        with table.changed:
-            table.changed.wait_for(lambda: all(table.notes[rank] or self._gone(rank) for rank in range(self._count)), timeout)
-            return list(table.notes)
+        """Those of the ranks that are here are what they say now."""
+        with self._table.changed:
+            notes = list(self._table.notes)
+            answers = {rank: answer for rank, answer in self._table.answers.items() if not self._gone(rank)}
+        return [answers[rank]() if rank in answers else note for rank, note in enumerate(notes)]
+
+    def answer_by(self, answer: Callable[[], str | None]) -> None:
+        """What this rank says when another one asks."""
+        with self._table.changed:
+            self._table.answers[self._rank] = answer
 
 
 # --- signatures of calls ----------------------------------------------------------------------------------------------

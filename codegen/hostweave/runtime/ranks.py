@@ -44,15 +44,23 @@ class Ranks:
     def __del__(self) -> None:
         self._end_threads()
 
-    def each(self, lease: Lease, work: Callable[[int], T], *, alone: bool = False, look: Work = expect_going_on) -> list[T]:
+    def each(
+        self,
+        lease: Lease,
+        work: Callable[[int], T],
+        *,
+        alone: bool = False,
+        look: Work = expect_going_on,
+        before_stop: Callable[[BaseException], None] = lambda _: None,
+    ) -> list[T]:
         """Returns the result of `work` for each rank, run on the rank's thread when the devices are free.
 
         `look` is called periodically. If it raises, or if `work` raises on some rank, all ranks are stopped wherever they wait,
-        and the first error is raised. Use `alone` if no rank waits for another: an error of one then stops no other and breaks
-        nothing.
+        and the first error is raised, after `before_stop` got it. Use `alone` if no rank waits for another: an
+        error of one then stops no other and breaks nothing.
         """
         with self._turn(lease):
-            return self._each(work, alone, look)
+            return self._each(work, alone, look, before_stop)
 
     def each_here(self, lease: Lease, work: Callable[[int], None]) -> None:
         """Runs `work` for one rank after another on this thread, which is cheaper than waking other threads."""
@@ -69,7 +77,7 @@ class Ranks:
         finally:
             del turn  # an error's traceback would keep it
 
-    def _each(self, work: Callable[[int], T], alone: bool, look: Work) -> list[T]:
+    def _each(self, work: Callable[[int], T], alone: bool, look: Work, before_stop: Callable[[BaseException], None]) -> list[T]:
         answers: SimpleQueue[Answer] = SimpleQueue()
         for rank, queue in enumerate(self._work):
             queue.put(partial(_answer, answers, work, rank))
@@ -88,6 +96,8 @@ class Ranks:
                     if self.broken and not is_of_rank:
                         break  # the timeout for stopping has passed
                     if not alone or not is_of_rank:
+                        if not self.broken:
+                            before_stop(error)
                         self._stop(error)
                         look = _until(time.monotonic() + _STOPPING)
             if errors:

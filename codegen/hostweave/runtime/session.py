@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from hostweave.base.errors import ExecutionError
+from hostweave.base.errors import ExecutionError, reason_of
 from hostweave.base.forks import renewed
 from hostweave.base.interrupts import taken
 from hostweave.runtime.algorithms import Measured
@@ -23,6 +23,8 @@ from hostweave.runtime.group import INIT_TIMEOUT
 from hostweave.runtime.lifetime import calls as native_calls
 from hostweave.runtime.lifetime import expect_going_on
 from hostweave.runtime.ranks import Ranks
+from hostweave.runtime.standstill import describe, stand_of
+from hostweave.runtime.watchdog import say
 from hostweave.targets.target import Target
 
 _ranks: dict[tuple[str, int], Ranks] = {}  # by target and number of ranks, shared by all programs
@@ -109,7 +111,9 @@ class Session:
             look = partial(self._expect_progress, schedule().timeout_seconds * in_flight, instances)
             lease = partial(self._module.lease, native_schedule)
             try:
-                results = self._ranks.each(lease, lambda rank: work(staged[rank], native_schedule), look=look)
+                results = self._ranks.each(
+                    lease, lambda rank: work(staged[rank], native_schedule), look=look, before_stop=partial(self._say_where, instances)
+                )
             except BaseException:
                 if self._ranks.broken:
                     staged.clear()  # the traceback would keep them
@@ -152,8 +156,18 @@ class Session:
         expect_going_on()
         states = [instance.progress() for instance in instances if self._target.is_asynchronous]
         if any(seconds > patience for _, _, seconds in states):
-            text = "".join(f"\n  rank {rank}: {made} calls, {done} done" for rank, (made, done, _) in enumerate(states))
-            raise ExecutionError(f"{self._module.name}: no rank has come further for {patience:g} seconds{text}")
+            lines = "\n".join([f"no rank has come further for {patience:g} seconds", *self._stands(instances)])
+            raise ExecutionError(f"{self._module.name}: {lines}")
+
+    def _stands(self, instances: list[Any]) -> list[str]:
+        """Where the ranks stand, as lines of a report."""
+        module = self._module
+        return describe([[stand_of(module.name, one.progress(), one.standstill(), module)] for one in instances])
+
+    def _say_where(self, instances: list[Any], error: BaseException) -> None:
+        """Where an interruption strikes a call, as by Ctrl-C, says where the ranks stand, on stderr."""
+        if not isinstance(error, Exception) and any(one.progress()[2] > 0 for one in instances):
+            say("\n".join([f"{self._module.name}: {reason_of(error)}", *self._stands(instances)]))
 
     def _native(self, schedule: Schedule) -> Any:
         return self._module.Schedule(**vars(schedule))

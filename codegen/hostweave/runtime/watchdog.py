@@ -1,7 +1,7 @@
 """Watchdog of a group: threads that detect failures which a rank cannot see while it waits in the runtime or only enqueues.
 
 A call may exceed its time limit; another rank may report a failure, leave, or pass other sizes. The watchdog thread then reports
-the progress of every rank and aborts the channels, which ends all waits. A listener thread receives news from the other ranks,
+where every rank stands and aborts the channels, which ends all waits. A listener thread receives news from the other ranks,
 because the store may not answer.
 """
 
@@ -13,14 +13,12 @@ import weakref
 from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ExecutionError
-from hostweave.base.interrupts import within
 from hostweave.runtime.stores import StoreClosed
 
 if TYPE_CHECKING:
     from hostweave.runtime.group import Group
 
 _PERIOD, _LISTENS = 0.25, 0.5  # seconds between checks of this rank, and of the others
-_ANSWER = 1.0  # seconds for the other ranks to report their progress
 
 
 class Watch:
@@ -45,6 +43,12 @@ class Watch:
             self._listener.join(_LISTENS)
 
 
+def say(report: str) -> None:
+    """Writes a report to stderr, at once: print writes the end of the line by itself, and ranks share a terminal."""
+    sys.stderr.write(f"hostweave: {report}\n")
+    sys.stderr.flush()
+
+
 def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         meeting = group.meeting
@@ -65,28 +69,8 @@ def _listen(watched: weakref.ref[Group], heard: Watch) -> None:
 def _watch(watched: weakref.ref[Group], heard: Watch) -> None:
     while (group := watched()) and not group.failure:
         if reason := heard.reason or group.overdue():
-            report = _report(group, reason)
-            sys.stderr.write(f"hostweave: {report}\n")  # in one write: print writes the newline separately, and ranks share a terminal
-            sys.stderr.flush()
+            say(report := group.report(reason))
             group.give_up(report)
             return
         del group
         heard.news.wait(_PERIOD)
-
-
-def _report(group: Group, reason: str) -> str:
-    """Progress of every rank. Takes about a second at most, even if the store does not answer."""
-
-    def notes() -> list[str | None]:
-        group.meeting.note(group.progress())
-        group.meeting.fail(reason)
-        return group.meeting.notes(_ANSWER)
-
-    lines = [f"group {group.name!r}: {reason}"]
-    try:
-        lines += [f"  rank {rank}: {note or 'does not answer'}" for rank, note in enumerate(within(_ANSWER + _PERIOD, notes))]
-    except ExecutionError as error:
-        lines.append(f"  {error}")
-    except TimeoutError:
-        lines.append("  the store in the process of rank 0 does not answer")
-    return "\n".join(lines)

@@ -19,6 +19,7 @@ struct Node {
   Place place;
   // Predecessors: the last node of its lane, and nodes of other lanes that the lane waits for.
   std::vector<std::size_t> after;
+  std::vector<std::uint64_t*> marks = {};  // of the op
 };
 
 // An active or finished capture.
@@ -35,6 +36,9 @@ struct Capture {
 
 // Adds a node if the stream is being captured. Returns nullopt otherwise; enqueue as usual then.
 std::optional<cudaError_t> add_node(Stream& stream, Enqueue enqueue);
+
+// Counts a word up when the op is done, or at once.
+void mark_op(Op& op, std::uint64_t* word);
 
 // The same for cudaEventRecord and cudaStreamWaitEvent, whose nodes define dependencies.
 std::optional<cudaError_t> capture_record(Event& event, Stream& stream, bool external);

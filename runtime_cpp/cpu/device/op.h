@@ -83,6 +83,7 @@ struct OpName {
   Place place;
 
   std::string text() const;  // rank 0 stream 1: all_reduce h over x (program.cpp:41)
+  std::string what() const;  // all_reduce h over x (program.cpp:41)
 };
 
 struct Part {  // an op's part in a collective, send or recv
@@ -121,6 +122,7 @@ struct Op {
   ClockSnapshot clock;                     // clock at its begin, later at its end
   std::vector<Stream*> waiters;            // streams whose head op waits for this op
   std::chrono::steady_clock::time_point finished;
+  std::vector<std::uint64_t*> marks;  // words that count how often it is done
   bool begun = false;
   bool done = false;
 };
@@ -142,7 +144,8 @@ struct Stream {
   bool scheduled = false;  // in the ready list, or running
   const Op* blocked_on = nullptr;
   std::deque<OpPtr> queue;
-  OpPtr last;  // last enqueued op
+  OpPtr last;        // last enqueued op
+  OpName last_done;  // name of the op that ended last
   std::size_t lane = 0;
   Clock clock;
   std::uint64_t rank_in_picker = 0;

@@ -105,6 +105,9 @@ typedef struct hw_cpu_range {
 cudaError_t hw_cpu_launch(const char* name, cudaStream_t stream, void (*run)(void* closure), const void* closure,
                           size_t closure_bytes, const hw_cpu_range* ranges, int range_count, int subject = 0);
 
+// Increments a word each time that the last op of a stream is done. For a captured op that is once per launch of its graph.
+cudaError_t hw_cpu_milestone(cudaStream_t stream, uint64_t* word);
+
 // Binary signals: a rank gives the next one only after its peer has consumed the previous one, in calls and in graphs.
 ncclResult_t hw_cpu_set_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);
 ncclResult_t hw_cpu_take_signal(ncclComm_t comm, int peer, int number, cudaStream_t stream);

@@ -111,56 +111,28 @@ bool Pulse::stands_still() {
   return cudaEventQuery(done_[0]) == cudaErrorNotReady && !begun;
 }
 
-void Progress::begin() {
-  const std::lock_guard lock(mutex_);
-  ++made_;
-  enqueuing_ = true;
-  began_ = Clock::now();
-}
-
-void Progress::end(cudaStream_t caller) {
-  const std::lock_guard lock(mutex_);
-  enqueuing_ = false;
-  if (newest_.call != 0) {
-    const BesideCaptures beside;
-    advance();  // first, because this call reuses the mark of a finished one
-  }
-  Mark& mark = older_.call == 0 ? older_ : newest_;
-  HW_CHECK(cudaEventRecord(events_[mark.event], caller));
-  mark.call = made_;
-  mark.at = began_;
-}
-
-void Progress::advance() {
-  while (older_.call != 0 && cudaEventQuery(events_[older_.event]) == cudaSuccess) {
-    done_ = older_.call;
-    older_.call = 0;
-    std::swap(older_, newest_);
-  }
-}
-
-Progress::State Progress::look() {
-  const std::lock_guard lock(mutex_);
+CallLog::State Progress::look() {
+  CallLog::State state = log_.state();
   const BesideCaptures beside;
-  advance();
-  State state{made_, done_, 0};
-  const auto since = [](Clock::time_point at) { return std::chrono::duration<double>(Clock::now() - at).count(); };
-  if (older_.call != 0) {
-    state.waiting_seconds = since(older_.at);
-  } else if (enqueuing_) {
-    state.waiting_seconds = since(began_);
-  }
+  const std::lock_guard lock(mutex_);
   if (!pulse_.stands_still()) {
     moved_ = Clock::now();
   } else {
-    state.waiting_seconds = std::max(state.waiting_seconds, since(moved_));
+    state.waiting_seconds = std::max(state.waiting_seconds, std::chrono::duration<double>(Clock::now() - moved_).count());
   }
   return state;
 }
 
-Progress::State Instance::progress() {
+CallLog::State Instance::progress() {
   const OnDevice device(member_.rank().device());
   return progress_->look();
+}
+
+Standstill Instance::standstill() {
+  const OnDevice device(member_.rank().device());
+  Standstill standstill;
+  progress_->log().look(standstill);
+  return standstill;
 }
 
 Instance::Instance(Member& member, const ProgramTable& program, bool measures)
@@ -252,6 +224,11 @@ void Instance::launch(const Schedule& schedule, const Graph& graph, cudaStream_t
   or_stop([&] { make_call(caller, [&] { launch(graph, caller); }); });
 }
 
+void Instance::enqueue(cudaStream_t caller) {
+  const CallLog::Adding adding(progress_->log(), caller);
+  program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller);
+}
+
 void Instance::launch(const Graph& graph, cudaStream_t caller) const {
   HW_CHECK(program_.calls.begin_call(instance_, caller));
   graph.launch(caller);
@@ -268,9 +245,9 @@ std::unique_ptr<Graph> Instance::capture(const Table& table, const std::vector<v
 
 void Instance::make_call(cudaStream_t caller, const std::function<void()>& work) {
   const Range range(program_.name);
-  progress_->begin();
+  progress_->log().begin_call();
   work();
-  progress_->end(caller);
+  progress_->log().end_call(caller);
 }
 
 void Instance::in_use(const Schedule& schedule, const std::function<void()>& work) {
@@ -310,7 +287,7 @@ std::unique_ptr<Graph> Instance::capture_taken() {
   return captured([&] {
     const CapturedStream stream;
     const CallOrder::OfKernels order;
-    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream); }), stream);
+    return std::make_unique<Graph>(member_, stream.capture([&] { enqueue(stream); }), stream, progress_->log());
   });
 }
 
@@ -337,7 +314,8 @@ int64_t Instance::graphs() const {
   return std::ranges::count_if(seen_, [](const Seen& seen) { return seen.graph != nullptr; });
 }
 
-Graph::Graph(Member& member, cudaGraph_t graph, cudaStream_t stream) : member_(member) {
+Graph::Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log)
+    : member_(member), log_(log), ops_(log.captured()) {
   events_ = straighten(graph, stream);
   const std::unique_ptr<CUgraph_st, decltype(&cudaGraphDestroy)> taken(graph, cudaGraphDestroy);
   HW_CHECK(cudaGraphInstantiateWithFlags(&exec_, graph, 0));
@@ -346,10 +324,14 @@ Graph::Graph(Member& member, cudaGraph_t graph, cudaStream_t stream) : member_(m
   HW_CHECK(cudaStreamSynchronize(stream));
 }
 
-Graph::~Graph() { member_.destroy_graph(exec_); }
+Graph::~Graph() {
+  member_.destroy_graph(exec_);
+  log_.forget(ops_);
+}
 
 void Graph::launch(cudaStream_t stream) const {
   for (const cudaEvent_t event : events_.awaited) HW_CHECK(cudaStreamWaitEvent(stream, event, 0));
+  log_.launches(ops_);
   HW_CHECK(cudaGraphLaunch(exec_, stream));
   for (const cudaEvent_t event : events_.recorded) HW_CHECK(cudaEventRecord(event, stream));
 }

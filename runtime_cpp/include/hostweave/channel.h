@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "hostweave/call_log.h"
+
 namespace hw {
 
 enum class Transport { two_sided, one_sided, peer };
@@ -30,6 +32,19 @@ struct Route {
   int64_t received;
 };
 
+class Channel;
+
+// The communicator of a channel, for a call of NCCL, whose line the log of calls takes.
+class Communicator {
+ public:
+  explicit Communicator(const Channel& channel) : channel_(channel) {}
+  operator ncclComm_t() const;
+  const Channel& channel() const { return channel_; }
+
+ private:
+  const Channel& channel_;
+};
+
 class Channel {
  public:
   // Borrows the communicator. `ranks` are the world ranks of the process group, if known.
@@ -38,12 +53,19 @@ class Channel {
   // Channel with transport peer. Borrows the group; there is no communicator.
   Channel(PeerGroup& peers, int64_t rank, int64_t size, std::vector<int64_t> ranks = {})
       : peers_(&peers), rank_(rank), size_(size), ranks_(std::move(ranks)) {}
-  ncclComm_t comm() const { return comm_; }
+  ncclComm_t handle() const { return comm_; }
+  Communicator comm() const { return Communicator(*this); }
   PeerGroup* peers() const { return peers_; }  // null for other transports
   // Identity of the communicator or group, the same for all programs of the rank that use the channel.
   const void* key() const { return peers_ ? static_cast<const void*>(peers_) : comm_; }
   int64_t rank() const { return rank_; }  // this rank's number in the process group
   int64_t size() const { return size_; }
+  // The numbers in the world of the process group's ranks, or of one of them.
+  const std::vector<int64_t>& ranks() const { return ranks_; }
+  int64_t world_rank(int64_t rank) const { return ranks_.empty() ? rank : ranks_[rank]; }
+  // The axes along which its ranks differ: "dp, tp".
+  const char* name() const { return name_; }
+  void set_name(const char* name) { name_ = name; }  // which outlives it
 
   // Transport peer: enqueues a signal to a peer. It blocks the stream until the peer has consumed the previous one.
   cudaError_t signal(int64_t peer, int number, cudaStream_t stream) const;
@@ -62,7 +84,25 @@ class Channel {
   int64_t size_;
   std::vector<int64_t> ranks_;
   const std::vector<SharedMemory>* shared_ = nullptr;
+  const char* name_ = "";
 };
+
+inline Communicator::operator ncclComm_t() const {
+  if (CallLog* const log = CallLog::current()) log->over(channel_);
+  return channel_.handle();
+}
+
+// NCCL's calls of these names, which also tell the log of calls the peer.
+inline ncclResult_t ncclSend(const void* from, size_t count, ncclDataType_t type, int peer, const Communicator& comm,
+                             cudaStream_t stream) {
+  if (CallLog* const log = CallLog::current()) log->with_peer(peer);
+  return ::ncclSend(from, count, type, peer, static_cast<ncclComm_t>(comm), stream);
+}
+inline ncclResult_t ncclRecv(void* to, size_t count, ncclDataType_t type, int peer, const Communicator& comm,
+                             cudaStream_t stream) {
+  if (CallLog* const log = CallLog::current()) log->with_peer(peer);
+  return ::ncclRecv(to, count, type, peer, static_cast<ncclComm_t>(comm), stream);
+}
 
 inline const Channel kNoChannel{ncclComm_t{}, 0, 0};  // for ranks outside the process group
 

@@ -1,9 +1,11 @@
 // HW_CHECK(call) throws ExecutionError with file, line and call if a CUDA, NCCL or cuBLASLt call fails.
+// The call log records the line of a call that succeeds.
 #pragma once
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
+#include "hostweave/call_log.h"
 #include "hostweave/range.h"
 
 #ifdef __FILE_NAME__
@@ -31,6 +33,7 @@ template <class Status>  // 0 means success
 void check(Status status, const char* call, const char* file, int line) {
   if (status != Status{}) [[unlikely]]
     fail(status, call, file, line);
+  if (CallLog* const log = CallLog::current()) log->line(call, file, line);
 }
 
 }  // namespace hw

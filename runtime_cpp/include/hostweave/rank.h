@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "hostweave/call_log.h"
 #include "hostweave/channel.h"
 #include "hostweave/hidden.h"
 
@@ -17,8 +18,14 @@ constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // cuBLASLt workspace per 
 struct Stream {
   cudaStream_t handle = nullptr;
   void* workspace = nullptr;
+  const char* name = nullptr;  // of the rank's streams, of which this is one
+  int index = 0;
 
-  operator cudaStream_t() const { return handle; }
+  // For a call, whose line the log of calls takes.
+  operator cudaStream_t() const {
+    if (CallLog* const log = CallLog::current()) log->on(handle, name, index);
+    return handle;
+  }
 };
 
 // A library handle with its destructor.

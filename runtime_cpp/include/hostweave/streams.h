@@ -9,6 +9,28 @@
 
 namespace hw {
 
+// An event for a call, whose line the log of calls takes.
+class EventOfCall {
+ public:
+  explicit EventOfCall(cudaEvent_t event) : event_(event) {}
+  operator cudaEvent_t() const { return event_; }
+
+ private:
+  cudaEvent_t event_;
+};
+
+// CUDA's calls of these names, which also tell the log of calls the event.
+using ::cudaEventRecord;
+using ::cudaStreamWaitEvent;
+inline cudaError_t cudaEventRecord(EventOfCall event, cudaStream_t stream) {
+  if (CallLog* const log = CallLog::current()) log->records(event, stream);
+  return ::cudaEventRecord(static_cast<cudaEvent_t>(event), stream);
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, EventOfCall event, unsigned flags) {
+  if (CallLog* const log = CallLog::current()) log->awaits(event, stream);
+  return ::cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(event), flags);
+}
+
 class Event {
  public:
   explicit Event(unsigned flags = cudaEventDisableTiming);
@@ -29,10 +51,10 @@ class Events {
 
   int64_t count() const { return count_; }
   // Throws ExecutionError if there is no such event.
-  cudaEvent_t operator[](int64_t i) const {
+  EventOfCall operator[](int64_t i) const {
     if (i < 0 || i >= count()) [[unlikely]]
       out_of_range(i);
-    return events_[i];
+    return EventOfCall(events_[i]);
   }
 
  private:

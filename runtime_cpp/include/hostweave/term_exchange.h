@@ -26,6 +26,7 @@ class TermExchange {
 
   template <class T, int kRanks>
   Terms<T, kRanks> terms(const T* own, int64_t count, cudaStream_t stream) const {
+    if (CallLog* const log = CallLog::current()) log->over(channel_);  // the kernel waits for the other ranks
     return {own, count, static_cast<const T*>(gathered(own, count * static_cast<int64_t>(sizeof(T)), stream)), exchange(), 0};
   }
 

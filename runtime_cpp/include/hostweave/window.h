@@ -80,9 +80,20 @@ class WindowArena {
 };
 
 // Enqueues a wait for a peer's next signal of this number.
-inline ncclResult_t wait_signal(int64_t peer, int number, ncclComm_t comm, cudaStream_t stream) {
+inline ncclResult_t wait_signal(int64_t peer, int number, const Communicator& comm, cudaStream_t stream) {
+  if (CallLog* const log = CallLog::current()) log->awaits_signal(comm.channel(), peer, number, stream);
   ncclWaitSignalDesc_t next{.opCnt = 1, .peer = static_cast<int>(peer), .sigIdx = number, .ctx = 0};
-  return ncclWaitSignal(1, &next, comm, stream);
+  return ncclWaitSignal(1, &next, comm.channel().handle(), stream);
+}
+
+// NCCL's calls of these names, which wait for nobody.
+inline ncclResult_t ncclPutSignal(const void* from, size_t count, ncclDataType_t type, int peer, ncclWindow_t window,
+                                  size_t offset, int number, int context, unsigned flags, const Communicator& comm,
+                                  cudaStream_t stream) {
+  return ::ncclPutSignal(from, count, type, peer, window, offset, number, context, flags, comm.channel().handle(), stream);
+}
+inline ncclResult_t ncclSignal(int peer, int number, int context, unsigned flags, const Communicator& comm, cudaStream_t stream) {
+  return ::ncclSignal(peer, number, context, flags, comm.channel().handle(), stream);
 }
 
 }  // namespace hw

@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "hostweave/abi.h"
+#include "hostweave/call_log.h"
 #include "hostweave/member.h"
+#include "hostweave/standstill.h"
 #include "hostweave/straighten.h"
 #include "hostweave/streams.h"
 
@@ -48,38 +50,17 @@ class Pulse {
 // Progress of a program's calls. One thread makes the calls; any thread may look.
 class Progress {
  public:
-  struct State {
-    int64_t made;            // calls
-    int64_t done;            // finished calls
-    double waiting_seconds;  // age of the oldest unfinished call; 0 if there is none
-  };
-
-  void begin();
-  // Marks the end of a call that was enqueued on `caller`. Throws ExecutionError.
-  void end(cudaStream_t caller);
+  CallLog& log() { return log_; }
   // Pulse of graphs that the application captured and launches by itself. `look` reports the time since their last progress.
   Pulse& pulse() { return pulse_; }
-  State look();
+  CallLog::State look();
 
  private:
   using Clock = std::chrono::steady_clock;
-  // A call with an event at its end. Two marks suffice: when the older one is done, the newest becomes the older. Completion of
-  // calls between the two is only seen with the newest.
-  struct Mark {
-    int event;
-    int64_t call = 0;
-    Clock::time_point at{};
-  };
 
-  void advance();
-
-  std::mutex mutex_;
-  Events events_{2};
-  Mark older_{0}, newest_{1};
-  int64_t made_ = 0, done_ = 0;
-  bool enqueuing_ = false;
-  Clock::time_point began_{};
+  CallLog log_;
   Pulse pulse_;
+  std::mutex mutex_;           // guards moved_
   Clock::time_point moved_{};  // last time that graph launches made progress or were done
 };
 
@@ -88,7 +69,7 @@ class Graph {
  public:
   // Takes over a captured graph. The stream must be idle. Uploads the graph before returning, because an upload at launch could
   // queue behind work that waits for other ranks.
-  Graph(Member& member, cudaGraph_t graph, cudaStream_t stream);
+  Graph(Member& member, cudaGraph_t graph, cudaStream_t stream, CallLog& log);
   ~Graph();
   Graph(Graph&&) = delete;
 
@@ -98,6 +79,8 @@ class Graph {
   Member& member_;
   cudaGraphExec_t exec_ = nullptr;
   LaunchEvents events_;
+  CallLog& log_;
+  LoggedOps* ops_;
 };
 
 // Inputs of many calls: bound addresses, and null for inputs that each call passes.
@@ -152,14 +135,16 @@ class Instance {
   void take(const Table& table, const std::vector<void*>& inputs, const std::vector<void*>& outputs);
   // Makes a call; `work` enqueues it by `enqueue`.
   void make_call(cudaStream_t caller, const std::function<void()>& work);
-  void enqueue(cudaStream_t caller) const { program_.calls.run(instance_, inputs_.data(), outputs_.data(), caller); }
+  void enqueue(cudaStream_t caller);
   // Fills the program's temporaries with NaN.
   void poison(cudaStream_t caller) const;
   Member& member() const { return member_; }
   size_t inputs() const { return inputs_.size(); }
 
-  Progress::State progress();  // callable from any thread
-  // Number of cached graphs.
+  // From any thread: how far the calls have come, and where the streams stand in the first that is not done.
+  CallLog::State progress();
+  Standstill standstill();
+  // How many graphs of calls it keeps.
   int64_t graphs() const;
   // Number of recorded calls whose arrays were new.
   int64_t unseen() const { return unseen_; }

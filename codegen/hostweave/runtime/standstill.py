@@ -1,0 +1,138 @@
+"""The report of a hang: for each rank and stream the last line that is done, the first that is not, what it waits for, and who owes that.
+
+A rank says where it stands as a list of `Stand`, one for each program, as JSON. `describe` joins what all ranks say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+from hostweave.runtime.lines import with_users_lines
+
+_OTHER_EDGES = {
+    "call_before": "waits for the call before",
+    "unknown": "or a line behind it is not done: streams of a graph do not say",
+    "none": "is not done",
+}
+_LONGEST = 48  # characters of a call with all its arguments
+
+Line = tuple[int, str]  # a line of program.cpp, 0 for none, and its call
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands in a program: calls made and done, and the streams in the first call that is not done."""
+
+    program: str
+    made: int
+    done: int
+    call: int = 0  # 0: all calls are done
+    is_graph: bool = False
+    is_enqueuing: bool = False
+    enqueued: str = ""  # the last line that the host has enqueued
+    streams: list[dict[str, Any]] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)  # names of streams
+    begun: list[tuple[str, list[int], int]] = field(default_factory=list)  # collectives, by channel and ranks of its process group
+
+    def has_come(self, rank: int, call: int, stream: dict[str, Any]) -> bool:
+        """True if this rank has come to the communication that a stream of `rank` waits in, in that call."""
+        if self.call != call:
+            return self.done >= call
+        if stream["edge"] == "collective":
+            counts = [count for channel, ranks, count in self.begun if (channel, ranks) == (stream["channel"], stream["ranks"])]
+            return bool(counts) and counts[0] >= stream["nth"]
+        return stream["edge"] == "transfer" and any(
+            own["edge"] == "transfer" and own["channel"] == stream["channel"] and rank in own["ranks"] for own in self.streams
+        )
+
+
+def stand_of(name: str, progress: tuple[int, int, float], seen: dict[str, Any], module: ModuleType) -> Stand:
+    """What the instance of a program says, with the user's lines."""
+
+    def placed(line: Line) -> str:
+        number, call = line
+        text = call if len(call) <= _LONGEST else f"{call.partition(',')[0]}, ...)"
+        return with_users_lines(f"{text} (program.cpp:{number})", module) if number else ""
+
+    places = ("done", "next", "source")
+    streams = [{key: placed(value) if key in places else value for key, value in stream.items()} for stream in seen.pop("streams")]
+    begun = [(channel, list(ranks), count) for channel, ranks, count in seen.pop("begun")]
+    return Stand(name, *progress[:2], **{**seen, "enqueued": placed(seen["enqueued"])}, streams=streams, begun=begun)
+
+
+def to_note(stands: Sequence[Stand]) -> str:
+    return json.dumps([asdict(stand) for stand in stands])
+
+
+def from_note(note: str) -> list[Stand]:
+    stands = [Stand(**stand) for stand in json.loads(note)]
+    return [Stand(**{**vars(stand), "begun": [tuple(one) for one in stand.begun]}) for stand in stands]
+
+
+def describe(ranks: Sequence[list[Stand] | None]) -> list[str]:
+    """The lines of a report of what all ranks say, by rank; None where one does not answer."""
+    lines = []
+    for rank, stands in enumerate(ranks):
+        if stands is None:
+            lines.append(f"  rank {rank}: does not answer")
+            continue
+        calls = "; ".join(f"{stand.program}: {stand.made} calls, {stand.done} done" for stand in stands)
+        lines.append(f"  rank {rank}: {calls or 'no call'}")
+        lines += [f"    {line}" for stand in stands for line in _lines_of(stand, rank, ranks)]
+    return lines
+
+
+def _lines_of(stand: Stand, rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
+    if not stand.call:
+        return
+    if stand.is_enqueuing:
+        yield f"host: enqueued up to {stand.enqueued}" if stand.enqueued else "host: has enqueued nothing of the call"
+    elif not stand.streams:
+        yield "all lines are done but for the end of the call"
+    if stand.finished:
+        yield f"{', '.join(stand.finished)}: done"
+    for stream in stand.streams:
+        done = f"done up to {stream['done']}" if stream["done"] else "nothing done"
+        behind = f", {stream['behind']} more behind it" if stream["behind"] else ""
+        yield f"{stream['name']}: {stream['next']} {_edge(stand, stream, rank, ranks)}; {done}{behind}"
+
+
+def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> str:
+    """What the line waits for, and who owes that."""
+    edge, channel = stream["edge"], stream["channel"]
+    if edge == "event":
+        own = stream["source"] == stream["next"]
+        return f"waits for {stream['source_stream']}" + ("" if own else f", for the event of {stream['source']}")
+    if edge in _OTHER_EDGES:
+        return _OTHER_EDGES[edge]
+    owed = ", ".join(_owed(stand, stream, rank, ranks))
+    if not owed:
+        return f"has begun on {channel}, and so have the ranks that it needs"
+    if edge == "signal":
+        return f"waits on {channel} for signal {stream['number']} of {owed}"
+    if edge == "credit":
+        return f"waits on {channel} for the credit of signal {stream['number']}, to be taken by {owed}"
+    return f"waits on {channel} for {owed}"
+
+
+def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
+    """The ranks that have not come, each with what is known of it."""
+    for peer in stream["ranks"]:
+        if peer == rank:
+            continue
+        said = ranks[peer] if peer < len(ranks) else None
+        own = next((one for one in said or () if one.program == stand.program), None)
+        if said is None:
+            yield f"rank {peer}, which does not answer"
+        elif own is None:
+            yield f"rank {peer}"
+        elif own.made < stand.call:
+            yield f"rank {peer}, which has not made call {stand.call}"
+        elif stream["edge"] in ("signal", "credit") and own.done >= stand.call:
+            yield f"rank {peer}, which is done with call {stand.call}"
+        elif not own.has_come(rank, stand.call, stream):
+            yield f"rank {peer}"

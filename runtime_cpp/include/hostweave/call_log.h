@@ -1,0 +1,78 @@
+// The log of a rank's calls: the lines of program.cpp that it has enqueued, and how far its streams have come in them. The report
+// of a hang is made from it.
+//
+// HW_CHECK logs a line. Streams, events and channels note before that what the call of the line uses. Behind each op that may
+// wait for something outside of the call stands a milestone (milestones.h). What is done follows from the milestones, and from
+// the order that streams and events give.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "hostweave/hidden.h"
+
+namespace hw {
+
+class Channel;
+struct LoggedOps;   // of a call, or of a graph
+struct Standstill;  // standstill.h
+
+class CallLog {
+ public:
+  CallLog();
+  ~CallLog();
+  CallLog(CallLog&&) = delete;
+
+  // The log that the present thread adds to, or null.
+  static CallLog* current() { return current_; }
+
+  // --- of whoever makes calls, one after another
+
+  // A call begins: what is enqueued until `end_call` belongs to it.
+  void begin_call();
+  // All of it is on `caller`, or on streams that `caller` waits for. Throws ExecutionError.
+  void end_call(cudaStream_t caller);
+  // The call is the launch of a graph of these ops.
+  void launches(LoggedOps* ops);
+
+  // While it lives, the present thread adds lines: to the call that has begun, or else to the ops of a graph that is captured.
+  class Adding {
+   public:
+    Adding(CallLog& log, cudaStream_t caller);
+    ~Adding();
+    Adding(Adding&&) = delete;
+  };
+  // What was added last outside of a call. The graph has it, and gives it back by `forget`.
+  LoggedOps* captured();
+  void forget(LoggedOps* ops);
+
+  // --- of whatever a line uses
+
+  void on(cudaStream_t stream, const char* name, int index);
+  void over(const Channel& channel);
+  void with_peer(int peer);  // a send to it, or a recv from it
+  void records(cudaEvent_t event, cudaStream_t stream);
+  void awaits(cudaEvent_t event, cudaStream_t stream);
+  void gives_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream);
+  void awaits_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream);
+  void line(const char* call, const char* file, int number);
+
+  // --- of any thread
+
+  struct State {
+    int64_t made;            // calls
+    int64_t done;            // of them
+    double waiting_seconds;  // since the first that is not done was made; 0 where all are
+  };
+  State state();
+  // Where the streams stand in the first call that is not done.
+  void look(Standstill& standstill);
+
+ private:
+  struct Calls;
+  void end_group();
+  static constinit thread_local CallLog* current_;
+  Hidden<Calls> calls_;
+};
+
+}  // namespace hw

@@ -1,0 +1,34 @@
+// Milestones behind the ops of streams: each says how often the op before it was done.
+//
+// On CUDA a milestone is an event, which takes no time of a stream that is not captured, and there is none in a capture. On the
+// CPU device it is a word that the device counts up when the op is done, in launches of graphs too.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "hostweave/hidden.h"
+
+namespace hw {
+
+class Milestones {
+ public:
+  Milestones();
+  ~Milestones();
+  Milestones(Milestones&&) = delete;
+
+  static constexpr int kNone = -1;
+
+  // Milestones the last op of a stream; kNone where that cannot be. Throws ExecutionError. Of one thread at a time.
+  int set(cudaStream_t stream, bool is_captured);
+  // Lets `set` use the milestone again.
+  void give_back(int milestone);
+  // Whether the op was done so many times. From any thread.
+  bool is_done(int milestone, int64_t times) const;
+
+ private:
+  struct All;
+  Hidden<All> all_;
+};
+
+}  // namespace hw

@@ -1,0 +1,440 @@
+#include "hostweave/call_log.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hostweave/channel.h"
+#include "hostweave/milestones.h"
+#include "hostweave/standstill.h"
+
+namespace hw {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Edge = Standstill::Edge;
+
+struct Op {
+  enum class Kind : uint8_t { work, record, wait, signal, wait_signal, transfer, collective };
+  Kind kind = Kind::work;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;
+  const Channel* channel = nullptr;
+  int peer = 0;    // a number of the world
+  int number = 0;  // of a signal
+  int milestone = Milestones::kNone;
+  int group = 0;  // of NCCL, from 1
+  int line = 0;
+  const char* call = "";
+
+  // Whether something outside of the call decides when it is done; a wait for an event of the call does not count.
+  bool is_outer() const { return kind >= Kind::wait; }
+};
+
+constexpr size_t kNowhere = SIZE_MAX;
+
+// Lets this thread ask for events while another one captures: what it asks is no part of that.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace
+
+struct LoggedOps {
+  std::vector<Op> ops;
+  std::vector<int> milestones;  // of all ops
+  cudaStream_t caller = nullptr;
+  bool is_captured = false;
+  int64_t launches = 0;
+};
+
+namespace {
+
+struct Call {
+  int64_t number;
+  Clock::time_point at;
+  std::shared_ptr<LoggedOps> own;  // null: of a graph
+  LoggedOps* ops;
+  int64_t times;                // how often the ops are done when the call is
+  int end = Milestones::kNone;  // a milestone
+  bool is_enqueuing = true;
+};
+
+// Says how far the streams have come in a call.
+class Solver {
+ public:
+  Solver(const LoggedOps& log, int64_t times, const Milestones& milestones)
+      : ops_(log.ops), done_(ops_.size()), records_(ops_.size()) {
+    std::map<cudaEvent_t, size_t> last;
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      const Op& op = ops_[i];
+      Queue& queue = queue_of(op.stream);
+      queue.ops.push_back(i);
+      if (op.milestone != Milestones::kNone && milestones.is_done(op.milestone, times)) queue.at = queue.ops.size();
+      if (op.kind == Op::Kind::record) last[op.event] = i;
+      const auto found = op.kind == Op::Kind::wait ? last.find(op.event) : last.end();
+      records_[i] = found != last.end() ? found->second : kNowhere;
+    }
+    for (Queue& queue : queues) {
+      for (size_t n = 0; n < queue.at; ++n) done_[queue.ops[n]] = true;
+    }
+    for (bool moved = true; moved;) {
+      moved = false;
+      for (Queue& queue : queues) {
+        for (; queue.at < queue.ops.size() && passes(queue.ops[queue.at]); ++queue.at, moved = true)
+          done_[queue.ops[queue.at]] = true;
+      }
+    }
+  }
+
+  struct Queue {
+    cudaStream_t stream;
+    std::vector<size_t> ops;
+    size_t at = 0;  // the first that is not done
+  };
+  std::vector<Queue> queues;
+
+  // The record that a wait waits for, or kNowhere.
+  size_t record_of(size_t i) const { return records_[i]; }
+  bool is_done(size_t i) const { return done_[i]; }
+
+ private:
+  Queue& queue_of(cudaStream_t stream) {
+    const auto found = std::ranges::find(queues, stream, &Queue::stream);
+    return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
+  }
+
+  // Whether an op is done when those before it on its stream are. Work takes its time, but does not wait.
+  bool passes(size_t i) const {
+    if (ops_[i].milestone != Milestones::kNone) return false;
+    if (records_[i] != kNowhere) return done_[records_[i]];
+    return !ops_[i].is_outer();
+  }
+
+  const std::vector<Op>& ops_;
+  std::vector<bool> done_;
+  std::vector<size_t> records_;
+};
+
+}  // namespace
+
+struct CallLog::Calls {
+  mutable std::mutex mutex;  // of all but what only the thread that makes calls uses
+  Milestones milestones;
+  std::deque<Call> calls;  // that are not known to be done
+  int64_t made = 0, done = 0;
+  std::map<cudaStream_t, std::string> names;
+
+  // Of the thread that makes calls.
+  std::shared_ptr<LoggedOps> adding;
+  std::vector<std::shared_ptr<LoggedOps>> of_graphs;
+  std::vector<Op> noted;  // of the line that comes
+  cudaStream_t stream = nullptr;
+  bool has_stream = false;
+  const Channel* channel = nullptr;
+  std::vector<int> peers;
+  int groups = 0;
+  bool in_group = false;
+  std::vector<cudaEvent_t> recorded;
+
+  void note(Op op) { noted.push_back(op); }
+
+  void next_line() {
+    noted.clear();
+    peers.clear();
+    has_stream = false;
+    channel = nullptr;
+  }
+
+  // What no stream, event or channel has noted itself.
+  void note_rest() {
+    Op op{.stream = has_stream ? stream : adding->caller, .channel = channel};
+    if (!peers.empty()) {
+      for (const int peer : peers) {
+        op.kind = Op::Kind::transfer;
+        op.peer = channel->world_rank(peer);
+        note(op);
+      }
+    } else if (channel || noted.empty()) {
+      op.kind = channel ? Op::Kind::collective : Op::Kind::work;
+      note(op);
+    }
+  }
+
+  // Whether a milestone has to stand behind it.
+  bool has_milestone(const Op& op) {
+    if (op.kind == Op::Kind::record) recorded.push_back(op.event);
+    return op.is_outer() && (op.kind != Op::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
+  }
+
+  int milestone(cudaStream_t on) {
+    const int milestone = milestones.set(on, adding->is_captured);
+    if (milestone != Milestones::kNone) adding->milestones.push_back(milestone);
+    return milestone;
+  }
+
+  void give_back(const LoggedOps& ops) {
+    for (const int milestone : ops.milestones) milestones.give_back(milestone);
+  }
+
+  // Forgets the calls that are done.
+  void advance() {
+    const BesideCaptures beside;
+    while (!calls.empty() && !calls.front().is_enqueuing && milestones.is_done(calls.front().end, 1)) {
+      const Call& call = calls.front();
+      done = call.number;
+      milestones.give_back(call.end);
+      if (call.own) give_back(*call.own);
+      calls.pop_front();
+    }
+  }
+
+  std::string name_of(cudaStream_t one, const LoggedOps& of) const {
+    const auto found = names.find(one);
+    return one == of.caller || found == names.end() ? "caller" : found->second;
+  }
+
+  Standstill::Stream describe(const Call& call, const Solver& solver, const Solver::Queue& queue) const;
+};
+
+CallLog::CallLog() = default;
+
+CallLog::~CallLog() = default;
+
+constinit thread_local CallLog* CallLog::current_ = nullptr;
+
+// --- calls
+
+void CallLog::begin_call() {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->advance();
+  calls_->calls.push_back({.number = ++calls_->made, .at = Clock::now(), .own = nullptr, .ops = nullptr, .times = 1});
+}
+
+void CallLog::end_call(cudaStream_t caller) {
+  const int milestone = calls_->milestones.set(caller, false);
+  const std::lock_guard lock(calls_->mutex);
+  calls_->calls.back().end = milestone;
+  calls_->calls.back().is_enqueuing = false;
+}
+
+void CallLog::launches(LoggedOps* ops) {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->calls.back().ops = ops;
+  calls_->calls.back().times = ++ops->launches;
+}
+
+CallLog::Adding::Adding(CallLog& log, cudaStream_t caller) {
+  Calls& calls = *log.calls_;
+  calls.adding = std::make_shared<LoggedOps>();
+  calls.adding->caller = caller;
+  calls.recorded.clear();
+  calls.in_group = false;
+  calls.next_line();
+  const std::lock_guard lock(calls.mutex);
+  if (!calls.calls.empty() && calls.calls.back().is_enqueuing) {
+    calls.calls.back().own = calls.adding;
+    calls.calls.back().ops = calls.adding.get();
+  } else {
+    calls.adding->is_captured = true;
+  }
+  current_ = &log;
+}
+
+CallLog::Adding::~Adding() { current_ = nullptr; }
+
+LoggedOps* CallLog::captured() {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->of_graphs.push_back(calls_->adding);
+  return calls_->adding.get();
+}
+
+void CallLog::forget(LoggedOps* ops) {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->advance();
+  calls_->give_back(*ops);
+  std::erase_if(calls_->calls, [ops](const Call& call) { return call.ops == ops; });
+  std::erase_if(calls_->of_graphs, [ops](const auto& own) { return own.get() == ops; });
+}
+
+// --- lines
+
+void CallLog::on(cudaStream_t stream, const char* name, int index) {
+  calls_->stream = stream;
+  calls_->has_stream = true;
+  if (!name || calls_->names.contains(stream)) return;
+  const std::lock_guard lock(calls_->mutex);
+  calls_->names[stream] = std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+void CallLog::over(const Channel& channel) { calls_->channel = &channel; }
+
+void CallLog::with_peer(int peer) { calls_->peers.push_back(peer); }
+
+void CallLog::records(cudaEvent_t event, cudaStream_t stream) {
+  calls_->note({.kind = Op::Kind::record, .stream = stream, .event = event});
+}
+
+void CallLog::awaits(cudaEvent_t event, cudaStream_t stream) {
+  calls_->note({.kind = Op::Kind::wait, .stream = stream, .event = event});
+}
+
+void CallLog::gives_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
+  const int rank = static_cast<int>(channel.world_rank(peer));
+  calls_->note({.kind = Op::Kind::signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+}
+
+void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
+  const int rank = static_cast<int>(channel.world_rank(peer));
+  calls_->note({.kind = Op::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+}
+
+// What NCCL begins at once is marked at once.
+void CallLog::end_group() {
+  calls_->in_group = false;
+  std::map<cudaStream_t, int> milestones;
+  std::vector<Op>& ops = calls_->adding->ops;
+  for (size_t i = ops.size(); i-- > 0 && ops[i].group == calls_->groups;) {
+    if (!milestones.contains(ops[i].stream)) milestones[ops[i].stream] = calls_->milestone(ops[i].stream);
+    const std::lock_guard lock(calls_->mutex);
+    ops[i].milestone = milestones[ops[i].stream];
+  }
+}
+
+void CallLog::line(const char* call, const char* file, int number) {
+  if (std::strcmp(file, "program.cpp") != 0) return;
+  Calls& calls = *calls_;
+  if (std::strcmp(call, "ncclGroupStart()") == 0) {
+    ++calls.groups;
+    calls.in_group = true;
+    return;
+  }
+  if (std::strcmp(call, "ncclGroupEnd()") == 0) return end_group();
+  calls.note_rest();
+  for (Op& op : calls.noted) {
+    op.line = number;
+    op.call = call;
+    if (calls.in_group && op.kind >= Op::Kind::transfer) {
+      op.group = calls.groups;
+    } else if (calls.has_milestone(op)) {
+      op.milestone = calls.milestone(op.stream);
+    }
+  }
+  {
+    const std::lock_guard lock(calls.mutex);
+    calls.adding->ops.insert(calls.adding->ops.end(), calls.noted.begin(), calls.noted.end());
+  }
+  calls.next_line();
+}
+
+// --- looks
+
+const char* name_of(Standstill::Edge edge) {
+  constexpr const char* names[] = {"none", "event", "call_before", "signal", "credit", "transfer", "collective", "unknown"};
+  return names[static_cast<int>(edge)];
+}
+
+CallLog::State CallLog::state() {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->advance();
+  State state{calls_->made, calls_->done, 0};
+  if (!calls_->calls.empty())
+    state.waiting_seconds = std::chrono::duration<double>(Clock::now() - calls_->calls.front().at).count();
+  return state;
+}
+
+Standstill::Stream CallLog::Calls::describe(const Call& call, const Solver& solver, const Solver::Queue& queue) const {
+  const std::vector<Op>& ops = call.ops->ops;
+  const auto line_of = [&](size_t i) { return Standstill::Line{ops[i].line, ops[i].call}; };
+  const size_t next = queue.ops[queue.at];
+  const Op& op = ops[next];
+  Standstill::Stream stream{.name = name_of(queue.stream, *call.ops),
+                            .next = line_of(next),
+                            .behind = static_cast<int64_t>(queue.ops.size() - queue.at) - 1,
+                            .number = op.number};
+  if (queue.at > 0) stream.done = line_of(queue.ops[queue.at - 1]);
+  if (op.channel) stream.channel = op.channel->name();
+  const auto collectives = [&](const Op& one) { return one.kind == Op::Kind::collective && one.channel == op.channel; };
+  switch (op.kind) {
+    case Op::Kind::work:
+    case Op::Kind::record:
+      break;
+    case Op::Kind::wait:
+      stream.edge = Edge::call_before;
+      if (const size_t record = solver.record_of(next); record != kNowhere) {
+        stream.edge = Edge::event;
+        stream.from = line_of(record);
+        stream.from_stream = name_of(ops[record].stream, *call.ops);
+      }
+      break;
+    case Op::Kind::signal:
+    case Op::Kind::wait_signal:
+      stream.edge = op.kind == Op::Kind::signal ? Edge::credit : Edge::signal;
+      stream.ranks = {op.peer};
+      break;
+    case Op::Kind::transfer:
+      stream.edge = Edge::transfer;
+      for (const size_t i : queue.ops) {
+        const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
+        if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
+      }
+      break;
+    case Op::Kind::collective:
+      stream.edge = Edge::collective;
+      stream.ranks = op.channel->ranks();
+      stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
+      break;
+  }
+  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != Edge::event)
+    stream.edge = Edge::unknown;
+  return stream;
+}
+
+void CallLog::look(Standstill& standstill) {
+  const std::lock_guard lock(calls_->mutex);
+  calls_->advance();
+  if (calls_->calls.empty()) return;
+  const Call& call = calls_->calls.front();
+  standstill.call = call.number;
+  standstill.is_enqueuing = call.is_enqueuing;
+  if (!call.ops) return;
+  standstill.is_graph = call.ops->is_captured;
+  const std::vector<Op>& ops = call.ops->ops;
+  if (!ops.empty()) standstill.enqueued = {ops.back().line, ops.back().call};
+  const BesideCaptures beside;
+  const Solver solver(*call.ops, call.times, calls_->milestones);
+  std::map<const Channel*, int64_t> begun;
+  std::vector<bool> is_next(ops.size());
+  for (const Solver::Queue& queue : solver.queues) {
+    if (queue.at == queue.ops.size()) {
+      standstill.finished.push_back(calls_->name_of(queue.stream, *call.ops));
+      continue;
+    }
+    standstill.streams.push_back(calls_->describe(call, solver, queue));
+    for (size_t n = queue.at; n < queue.ops.size(); ++n) {
+      const size_t i = queue.ops[n], first = queue.ops[queue.at];
+      is_next[i] = i == first || (ops[first].group != 0 && ops[i].group == ops[first].group);
+    }
+  }
+  for (size_t i = 0; i < ops.size(); ++i) {
+    if (ops[i].kind == Op::Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
+  }
+  for (const auto& [channel, count] : begun) standstill.begun.push_back({channel->name(), channel->ranks(), count});
+}
+
+}  // namespace hw
