@@ -1,0 +1,119 @@
+"""Reports of hangs on GPUs. Two ranks are processes on one GPU, which signal each other by transport `peer`."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hostweave as hw
+from hostweave.base.errors import ExecutionError
+from hostweave.build.cuda import gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not gpus(), reason="needs a GPU, and there is none"),
+]
+RANKS = 2
+SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 2) % 2, 0, stream));\n"
+FAULT = 'if (!(rank_.index() == 1 && i == 1 && std::getenv("HOSTWEAVE_TEST_FAULT")))\n'
+AT = r"\(test_hangs_on_gpus\.py:\d+, program\.cpp:\d+\)"
+
+
+@hw.fusion(mesh=hw.Mesh(x=RANKS), x=hw.f32["M@x", "K"], w=hw.f32["K", "N"])
+def gathered_by_puts(x, w):
+    return hw.matmul(x, w).stream("M", chunks=RANKS, algorithm="put")
+
+
+def with_fault(folder: Path) -> hw.Program:
+    """The program, of which rank 1 drops a signal if the environment says so."""
+    os.environ["HOSTWEAVE_EDIT"] = str(folder)
+    options = hw.Options(transport="peer")
+    _ = hw.compile(gathered_by_puts, target="cuda", options=options).folder
+    file = folder / "gathered_by_puts" / "program.cpp"
+    head, found, tail = file.read_text().partition(SIGNAL)
+    assert found, file.read_text()
+    file.write_text(f"#include <cstdlib>\n{head}{FAULT}{found}{tail}")
+    program = hw.compile(gathered_by_puts, target="cuda", options=options)
+    program.build()
+    del os.environ["HOSTWEAVE_EDIT"]
+    return program
+
+
+def hang(folder: str, how: str) -> None:
+    """One rank: calls that are right, and then one that hangs on rank 0. Prints the error of the group."""
+    import torch
+
+    group = hw.init(hw.Environment(), timeout=120, call_timeout=4, device=0)
+    torch.cuda.set_device(0)
+    program = with_fault(Path(folder) / str(group.rank))
+    x, w = torch.ones(128, 64, device="cuda"), torch.ones(64, 32, device="cuda")
+    call = lambda: program(x, w)  # noqa: E731
+    assert call().sum().item() == 256 * 32 * 64
+    if how == "graph":
+        call = program.capture(x, w)
+        call()
+        torch.cuda.synchronize()
+    if how == "signal":
+        os.environ["HOSTWEAVE_TEST_FAULT"] = "1"
+    if how == "signal" or group.rank == 0:
+        for _ in range(3):  # the host runs ahead
+            call()
+    torch.cuda.synchronize()  # ends when the watchdog has aborted the channel
+    while not group.failure:
+        torch.cuda.synchronize()
+    try:
+        group.check()
+    except ExecutionError as error:
+        print(error, flush=True)
+
+
+def report_of(folder: Path, how: str) -> str:
+    """The report that rank 0 writes."""
+    pytest.importorskip("torch", reason="whose tensors the test passes: pip install torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(folder), how],
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [process.communicate(timeout=240)[0] for process in processes]
+    return said[0]
+
+
+def test_a_signal_that_is_lost(tmp_path: Path) -> None:
+    """Of the call that hangs, though the host has enqueued those after it, too."""
+    report = report_of(tmp_path, "signal")
+    assert "call 2 of gathered_by_puts is not done after 4 seconds" in report, report
+    assert "rank 0: gathered_by_puts: 4 calls, 1 done" in report, report
+    waits = (
+        rf"puts\[0\]: channel_x_\.wait_signal\(p, 0, stream\) {AT} waits on x for signal 0 of rank 1[^;]*; "
+        rf"done up to channel_x_\.signal\(.*\) {AT}"
+    )
+    assert re.search(waits, report), report
+    assert re.search(rf"ring\[\d\]: cudaStreamWaitEvent\(stream, arrived_\[i\], 0\) {AT} waits for puts\[0\]", report), report
+
+
+def test_a_rank_that_never_launches_a_graph(tmp_path: Path) -> None:
+    """The report says which launch is not done, and that the streams of a graph do not say more."""
+    report = report_of(tmp_path, "graph")
+    assert "call 4 of gathered_by_puts is not done after 4 seconds" in report, report
+    assert "rank 1: gathered_by_puts: 3 calls, 3 done" in report, report
+    assert re.search(rf"puts\[0\]: .* {AT} or a line behind it is not done: streams of a graph do not say", report), report
+
+
+if __name__ == "__main__":
+    hang(*sys.argv[1:])
