@@ -34,6 +34,7 @@ from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import layouts, mesh_of, without_inputs
+from hostweave.torch.scaled import scale_linears, scaled_linears
 from hostweave.torch.step import TrainingStep as TrainingStep
 from hostweave.torch.trace import state_written, traced
 from hostweave.torch.training import TrainingModule as TrainingModule
@@ -52,6 +53,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    fp8: str | Mapping[str, str] | None = None,
 ) -> CompiledModule:
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
@@ -74,6 +76,10 @@ def compile(
     torch.optim.Optimizer whose step is ATen ops on a parameter, its gradient and its state is recorded from its own code.
     `clip_grad_norm` scales all gradients so that their norm is at most that, as torch.nn.utils.clip_grad_norm_ does. With `accumulate=N`
     the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean.
+
+    `fp8="row"`, "tensor" or "block" computes the linears whose weights the plan states as products of 8-bit floats, with a scale for each
+    row, tensor, or 128 elements of activations and 128 x 128 of weights; `fp8={"q_proj": "row"}` names them by patterns as the plan does.
+    Activations and weights are quantised in the program, to f8e4m3, so that weights stay as they are. In training gradients are f8e5m2.
 
     Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
     them), and a plan that does not fit the module.
@@ -109,7 +115,10 @@ def compile(
         names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
         leaves = pytree.tree_leaves(args)
         dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    graph = read(graph_of, layouts(plan or {}, module, dims, placed), placed, training)
+    stated = layouts(plan or {}, module, dims, placed)
+    if fp8 is not None:
+        scale_linears(graph_of.graph, scaled_linears(fp8, module, stated))
+    graph = read(graph_of, stated, placed, training)
     graph.traced, graph.reads = how, reads
     name = snake_case(type(module).__name__)
     state_written(graph, name, options or Options())

@@ -96,6 +96,35 @@ _op("matmul(Tensor a, Tensor b, bool turned_a, bool turned_b) -> Tensor", _matmu
 _op("matmul_of_rows(Tensor a, Tensor b) -> Tensor", lambda a, b: a.new_empty((a.shape[-1], b.shape[-1])), _no_second, _nothing)
 
 
+def _scaled_linear_backward(needed: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, scaling: str) -> Gradients:
+    return (
+        ops.scaled_product(dy, weight.t(), scaling) if needed[0] else None,
+        ops.scaled_product_of_rows(dy, x, scaling) if needed[1] else None,
+        dy.sum(tuple(range(dy.ndim - 1))) if needed[2] else None,
+        None,
+    )
+
+
+_op(
+    "scaled_linear(Tensor x, Tensor weight, Tensor? bias, str scaling) -> Tensor",
+    lambda x, w, *_: x.new_empty((*x.shape[:-1], w.shape[0])),
+    _scaled_linear_backward,
+    _inputs,
+)
+_op(
+    "scaled_product(Tensor dy, Tensor weight, str scaling) -> Tensor",
+    lambda dy, w, _: dy.new_empty((*dy.shape[:-1], w.shape[0])),
+    _no_second,
+    _nothing,
+)
+_op(
+    "scaled_product_of_rows(Tensor dy, Tensor x, str scaling) -> Tensor",
+    lambda dy, x, _: x.new_empty((dy.shape[-1], x.shape[-1])),
+    _no_second,
+    _nothing,
+)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 

@@ -69,13 +69,13 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
 
     for pattern, value in plan.items():
         if isinstance(value, ParallelStyle):
-            for name in _matching(pattern, modules, "modules"):
+            for name in matching(pattern, modules, "modules"):
                 for kind, of, layout in _of_style(value, name, modules[name], _axis(pattern, mesh)):
                     state(kind, of, layout, pattern)
             continue
         if not isinstance(value, str):
             raise ProgramError(f'plan: "{pattern}": {value!r} is neither text such as "tp, -" nor a ParallelStyle of torch')
-        for name in _matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
+        for name in matching(pattern, (*tensors, *dims, *modules), "parameters, inputs or modules"):
             kind = "parameters" if name in tensors else "inputs" if name in dims else "outputs"
             state(kind, name, _of_text(value, pattern, mesh), pattern)
     found.data = {axis for axes in found.inputs.values() for of in axes[:1] for axis in of if axis != "tp"}
@@ -101,7 +101,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
+def matching(pattern: str, names: Iterable[str], what: str, argument: str = "plan") -> list[str]:
     """The last word of a name matches that of the pattern, so that `layers.*` are the layers, and nothing inside of them."""
     names, (path, _, word) = list(names), pattern.rpartition(".")
     split = ((name, *name.rpartition(".")[::2]) for name in names)
@@ -113,7 +113,7 @@ def _matching(pattern: str, names: Iterable[str], what: str) -> list[str]:
     if not matching:
         near = get_close_matches(pattern.replace("*", "0"), names, 1, 0.3)
         remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(names[:5])}, ..."
-        raise ProgramError(f'plan: "{pattern}" matches none of the {what}; {remedy}')
+        raise ProgramError(f'{argument}: "{pattern}" matches none of the {what}; {remedy}')
     return matching
 
 

@@ -3,7 +3,9 @@
 from typing import Any
 
 import hostweave as hw
-from hostweave.torch.aten.table import Number, Result, aten, refuse
+from hostweave.torch.aten.table import DTYPES, Number, Result, aten, cast, refuse
+from hostweave.types.size import product
+from hostweave.types.tensor import DType
 
 
 @aten("linear.default")
@@ -19,16 +21,72 @@ def _matmul(result: Result, a: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
         rows = hw.expand_dims(a, 0) if a.ndim == 1 else a
         columns = hw.expand_dims(b, 1) if b.ndim == 1 else b
         gone = tuple(dim for dim, one in ((-2, a.ndim == 1), (-1, b.ndim == 1)) if one)
-        product = hw.matmul(rows, columns)
-        return hw.squeeze(product, tuple(dim % product.ndim for dim in gone))
+        made = hw.matmul(rows, columns)
+        return hw.squeeze(made, tuple(dim % made.ndim for dim in gone))
     return hw.matmul(a, b)
 
 
 @aten("addmm.default", "baddbmm.default")
 def _addmm(result: Result, bias: hw.Tensor, a: hw.Tensor, b: hw.Tensor, beta: Number = 1, alpha: Number = 1) -> hw.Tensor:
-    product = hw.matmul(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+    made = hw.matmul(a, b)
+    made = made if alpha == 1 else made * alpha
+    return made + (bias if beta == 1 else bias * beta)
+
+
+@aten("_scaled_mm.default")
+def _scaled_mm(
+    result: Result,
+    a: hw.Tensor,
+    b: hw.Tensor,
+    scale_a: hw.Tensor,
+    scale_b: hw.Tensor,
+    bias: hw.Tensor | None = None,
+    scale_result: hw.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> hw.Tensor:
+    """Sums are always in f32, which `use_fast_accum` allows to be less exact."""
+    if scale_result is not None or DTYPES[result.dtype].itemsize == 1:
+        raise refuse("_scaled_mm with a result of 8 bits is not supported; use out_dtype=torch.bfloat16, then quantise it")
+    made = hw.scaled_matmul(a, b, scale_a, scale_b, out_dtype=DTYPES[result.dtype])
+    return made if bias is None else made + cast(bias, result.dtype)
+
+
+def _of_rows(x: hw.Tensor) -> hw.Tensor:
+    """With all dims but the last as one."""
+    return x if x.ndim == 2 else hw.reshape(x, str(product(x.type.shape[:-1])), str(x.type.shape[-1]))
+
+
+def _scaled(a: hw.Tensor, b: hw.Tensor, scaling: str, of_a: DType, blocks_of_b: str, out: DType) -> hw.Tensor:
+    """a [M, K] times the transpose of b [N, K], both quantised along K."""
+    values, scales = hw.quantize(a, scaling, of_a)
+    weights, scales_of_weights = hw.quantize(b, blocks_of_b if scaling == "block" else scaling)
+    return hw.scaled_matmul(values, weights.T, scales, scales_of_weights.T, out_dtype=out)
+
+
+def _scaled_rows(x: hw.Tensor, weight: hw.Tensor, scaling: str, of_x: DType) -> hw.Tensor:
+    made = _scaled(_of_rows(x), weight, scaling, of_x, "block2d", x.dtype)
+    return made if x.ndim == 2 else hw.reshape(made, *map(str, (*x.type.shape[:-1], weight.type.shape[0])))
+
+
+@aten("hostweave.scaled_linear.default")
+def _scaled_linear(result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, scaling: str) -> hw.Tensor:
+    if x.ndim == 1:
+        return hw.squeeze(_scaled_linear(result, hw.expand_dims(x, 0), weight, bias, scaling), 0)
+    made = _scaled_rows(x, weight, scaling, hw.f8e4m3)
+    return made if bias is None else made + bias
+
+
+@aten("hostweave.scaled_product.default")
+def _scaled_product(result: Result, dy: hw.Tensor, weight: hw.Tensor, scaling: str) -> hw.Tensor:
+    """Gradients have large ranges: f8e5m2, and weights f8e4m3."""
+    return _scaled_rows(dy, weight, scaling, hw.f8e5m2)
+
+
+@aten("hostweave.scaled_product_of_rows.default")
+def _scaled_product_of_rows(result: Result, dy: hw.Tensor, x: hw.Tensor, scaling: str) -> hw.Tensor:
+    """The gradient of a weight, which sums over rows: blocks are of 128 rows."""
+    return _scaled(_of_rows(dy).T, _of_rows(x).T, scaling, hw.f8e5m2, "block", x.dtype)
 
 
 @aten("scaled_dot_product_attention.default")
