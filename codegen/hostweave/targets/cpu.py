@@ -15,7 +15,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel, expect_one_thread
 from hostweave.targets.target import CPU_DEVICE, Target
 from hostweave.types.machine import H200, Machine
 
-_THREADS = 64  # of OpenBLAS, at most
+_THREADS = 64  # maximum threads of OpenBLAS
 
 
 class _Cpu(Target):
@@ -40,7 +40,7 @@ class _Cpu(Target):
 
     @cache  # noqa: B019 -- of the one object
     def expect_memory(self) -> None:
-        """Raises an error if memory is too short for OpenBLAS, which allocates per thread and ends the process on failure."""
+        """Raises MemoryError if memory is too short for OpenBLAS, which allocates per thread and ends the process on failure."""
         given = os.environ.get("OPENBLAS_NUM_THREADS", "")
         threads = min(int(given) if given.isdecimal() and int(given) else _THREADS, len(os.sched_getaffinity(0)), _THREADS)
         expect_memory((15 + 40 * threads) << 20)
