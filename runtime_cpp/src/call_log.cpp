@@ -22,7 +22,6 @@ namespace hw {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Edge = Standstill::Edge;
 
 struct Op {
   enum class Kind : uint8_t { work, record, wait, signal, wait_signal, transfer, collective };
@@ -375,33 +374,33 @@ Standstill::Stream CallLog::Calls::describe(const Call& call, const Solver& solv
     case Op::Kind::record:
       break;
     case Op::Kind::wait:
-      stream.edge = Edge::call_before;
+      stream.edge = Standstill::Edge::call_before;
       if (const size_t record = solver.record_of(next); record != kNowhere) {
-        stream.edge = Edge::event;
+        stream.edge = Standstill::Edge::event;
         stream.from = line_of(record);
         stream.from_stream = name_of(ops[record].stream, *call.ops);
       }
       break;
     case Op::Kind::signal:
     case Op::Kind::wait_signal:
-      stream.edge = op.kind == Op::Kind::signal ? Edge::credit : Edge::signal;
+      stream.edge = op.kind == Op::Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
       stream.ranks = {op.peer};
       break;
     case Op::Kind::transfer:
-      stream.edge = Edge::transfer;
+      stream.edge = Standstill::Edge::transfer;
       for (const size_t i : queue.ops) {
         const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
         if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
       }
       break;
     case Op::Kind::collective:
-      stream.edge = Edge::collective;
+      stream.edge = Standstill::Edge::collective;
       stream.ranks = op.channel->ranks();
       stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
       break;
   }
-  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != Edge::event)
-    stream.edge = Edge::unknown;
+  if (call.ops->is_captured && op.is_outer() && op.milestone == Milestones::kNone && stream.edge != Standstill::Edge::event)
+    stream.edge = Standstill::Edge::unknown;
   return stream;
 }
 

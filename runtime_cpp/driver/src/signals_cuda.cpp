@@ -100,7 +100,9 @@ void find_signals(ncclComm_t comm, const ProcessGroup& process_group) {
   HW_CHECK(cudaStreamCreateWithPriority(&found.stream, cudaStreamNonBlocking, (least + greatest) / 2));
   HW_CHECK(cudaStreamBeginCapture(found.stream, cudaStreamCaptureModeThreadLocal));
   cudaGraph_t graph = nullptr;
-  (void)wait_signal((process_group.rank_in_group + 1) % process_group.size, 0, comm, found.stream);
+  const auto next_rank = static_cast<int>((process_group.rank_in_group + 1) % process_group.size);
+  ncclWaitSignalDesc_t next{.opCnt = 1, .peer = next_rank, .sigIdx = 0, .ctx = 0};
+  (void)ncclWaitSignal(1, &next, comm, found.stream);
   (void)cudaStreamEndCapture(found.stream, &graph);
   const CUdeviceptr place = graph ? awaited(graph) : 0;
   if (graph) cudaGraphDestroy(graph);
