@@ -1,4 +1,4 @@
-"""What long work tells: a line on a terminal, nothing where stderr is piped, and records for whoever wants them."""
+"""Progress of long work: a line on a terminal, nothing if stderr is piped, and logger records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILE = [sys.executable, "-m", "hostweave", "compile", "seeds:ag_matmul_p2p"]
 
 
 def on_terminal(command: list[str], cache: Path) -> tuple[str, str]:
-    """What a command writes on stdout, and on a terminal that is its stderr."""
+    """Output of a command on stdout, and on a terminal that is its stderr."""
     terminal, stderr = pty.openpty()
     environment = {**os.environ, "HOSTWEAVE_CACHE": str(cache), "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True) as run:

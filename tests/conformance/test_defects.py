@@ -1,9 +1,7 @@
 """Known defects of other systems in communications and channels, each with a test here that would detect it.
 
 | defect | test |
-
 |---|---|
-
 | an all_gather's count is the result's, n times too large | test_collectives, every dtype and number of ranks |
 | bf16 is sent as another type | test_collectives |
 | integers are compared as unsigned; the maximum of negative floats starts at the smallest positive one | test_signs |

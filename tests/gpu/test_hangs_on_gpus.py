@@ -95,7 +95,7 @@ def report_of(folder: Path, how: str) -> str:
 
 
 def test_a_signal_that_is_lost(tmp_path: Path) -> None:
-    """Of the call that hangs, though the host has enqueued those after it, too."""
+    """The report is about the call that hangs, even if the host has enqueued later ones."""
     report = report_of(tmp_path, "signal")
     assert "call 2 of gathered_by_puts is not done after 4 seconds" in report, report
     assert "rank 0: gathered_by_puts: 4 calls, 1 done" in report, report

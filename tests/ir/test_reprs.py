@@ -1,4 +1,4 @@
-"""What an interactive session shows of types, meshes and programs: short, and as the IR writes it."""
+"""Reprs of types, meshes and programs in an interactive session: short, in the syntax of the IR."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reports of hangs: each says for every rank and stream what is done, what is not, what that waits for, and who owes it.
+"""Reports of hangs: for every rank and stream, finished and unfinished work, the wait, and the ranks that it waits for.
 
-The programs are those that the compiler makes, with a fault in the C++ of one rank for the weight 99.
+The programs are compiled normally, with a fault in the C++ of one rank for the weight 99.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Processes:
             process.communicate()
 
     def said(self, rank: int) -> tuple[str, str]:
-        """What the rank wrote to stdout and stderr when it has ended."""
+        """Output of the rank on stdout and stderr after it has ended."""
         return self.processes[rank].communicate(timeout=120)
 
 
@@ -272,7 +272,7 @@ def summed_only_here(x):
 
 
 def test_messages_name_the_users_line() -> None:
-    """Of a call that fails, and of a place in a report; once."""
+    """Checks a failing call and a place in a report; each line is named once."""
     module = hw.compile(summed_only_here)._compiled.module
     lines = Path(str(module.__file__)).with_name("program.cpp").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "ncclAllReduce" in line)

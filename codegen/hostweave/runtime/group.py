@@ -531,7 +531,7 @@ class Group:
         return difference if self.meeting.number < meeting else None  # read last, because a rank meets the others before it begins the call
 
     def stands(self) -> list[Stand]:
-        """Where this rank stands, for each program that was called."""
+        """Position of this rank in each program that was called."""
         return [program.stand() for program in list(self.programs.values())]
 
     def report(self, reason: str) -> str:

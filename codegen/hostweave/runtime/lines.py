@@ -14,9 +14,9 @@ _USERS = re.compile(r"\s*// (\S+\.py:\d+)  ")  # above what a line of the user's
 
 
 def with_users_lines(text: str, module: ModuleType) -> str:
-    """Puts the user's line before each line of `program.cpp` that the text names: `model.py:12, program.cpp:64`.
+    """Inserts the user's source line before each line of `program.cpp` that the text names: `model.py:12, program.cpp:64`.
 
-    A line of which the file does not say what it came from stays as it is, and so do all if the file is gone.
+    A line without a known source stays unchanged, and so do all lines if the file is gone.
     """
 
     def placed(found: re.Match[str]) -> str:

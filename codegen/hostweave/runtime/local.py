@@ -122,7 +122,7 @@ class LocalProgram:
         return self._host.name, *(native.progress() if native else (0, 0, 0.0))
 
     def stand(self) -> Stand:
-        """Where this rank stands in the program, as a report of a hang has it."""
+        """Position of this rank in the program, for reports of hangs."""
         native = self._native
         if native is None:
             return Stand(self._host.name, 0, 0)

@@ -283,14 +283,14 @@ class ThreadMeeting(Meeting):
             self._table.changed.notify_all()
 
     def notes(self, timeout: float = 0) -> list[str | None]:
-        """Those of the ranks that are here are what they say now."""
+        """Notes of all ranks. Ranks that are present answer with their current state."""
         with self._table.changed:
             notes = list(self._table.notes)
             answers = {rank: answer for rank, answer in self._table.answers.items() if not self._gone(rank)}
         return [answers[rank]() if rank in answers else note for rank, note in enumerate(notes)]
 
     def answer_by(self, answer: Callable[[], str | None]) -> None:
-        """What this rank says when another one asks."""
+        """Sets the function that answers other ranks' requests for this rank's state."""
         with self._table.changed:
             self._table.answers[self._rank] = answer
 

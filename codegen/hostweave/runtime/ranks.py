@@ -55,9 +55,9 @@ class Ranks:
     ) -> list[T]:
         """Returns the result of `work` for each rank, run on the rank's thread when the devices are free.
 
-        `look` is called periodically. If it raises, or if `work` raises on some rank, all ranks are stopped wherever they wait,
-        and the first error is raised, after `before_stop` got it. Use `alone` if no rank waits for another: an
-        error of one then stops no other and breaks nothing.
+        `look` is called periodically. If it raises, or if `work` raises on some rank, all ranks are stopped wherever they wait.
+        The first error is passed to `before_stop`, then raised. Use `alone` if no rank waits for another: an error of one then
+        stops no other and breaks nothing.
         """
         with self._turn(lease):
             return self._each(work, alone, look, before_stop)

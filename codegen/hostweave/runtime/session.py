@@ -160,12 +160,12 @@ class Session:
             raise ExecutionError(f"{self._module.name}: {lines}")
 
     def _stands(self, instances: list[Any]) -> list[str]:
-        """Where the ranks stand, as lines of a report."""
+        """Positions of the ranks, as lines of a report."""
         module = self._module
         return describe([[stand_of(module.name, one.progress(), one.standstill(), module)] for one in instances])
 
     def _say_where(self, instances: list[Any], error: BaseException) -> None:
-        """Where an interruption strikes a call, as by Ctrl-C, says where the ranks stand, on stderr."""
+        """Prints the positions of the ranks on stderr if an interruption, such as Ctrl-C, strikes a call."""
         if not isinstance(error, Exception) and any(one.progress()[2] > 0 for one in instances):
             say("\n".join([f"{self._module.name}: {reason_of(error)}", *self._stands(instances)]))
 

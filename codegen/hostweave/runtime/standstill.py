@@ -1,6 +1,7 @@
-"""The report of a hang: for each rank and stream the last line that is done, the first that is not, what it waits for, and who owes that.
+"""Report of a hang: per rank and stream the last finished line, the first unfinished one, its wait, and the ranks that it waits
+for.
 
-A rank says where it stands as a list of `Stand`, one for each program, as JSON. `describe` joins what all ranks say.
+A rank describes its position as a list of `Stand`, one per program, in JSON. `describe` joins the positions of all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Line = tuple[int, str]  # a line of program.cpp, 0 for none, and its call
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands in a program: calls made and done, and the streams in the first call that is not done."""
+    """Position of a rank in a program: calls made and done, and the streams of the first unfinished call."""
 
     program: str
     made: int
@@ -51,7 +52,7 @@ class Stand:
 
 
 def stand_of(name: str, progress: tuple[int, int, float], seen: dict[str, Any], module: ModuleType) -> Stand:
-    """What the instance of a program says, with the user's lines."""
+    """Position that a program's instance reports, with the user's source lines."""
 
     def placed(line: Line) -> str:
         number, call = line
@@ -74,7 +75,7 @@ def from_note(note: str) -> list[Stand]:
 
 
 def describe(ranks: Sequence[list[Stand] | None]) -> list[str]:
-    """The lines of a report of what all ranks say, by rank; None where one does not answer."""
+    """Lines of a report on the positions of all ranks, by rank. None stands for a rank that does not answer."""
     lines = []
     for rank, stands in enumerate(ranks):
         if stands is None:
@@ -102,7 +103,7 @@ def _lines_of(stand: Stand, rank: int, ranks: Sequence[list[Stand] | None]) -> I
 
 
 def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> str:
-    """What the line waits for, and who owes that."""
+    """Description of the line's wait, and of the ranks that it waits for."""
     edge, channel = stream["edge"], stream["channel"]
     if edge == "event":
         own = stream["source"] == stream["next"]
@@ -120,7 +121,7 @@ def _edge(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[
 
 
 def _owed(stand: Stand, stream: dict[str, Any], rank: int, ranks: Sequence[list[Stand] | None]) -> Iterator[str]:
-    """The ranks that have not come, each with what is known of it."""
+    """Ranks that have not come, with the known state of each."""
     for peer in stream["ranks"]:
         if peer == rank:
             continue
