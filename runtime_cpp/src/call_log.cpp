@@ -21,9 +21,9 @@ namespace hw {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using LogClock = std::chrono::steady_clock;
 
-struct Op {
+struct LoggedOp {
   enum class Kind : uint8_t { work, record, wait, signal, wait_signal, transfer, collective };
   Kind kind = Kind::work;
   cudaStream_t stream = nullptr;
@@ -40,22 +40,12 @@ struct Op {
   bool is_outer() const { return kind >= Kind::wait; }
 };
 
-constexpr size_t kNowhere = SIZE_MAX;
-
-// Lets this thread ask for events while another one captures: what it asks is no part of that.
-class BesideCaptures {
- public:
-  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
+constexpr size_t kNoRecord = SIZE_MAX;
 
 }  // namespace
 
 struct LoggedOps {
-  std::vector<Op> ops;
+  std::vector<LoggedOp> ops;
   std::vector<int> milestones;  // of all ops
   cudaStream_t caller = nullptr;
   bool is_captured = false;
@@ -64,9 +54,9 @@ struct LoggedOps {
 
 namespace {
 
-struct Call {
+struct LoggedCall {
   int64_t number;
-  Clock::time_point at;
+  LogClock::time_point at;
   std::shared_ptr<LoggedOps> own;  // null: of a graph
   LoggedOps* ops;
   int64_t times;                // how often the ops are done when the call is
@@ -75,19 +65,19 @@ struct Call {
 };
 
 // Says how far the streams have come in a call.
-class Solver {
+class CallSolver {
  public:
-  Solver(const LoggedOps& log, int64_t times, const Milestones& milestones)
+  CallSolver(const LoggedOps& log, int64_t times, const Milestones& milestones)
       : ops_(log.ops), done_(ops_.size()), records_(ops_.size()) {
     std::map<cudaEvent_t, size_t> last;
     for (size_t i = 0; i < ops_.size(); ++i) {
-      const Op& op = ops_[i];
+      const LoggedOp& op = ops_[i];
       Queue& queue = queue_of(op.stream);
       queue.ops.push_back(i);
       if (op.milestone != Milestones::kNone && milestones.is_done(op.milestone, times)) queue.at = queue.ops.size();
-      if (op.kind == Op::Kind::record) last[op.event] = i;
-      const auto found = op.kind == Op::Kind::wait ? last.find(op.event) : last.end();
-      records_[i] = found != last.end() ? found->second : kNowhere;
+      if (op.kind == LoggedOp::Kind::record) last[op.event] = i;
+      const auto found = op.kind == LoggedOp::Kind::wait ? last.find(op.event) : last.end();
+      records_[i] = found != last.end() ? found->second : kNoRecord;
     }
     for (Queue& queue : queues) {
       for (size_t n = 0; n < queue.at; ++n) done_[queue.ops[n]] = true;
@@ -108,7 +98,7 @@ class Solver {
   };
   std::vector<Queue> queues;
 
-  // The record that a wait waits for, or kNowhere.
+  // The record that a wait waits for, or kNoRecord.
   size_t record_of(size_t i) const { return records_[i]; }
   bool is_done(size_t i) const { return done_[i]; }
 
@@ -121,11 +111,11 @@ class Solver {
   // Whether an op is done when those before it on its stream are. Work takes its time, but does not wait.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
-    if (records_[i] != kNowhere) return done_[records_[i]];
+    if (records_[i] != kNoRecord) return done_[records_[i]];
     return !ops_[i].is_outer();
   }
 
-  const std::vector<Op>& ops_;
+  const std::vector<LoggedOp>& ops_;
   std::vector<bool> done_;
   std::vector<size_t> records_;
 };
@@ -135,14 +125,14 @@ class Solver {
 struct CallLog::Calls {
   mutable std::mutex mutex;  // of all but what only the thread that makes calls uses
   Milestones milestones;
-  std::deque<Call> calls;  // that are not known to be done
+  std::deque<LoggedCall> calls;  // that are not known to be done
   int64_t made = 0, done = 0;
   std::map<cudaStream_t, std::string> names;
 
   // Of the thread that makes calls.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
-  std::vector<Op> noted;  // of the line that comes
+  std::vector<LoggedOp> noted;  // of the line that comes
   cudaStream_t stream = nullptr;
   bool has_stream = false;
   const Channel* channel = nullptr;
@@ -151,7 +141,7 @@ struct CallLog::Calls {
   bool in_group = false;
   std::vector<cudaEvent_t> recorded;
 
-  void note(Op op) { noted.push_back(op); }
+  void note(LoggedOp op) { noted.push_back(op); }
 
   void next_line() {
     noted.clear();
@@ -162,23 +152,23 @@ struct CallLog::Calls {
 
   // What no stream, event or channel has noted itself.
   void note_rest() {
-    Op op{.stream = has_stream ? stream : adding->caller, .channel = channel};
+    LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
       for (const int peer : peers) {
-        op.kind = Op::Kind::transfer;
+        op.kind = LoggedOp::Kind::transfer;
         op.peer = channel->world_rank(peer);
         note(op);
       }
     } else if (channel || noted.empty()) {
-      op.kind = channel ? Op::Kind::collective : Op::Kind::work;
+      op.kind = channel ? LoggedOp::Kind::collective : LoggedOp::Kind::work;
       note(op);
     }
   }
 
   // Whether a milestone has to stand behind it.
-  bool has_milestone(const Op& op) {
-    if (op.kind == Op::Kind::record) recorded.push_back(op.event);
-    return op.is_outer() && (op.kind != Op::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
+  bool has_milestone(const LoggedOp& op) {
+    if (op.kind == LoggedOp::Kind::record) recorded.push_back(op.event);
+    return op.is_outer() && (op.kind != LoggedOp::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
   }
 
   int milestone(cudaStream_t on) {
@@ -195,7 +185,7 @@ struct CallLog::Calls {
   void advance() {
     const BesideCaptures beside;
     while (!calls.empty() && !calls.front().is_enqueuing && milestones.is_done(calls.front().end, 1)) {
-      const Call& call = calls.front();
+      const LoggedCall& call = calls.front();
       done = call.number;
       milestones.give_back(call.end);
       if (call.own) give_back(*call.own);
@@ -208,7 +198,7 @@ struct CallLog::Calls {
     return one == of.caller || found == names.end() ? "caller" : found->second;
   }
 
-  Standstill::Stream describe(const Call& call, const Solver& solver, const Solver::Queue& queue) const;
+  Standstill::Stream describe(const LoggedCall& call, const CallSolver& solver, const CallSolver::Queue& queue) const;
 };
 
 CallLog::CallLog() = default;
@@ -222,7 +212,7 @@ constinit thread_local CallLog* CallLog::current_ = nullptr;
 void CallLog::begin_call() {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
-  calls_->calls.push_back({.number = ++calls_->made, .at = Clock::now(), .own = nullptr, .ops = nullptr, .times = 1});
+  calls_->calls.push_back({.number = ++calls_->made, .at = LogClock::now(), .own = nullptr, .ops = nullptr, .times = 1});
 }
 
 void CallLog::end_call(cudaStream_t caller) {
@@ -267,7 +257,7 @@ void CallLog::forget(LoggedOps* ops) {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
   calls_->give_back(*ops);
-  std::erase_if(calls_->calls, [ops](const Call& call) { return call.ops == ops; });
+  std::erase_if(calls_->calls, [ops](const LoggedCall& call) { return call.ops == ops; });
   std::erase_if(calls_->of_graphs, [ops](const auto& own) { return own.get() == ops; });
 }
 
@@ -286,28 +276,28 @@ void CallLog::over(const Channel& channel) { calls_->channel = &channel; }
 void CallLog::with_peer(int peer) { calls_->peers.push_back(peer); }
 
 void CallLog::records(cudaEvent_t event, cudaStream_t stream) {
-  calls_->note({.kind = Op::Kind::record, .stream = stream, .event = event});
+  calls_->note({.kind = LoggedOp::Kind::record, .stream = stream, .event = event});
 }
 
 void CallLog::awaits(cudaEvent_t event, cudaStream_t stream) {
-  calls_->note({.kind = Op::Kind::wait, .stream = stream, .event = event});
+  calls_->note({.kind = LoggedOp::Kind::wait, .stream = stream, .event = event});
 }
 
 void CallLog::gives_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
   const int rank = static_cast<int>(channel.world_rank(peer));
-  calls_->note({.kind = Op::Kind::signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+  calls_->note({.kind = LoggedOp::Kind::signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
 void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cudaStream_t stream) {
   const int rank = static_cast<int>(channel.world_rank(peer));
-  calls_->note({.kind = Op::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
+  calls_->note({.kind = LoggedOp::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
 // What NCCL begins at once is marked at once.
 void CallLog::end_group() {
   calls_->in_group = false;
   std::map<cudaStream_t, int> milestones;
-  std::vector<Op>& ops = calls_->adding->ops;
+  std::vector<LoggedOp>& ops = calls_->adding->ops;
   for (size_t i = ops.size(); i-- > 0 && ops[i].group == calls_->groups;) {
     if (!milestones.contains(ops[i].stream)) milestones[ops[i].stream] = calls_->milestone(ops[i].stream);
     const std::lock_guard lock(calls_->mutex);
@@ -325,10 +315,10 @@ void CallLog::line(const char* call, const char* file, int number) {
   }
   if (std::strcmp(call, "ncclGroupEnd()") == 0) return end_group();
   calls.note_rest();
-  for (Op& op : calls.noted) {
+  for (LoggedOp& op : calls.noted) {
     op.line = number;
     op.call = call;
-    if (calls.in_group && op.kind >= Op::Kind::transfer) {
+    if (calls.in_group && op.kind >= LoggedOp::Kind::transfer) {
       op.group = calls.groups;
     } else if (calls.has_milestone(op)) {
       op.milestone = calls.milestone(op.stream);
@@ -353,47 +343,50 @@ CallLog::State CallLog::state() {
   calls_->advance();
   State state{calls_->made, calls_->done, 0};
   if (!calls_->calls.empty())
-    state.waiting_seconds = std::chrono::duration<double>(Clock::now() - calls_->calls.front().at).count();
+    state.waiting_seconds = std::chrono::duration<double>(LogClock::now() - calls_->calls.front().at).count();
   return state;
 }
 
-Standstill::Stream CallLog::Calls::describe(const Call& call, const Solver& solver, const Solver::Queue& queue) const {
-  const std::vector<Op>& ops = call.ops->ops;
+Standstill::Stream CallLog::Calls::describe(const LoggedCall& call, const CallSolver& solver,
+                                            const CallSolver::Queue& queue) const {
+  const std::vector<LoggedOp>& ops = call.ops->ops;
   const auto line_of = [&](size_t i) { return Standstill::Line{ops[i].line, ops[i].call}; };
   const size_t next = queue.ops[queue.at];
-  const Op& op = ops[next];
+  const LoggedOp& op = ops[next];
   Standstill::Stream stream{.name = name_of(queue.stream, *call.ops),
                             .next = line_of(next),
                             .behind = static_cast<int64_t>(queue.ops.size() - queue.at) - 1,
                             .number = op.number};
   if (queue.at > 0) stream.done = line_of(queue.ops[queue.at - 1]);
   if (op.channel) stream.channel = op.channel->name();
-  const auto collectives = [&](const Op& one) { return one.kind == Op::Kind::collective && one.channel == op.channel; };
+  const auto collectives = [&](const LoggedOp& one) {
+    return one.kind == LoggedOp::Kind::collective && one.channel == op.channel;
+  };
   switch (op.kind) {
-    case Op::Kind::work:
-    case Op::Kind::record:
+    case LoggedOp::Kind::work:
+    case LoggedOp::Kind::record:
       break;
-    case Op::Kind::wait:
+    case LoggedOp::Kind::wait:
       stream.edge = Standstill::Edge::call_before;
-      if (const size_t record = solver.record_of(next); record != kNowhere) {
+      if (const size_t record = solver.record_of(next); record != kNoRecord) {
         stream.edge = Standstill::Edge::event;
         stream.from = line_of(record);
         stream.from_stream = name_of(ops[record].stream, *call.ops);
       }
       break;
-    case Op::Kind::signal:
-    case Op::Kind::wait_signal:
-      stream.edge = op.kind == Op::Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
+    case LoggedOp::Kind::signal:
+    case LoggedOp::Kind::wait_signal:
+      stream.edge = op.kind == LoggedOp::Kind::signal ? Standstill::Edge::credit : Standstill::Edge::signal;
       stream.ranks = {op.peer};
       break;
-    case Op::Kind::transfer:
+    case LoggedOp::Kind::transfer:
       stream.edge = Standstill::Edge::transfer;
       for (const size_t i : queue.ops) {
         const bool begins = i == next || (op.group != 0 && ops[i].group == op.group);
         if (begins && std::ranges::find(stream.ranks, ops[i].peer) == stream.ranks.end()) stream.ranks.push_back(ops[i].peer);
       }
       break;
-    case Op::Kind::collective:
+    case LoggedOp::Kind::collective:
       stream.edge = Standstill::Edge::collective;
       stream.ranks = op.channel->ranks();
       stream.nth = std::count_if(ops.begin(), ops.begin() + static_cast<std::ptrdiff_t>(next) + 1, collectives);
@@ -408,18 +401,18 @@ void CallLog::look(Standstill& standstill) {
   const std::lock_guard lock(calls_->mutex);
   calls_->advance();
   if (calls_->calls.empty()) return;
-  const Call& call = calls_->calls.front();
+  const LoggedCall& call = calls_->calls.front();
   standstill.call = call.number;
   standstill.is_enqueuing = call.is_enqueuing;
   if (!call.ops) return;
   standstill.is_graph = call.ops->is_captured;
-  const std::vector<Op>& ops = call.ops->ops;
+  const std::vector<LoggedOp>& ops = call.ops->ops;
   if (!ops.empty()) standstill.enqueued = {ops.back().line, ops.back().call};
   const BesideCaptures beside;
-  const Solver solver(*call.ops, call.times, calls_->milestones);
+  const CallSolver solver(*call.ops, call.times, calls_->milestones);
   std::map<const Channel*, int64_t> begun;
   std::vector<bool> is_next(ops.size());
-  for (const Solver::Queue& queue : solver.queues) {
+  for (const CallSolver::Queue& queue : solver.queues) {
     if (queue.at == queue.ops.size()) {
       standstill.finished.push_back(calls_->name_of(queue.stream, *call.ops));
       continue;
@@ -431,7 +424,7 @@ void CallLog::look(Standstill& standstill) {
     }
   }
   for (size_t i = 0; i < ops.size(); ++i) {
-    if (ops[i].kind == Op::Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
+    if (ops[i].kind == LoggedOp::Kind::collective) begun[ops[i].channel] += solver.is_done(i) || is_next[i];
   }
   for (const auto& [channel, count] : begun) standstill.begun.push_back({channel->name(), channel->ranks(), count});
 }

@@ -15,16 +15,6 @@ namespace {
 
 constexpr size_t kGraphs = 16;  // maximum cached graphs per program
 
-// Lets this thread query events while another thread captures.
-class BesideCaptures {
- public:
-  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // A stream for one capture, isolated from other threads.
 class CapturedStream {
  public:

@@ -17,6 +17,16 @@ class Channel;
 struct LoggedOps;   // of a call, or of a graph
 struct Standstill;  // standstill.h
 
+// Lets this thread ask for events while another one captures: what it asks is no part of that.
+class BesideCaptures {
+ public:
+  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 class CallLog {
  public:
   CallLog();
