@@ -1,9 +1,10 @@
-"""The entries of torch's own op database as functions of tensors, in float32, each with its first sample of arguments."""
+"""The entries of torch's own op database as functions of tensors, in float32, each with its first sample that has elements."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -43,10 +44,16 @@ def entries(number: int, of: int) -> Iterator[Entry]:
             yield entry
 
 
+def _has_elements(sample: Any) -> bool:
+    leaves = pytree.tree_leaves((sample.input, tuple(sample.args), dict(sample.kwargs)))
+    return all(one.numel() for one in leaves if isinstance(one, torch.Tensor))
+
+
 def _entry(name: str, info: Any) -> Entry | None:
     torch.manual_seed(0)
     try:
-        sample = next(iter(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)))
+        samples = list(islice(info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd), 20))
+        sample = next((one for one in samples if _has_elements(one)), samples[0])
         leaves, spec = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         op = info.get_op()

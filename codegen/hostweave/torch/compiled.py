@@ -268,6 +268,9 @@ class CompiledModule(nn.Module):
         if group is None:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
+        if self._graph.checks:
+            why = "the module checks values on the host after each call, as torch.linalg.inv does"
+            raise ArgumentError(f"{self._name}: capture: {why}; use functions that do not, such as inv_ex")
         written = self._written(arrays, group)
         call, copies = self._part.capture({**arrays, **written}, group)
         returned = self._finished(self._part.values(call.outputs), written)
@@ -381,6 +384,10 @@ class CompiledModule(nn.Module):
                 tensor.copy_(self._graph.constants[value])
             increment_version(tensor)
             made[value] = tensor
+        known = {**self._graph.constants, **made}
+        for check in self._graph.checks:  # raises as torch does, and waits for the values, too
+            given: Any = check.args
+            given[1](known[given[2]], *given[3:], **check.kwargs)
         return self._returned(made)
 
     def _returned(self, made: Mapping[Node, Any]) -> Any:

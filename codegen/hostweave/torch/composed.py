@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from hostweave.torch import windows
+from hostweave.torch.linalg import LINALG
+from hostweave.torch.special import SPECIAL
 from hostweave.torch.windows import each
 
 aten = torch.ops.aten
@@ -288,7 +290,7 @@ def scatter_reduce(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch
     count = sent.sum(-1)
     made = getattr(terms, "sum" if reduce == "mean" else reduce)(-1)
     if reduce == "mean":
-        many = (count + include_self).clamp(1)
+        many = (count + int(include_self)).clamp(1)
         made = made / many if x.is_floating_point() else torch.div(made, many, rounding_mode="floor")
     made = made.to(x.dtype) if include_self else torch.where(count > 0, made.to(x.dtype), own)
     return _into(x, made.movedim(-1, dim))
@@ -389,8 +391,15 @@ def angle(x: torch.Tensor) -> Any:
     return torch.where(wide < 0, math.pi, torch.where(torch.isnan(wide), wide, 0.0))
 
 
+def rrelu(x: torch.Tensor, noise: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, _: Any = None) -> Any:
+    """Without training the slope below 0 is the mean of those that are drawn."""
+    return NotImplemented if training else (F.leaky_relu(x, (lower + upper) / 2), noise)
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
     **windows.POOLING,
+    **SPECIAL,
+    **LINALG,
     aten.convolution.default: convolution,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.copy.default: copy,
@@ -430,4 +439,5 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     aten.dist.default: lambda a, b, p=2: torch.linalg.vector_norm(a - b, p),
     aten._trilinear.default: trilinear,
     aten.angle.default: angle,
+    aten.rrelu_with_noise_functional.default: rrelu,
 }

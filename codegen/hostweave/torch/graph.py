@@ -69,6 +69,8 @@ class Graph:
     arguments: list[Node] = field(default_factory=list)  # the module's own inputs, numbers among them
     bound: dict[str, torch.Tensor] = field(default_factory=dict)  # constants that are inputs of the fusion
     written: dict[Node, Node] = field(default_factory=dict)  # what arguments and buffers become that the module writes to
+    checks: list[Node] = field(default_factory=list)  # what raises an error for values, after a call
+    tokens: int = 0  # how many outputs order the checks, and come first
     is_derived_from: bool = False  # its ops are taken apart once the derivative is made
     traced: dict[str, str] = field(default_factory=dict)  # of modules that repeat, how they came into the graph
     reads: dict[str, set[str]] = field(default_factory=dict)  # by the path of a module, the names of what it read of itself
@@ -109,16 +111,17 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """What the graph returns: what is written, and what else the module returns: nodes, and what is none, such as None."""
-        written = list(self.written.values())
-        return [*written, *(one for one in self.of_module if one not in written)]
+        """What the graph returns: what is written, what else the module returns, nodes, or None and the like, and what is checked."""
+        written: list[Any] = list(self.written.values())
+        checked = [node.args[2] for node in self.checks]
+        return [*written, *(one for one in (*self.of_module, *checked) if one not in written)]
 
     @cached_property
     def of_module(self) -> list[Any]:
         """What the module returns."""
         (output,) = (node for node in self.fx.nodes if node.op == "output")
         returned = list(output.args[0])
-        return returned[len(self.written) :]
+        return returned[self.tokens + len(self.written) :]
 
     @property
     def donated(self) -> dict[str, int]:
@@ -263,8 +266,16 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
     by_name = {node.name: node for node in exported.graph.nodes}
     written: dict[Node, Node] = {}
     of_buffers = {spec.target: by_name[spec.arg.name] for spec in exported.graph_signature.input_specs if spec.target}
+    checks = [node for node in exported.graph.nodes if op_of(node) == "with_effects"]
+    for node in checks:
+        if node.args[1] is not torch.ops.aten._linalg_check_errors.default or is_derived_from:
+            why, remedy = (
+                f"{node.args[1]} has an effect besides its result",
+                "leave it out, or use a function without it, such as inv_ex for inv",
+            )
+            raise ProgramError(f"{why}, which is not supported{' in training' * is_derived_from}; {remedy}", location(node))
     for spec in exported.graph_signature.output_specs:
-        if spec.kind is OutputKind.USER_OUTPUT:
+        if spec.kind in (OutputKind.USER_OUTPUT, OutputKind.TOKEN):
             continue
         target = str(spec.target)
         if is_derived_from and spec.kind is OutputKind.USER_INPUT_MUTATION:
@@ -274,12 +285,15 @@ def read(exported: ExportedProgram, layouts: Layouts, mesh: hw.Mesh, is_derived_
             raise ProgramError(f"{target}: the module writes to it in forward, which is not supported; make it an input, or a buffer")
         written[by_name[target] if spec.kind is OutputKind.USER_INPUT_MUTATION else of_buffers[target]] = by_name[spec.arg.name]
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.TOKEN:
+            continue
         if spec.kind not in _KINDS:
             raise ProgramError(f"{node.name}: an input of the kind {spec.kind.name} is not supported")
         name = spec.target or ""
         value = exported.state_dict.get(name, exported.constants.get(name))
         origins[node] = Origin(_KINDS[spec.kind], name, value)
-    return Graph(exported.graph, origins, layouts, mesh, written=written, is_derived_from=is_derived_from)
+    tokens = sum(spec.kind is OutputKind.TOKEN for spec in exported.graph_signature.output_specs)
+    return Graph(exported.graph, origins, layouts, mesh, written=written, checks=checks, tokens=tokens, is_derived_from=is_derived_from)
 
 
 _KINDS = {

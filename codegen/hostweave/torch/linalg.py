@@ -1,0 +1,229 @@
+"""ATen's factorisations of matrices, written with others: a step for each row, for matrices of up to 32 rows. See `composed`.
+
+An error is told as torch's ops with `_ex` tell it, by the number of the first row that fails, `info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_ROWS = 32
+
+
+def _rows(a: Any) -> Any:
+    """The numbers of rows, [rows, 1]."""
+    return torch.arange(a.shape[-2], device=a.device).unsqueeze(-1)
+
+
+def _for_small(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an op; of larger matrices, and of complex ones, there is none."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        given = [one for one in args if isinstance(one, torch.Tensor)]
+        fits = all(isinstance(size, int) and 0 < size <= _ROWS for one in given for size in one.shape[-2:])
+        return function(*args, **kwargs) if fits and not any(one.is_complex() for one in given) else NotImplemented
+
+    return rule
+
+
+def _first(failed: list[Any]) -> Any:
+    """The number, from 1, of the first step that failed, 0 if none did."""
+    info = torch.zeros_like(failed[0], dtype=torch.int32)
+    for number in range(len(failed), 0, -1):
+        info = torch.where(failed[number - 1], number, info)
+    return info.to(torch.int32)
+
+
+# --- triangles --------------------------------------------------------------------------------------------------------
+
+
+def _solved(a: Any, b: Any, upper: bool, unit: bool = False) -> Any:
+    """x of a x = b, of which a triangle of a is read: each row of x is taken off those that follow."""
+    n = a.shape[-1]
+    found: dict[int, Any] = {}
+    for i in range(n - 1, -1, -1) if upper else range(n):
+        row = b[..., i : i + 1, :]
+        found[i] = row if unit else row / a[..., i : i + 1, i : i + 1]
+        b = b - a[..., :, i : i + 1] * found[i]
+    return torch.cat([found[i] for i in range(n)], -2)
+
+
+def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    if left:
+        return _solved(a, b, upper, unitriangular)
+    return _solved(a.mT, b.mT, not upper, unitriangular).mT
+
+
+def triangular_solve(b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+    shape = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    of = a.mT if transpose else a
+    return _solved(of, b, upper != transpose, unitriangular).expand(*shape, *b.shape[-2:]), a.expand(*shape, *a.shape[-2:])
+
+
+# --- Cholesky ---------------------------------------------------------------------------------------------------------
+
+
+def cholesky_ex(a: Any, upper: bool = False, check_errors: bool = False) -> Any:
+    if check_errors:
+        return NotImplemented
+    a = a.mT if upper else a
+    rows, columns, failed = _rows(a), list[Any](), list[Any]()
+    for j in range(a.shape[-1]):
+        pivot = a[..., j : j + 1, j : j + 1]
+        failed.append(~(pivot > 0)[..., 0, 0])
+        columns.append(torch.where(rows >= j, a[..., :, j : j + 1] / torch.sqrt(pivot), 0.0))
+        a = a - columns[-1] * columns[-1].mT
+    lower = torch.cat(columns, -1)
+    return lower.mT if upper else lower, _first(failed)
+
+
+def cholesky_solve(b: Any, a: Any, upper: bool = False) -> Any:
+    low = a.mT if upper else a
+    return _solved(low.mT, _solved(low, b, False), True)
+
+
+def cholesky_inverse(a: Any, upper: bool = False) -> Any:
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
+    return cholesky_solve(identity, a, upper)
+
+
+# --- LU ---------------------------------------------------------------------------------------------------------------
+
+
+def _factored(a: Any, pivots: bool = True) -> tuple[Any, Any, Any, list[Any]]:
+    """L and U in one matrix, the row that each step takes, from 1, the place from which each row comes, and which steps fail."""
+    rows, n = _rows(a), min(a.shape[-2:])
+    order = rows.expand(*a.shape[:-1], 1)
+    taken, failed = [], []
+    for k in range(n):
+        column = a[..., :, k : k + 1]
+        size = torch.where(rows >= k, column.abs(), -1.0)
+        chosen = size.argmax(-2, keepdim=True) if pivots else torch.full_like(order[..., :1, :], k)
+        taken.append(chosen[..., 0, 0] + 1)
+        moved = torch.where(rows == k, chosen, torch.where(rows == chosen, k, rows))
+        a, order = torch.gather(a, -2, moved.expand(a.shape)), torch.gather(order, -2, moved)
+        pivot = a[..., k : k + 1, k : k + 1]
+        failed.append((pivot == 0)[..., 0, 0])
+        factor = torch.where(rows > k, a[..., :, k : k + 1] / torch.where(pivot == 0, 1.0, pivot), 0.0)
+        right = torch.arange(a.shape[-1], device=a.device) > k
+        a = torch.where(right, a - factor * a[..., k : k + 1, :], a)
+        a = torch.where((rows > k) & (torch.arange(a.shape[-1], device=a.device) == k), factor, a)
+    return a, torch.stack(taken, -1).to(torch.int32), order, failed
+
+
+def lu_factor_ex(a: Any, *, pivot: bool = True, check_errors: bool = False) -> Any:
+    if check_errors:
+        return NotImplemented
+    factors, pivots, _, failed = _factored(a, pivot)
+    return factors, pivots, _first(failed)
+
+
+def _order_of(pivots: Any, rows: Any) -> Any:
+    """The places from which rows come, by the rows that steps take."""
+    order = rows.expand(*pivots.shape[:-1], *rows.shape)
+    for k in range(pivots.shape[-1]):
+        chosen = pivots[..., k : k + 1].unsqueeze(-1).to(torch.int64) - 1
+        order = torch.gather(order, -2, torch.where(rows == k, chosen, torch.where(rows == chosen, k, rows)))
+    return order
+
+
+def _parts(factors: Any) -> tuple[Any, Any]:
+    n = min(factors.shape[-2:])
+    low = factors[..., :, :n].tril(-1)
+    return low + torch.eye(low.shape[-2], n, dtype=low.dtype, device=low.device), factors[..., :n, :].triu()
+
+
+def _permutation(order: Any, dtype: torch.dtype) -> Any:
+    return (order == _rows(order).mT).to(dtype).mT
+
+
+def lu(a: Any, *, pivot: bool = True) -> Any:
+    factors, _, order, _ = _factored(a, pivot)
+    return (_permutation(order, a.dtype) if pivot else a.new_empty(0), *_parts(factors))
+
+
+def lu_unpack(factors: Any, pivots: Any, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
+    if not unpack_data or not unpack_pivots:
+        return NotImplemented
+    return (_permutation(_order_of(pivots, _rows(factors)), factors.dtype), *_parts(factors))
+
+
+def _solved_by(factors: Any, order: Any, b: Any) -> Any:
+    moved = torch.gather(b, -2, order.expand(b.shape))
+    return _solved(factors, _solved(factors, moved, False, True), True)
+
+
+def lu_solve(factors: Any, pivots: Any, b: Any, *, left: bool = True, adjoint: bool = False) -> Any:
+    shape = torch.broadcast_shapes(factors.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    factors, pivots, b = (one.expand(*shape, *one.shape[-count:]) for one, count in ((factors, 2), (pivots, 1), (b, 2)))
+    order = _order_of(pivots, _rows(factors))
+    if left != adjoint:
+        made = _solved_by(factors, order, b if left else b.mT)
+        return made if left else made.mT
+    turned = _solved(factors.mT, _solved(factors.mT, b if left else b.mT, False), True, True)
+    made = torch.matmul(_permutation(order, b.dtype), turned)
+    return made if left else made.mT
+
+
+def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> Any:
+    if check_errors or not left:
+        return NotImplemented
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    factors, pivots, order, failed = _factored(a)
+    right = b.unsqueeze(-1) if is_vector else b
+    shape = torch.broadcast_shapes(a.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+    right, of, order = (
+        right.expand(*shape, *right.shape[-2:]),
+        factors.expand(*shape, *a.shape[-2:]),
+        order.expand(*shape, *order.shape[-2:]),
+    )
+    made = _solved_by(of, order, right)
+    return made.squeeze(-1) if is_vector else made, factors, pivots, _first(failed)
+
+
+def inv_ex(a: Any, *, check_errors: bool = False) -> Any:
+    if check_errors:
+        return NotImplemented
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand(a.shape)
+    factors, _, order, failed = _factored(a)
+    return _solved_by(factors, order, identity), _first(failed)
+
+
+def _sign(pivots: Any) -> Any:
+    """1 if the number of exchanges is even, else -1."""
+    moved = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)).sum(-1)
+    return 1 - 2 * torch.remainder(moved, 2)
+
+
+def det(a: Any) -> Any:
+    factors, pivots, _, _ = _factored(a)
+    diagonal = torch.diagonal(factors, dim1=-2, dim2=-1)
+    return diagonal.prod(-1) * _sign(pivots), factors, pivots
+
+
+def slogdet(a: Any) -> Any:
+    factors, pivots, _, _ = _factored(a)
+    diagonal = torch.diagonal(factors, dim1=-2, dim2=-1)
+    return torch.sign(diagonal).prod(-1) * _sign(pivots), torch.log(diagonal.abs()).sum(-1), factors, pivots
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.linalg_solve_triangular.default: solve_triangular,
+    aten.triangular_solve.default: triangular_solve,
+    aten.linalg_cholesky_ex.default: cholesky_ex,
+    aten.cholesky_solve.default: cholesky_solve,
+    aten.cholesky_inverse.default: cholesky_inverse,
+    aten.linalg_lu_factor_ex.default: lu_factor_ex,
+    aten.linalg_lu.default: lu,
+    aten.lu_unpack.default: lu_unpack,
+    aten.linalg_lu_solve.default: lu_solve,
+    aten._linalg_solve_ex.default: solve_ex,
+    aten.linalg_inv_ex.default: inv_ex,
+    aten._linalg_det.default: det,
+    aten._linalg_slogdet.default: slogdet,
+}
+LINALG: dict[Any, Callable[..., Any]] = {op: _for_small(rule) for op, rule in _RULES.items()}

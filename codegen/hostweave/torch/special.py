@@ -1,0 +1,324 @@
+"""ATen's special functions, written with others, in float32: series, asymptotic expansions, and integrals that are sums of few terms.
+
+Float64 is refused: the sums have as many terms as float32 needs. See `composed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+aten = torch.ops.aten
+EULER = 0.5772156649015329
+_FAR = 25.0  # from here on asymptotic expansions have an error below 1e-7
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an op: narrower floats are computed in float32, and ints give float32."""
+
+    def rule(x: Any, *others: Any) -> Any:
+        given = [one for one in (x, *others) if isinstance(one, torch.Tensor)]
+        if any(one.dtype == torch.float64 or one.is_complex() for one in given):
+            return NotImplemented
+        floats = [one.dtype for one in given if one.is_floating_point()]
+        made = function(*(one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in (x, *others)))
+        return made.to(floats[0] if floats else torch.float32)
+
+    return rule
+
+
+# --- Bessel functions -------------------------------------------------------------------------------------------------
+
+
+def _mean(x: Any, term: Callable[[Any, float], Any], count: int = 20) -> Any:
+    """The mean of a function of x and an angle from 0 to pi, of which the even continuation is smooth: the trapezoidal rule converges."""
+    ends = (term(x, 0.0) + term(x, math.pi)) / 2
+    return (ends + sum(term(x, math.pi * k / count) for k in range(1, count))) / count
+
+
+def _gauss(count: int) -> list[tuple[float, float]]:
+    """Nodes and weights of the Gauss-Legendre rule on [0, 1]."""
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
+
+
+def _power_series(z: Any, coefficients: Sequence[float]) -> Any:
+    made: Any = torch.full_like(z, coefficients[-1])
+    for one in reversed(coefficients[:-1]):
+        made = made * z + one
+    return made
+
+
+def _hankel(order: int, x: Any, sign: float) -> tuple[Any, Any]:
+    """Even and odd part of the expansion in 1 / (8 x) that Bessel functions of large arguments share."""
+    mu, term, terms = 4.0 * order * order, 1.0, [1.0]
+    for k in range(1, 6):
+        term *= (mu - (2 * k - 1) ** 2) / k
+        terms.append(term)
+    z = 1 / (8 * x)
+    even = _power_series(z * z, [terms[0], sign * terms[2], terms[4]])
+    odd = z * _power_series(z * z, [terms[1], sign * terms[3], terms[5]])
+    return even, odd
+
+
+def _i_scaled(order: int) -> Callable[[Any], Any]:
+    """exp(-|x|) I(x). Angles sum up to 0 for order 1, so that expm1 may stand for exp, and small x keep their precision."""
+
+    def function(x: Any) -> Any:
+        size = x.abs()
+        near = size.clamp(max=_FAR)
+        if order:
+            small = _mean(near, lambda x, angle: torch.expm1(x * (math.cos(angle) - 1)) * math.cos(angle))
+        else:
+            small = _mean(near, lambda x, angle: torch.exp(x * (math.cos(angle) - 1)))
+        far = size.clamp(min=_FAR)
+        even, odd = _hankel(order, far, 1.0)
+        made = torch.where(size <= _FAR, small, (even - odd) / torch.sqrt(2 * math.pi * far))
+        return torch.where(x < 0, -made, made) if order else made
+
+    return function
+
+
+_i0e, _i1e = _i_scaled(0), _i_scaled(1)
+
+
+def _i0(x: Any) -> Any:
+    half = torch.exp(x.abs() / 2)  # exp(|x|) is infinite where the product is not
+    return half * _i0e(x) * half
+
+
+def _i1(x: Any) -> Any:
+    half = torch.exp(x.abs() / 2)
+    return half * _i1e(x) * half
+
+
+def _psi(n: int) -> float:
+    return -EULER + sum(1 / k for k in range(1, n))
+
+
+def _k_scaled(order: int) -> Callable[[Any], Any]:
+    """exp(x) K(x): by its series up to 1, and by the integral of exp(-x cosh t) cosh(order t) beyond."""
+
+    def function(x: Any) -> Any:
+        low = x.clamp(max=1.0)
+        z, log = low * low / 4, torch.log(low / 2)
+        factorial = [math.factorial(k) for k in range(9)]
+        if order:
+            sums = _power_series(z, [(_psi(k + 1) + _psi(k + 2)) / (factorial[k] * factorial[k + 1]) for k in range(7)])
+            series = log * _i1(low) + 1 / low - low / 4 * sums
+        else:
+            series = -log * _i0(low) + _power_series(z, [_psi(k + 1) / factorial[k] ** 2 for k in range(7)])
+        high, step = x.clamp(min=1.0), 0.2
+        total: Any = torch.full_like(high, 0.5)
+        for k in range(1, 21):
+            wide = math.cosh(step * k)
+            total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
+        # Of large x the sum has too few terms.
+        far = x.clamp(min=_FAR)
+        even, odd = _hankel(order, far, 1.0)
+        integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
+        made = torch.where(x <= 1, series * torch.exp(low), integral)
+        return torch.where(x > 0, made, torch.where(x == 0, math.inf, math.nan))
+
+    return function
+
+
+def _unscaled(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: function(x) * torch.exp(-x)
+
+
+def _j(order: int) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        size = x.abs()
+        near = size.clamp(max=_FAR)
+        small = _mean(near, lambda x, angle: torch.cos(x * math.sin(angle) - order * angle), 24)
+        far = size.clamp(min=_FAR)
+        even, odd = _hankel(order, far, -1.0)
+        phase = far - (order / 2 + 0.25) * math.pi
+        large = (even * torch.cos(phase) - odd * torch.sin(phase)) * torch.sqrt(2 / (math.pi * far))
+        made = torch.where(size <= _FAR, small, large)
+        return torch.where(x < 0, -made, made) if order else made
+
+    return function
+
+
+def _y(order: int) -> Callable[[Any], Any]:
+    """By its series up to 2, by integrals up to 25, and by its expansion beyond."""
+    j, nodes = _j(order), _gauss(32)
+
+    def function(x: Any) -> Any:
+        low = x.clamp(max=2.0)
+        z, log = low * low / 4, torch.log(low / 2)
+        factorial = [math.factorial(k) for k in range(11)]
+        if order:
+            sums = _power_series(-z, [(_psi(k + 1) + _psi(k + 2)) / (factorial[k] * factorial[k + 1]) for k in range(10)])
+            series = (2 * log * j(low) - 2 / low - low / 2 * sums) / math.pi
+        else:
+            series = (2 / math.pi) * (log * j(low) - _power_series(-z, [_psi(k + 1) / factorial[k] ** 2 for k in range(10)]))
+        middle = x.clamp(2.0, _FAR)
+        waves: Any = sum(torch.sin(middle * math.sin(math.pi * at) - order * math.pi * at) * weight for at, weight in nodes)
+        end = torch.asinh(20 / middle)
+        tail: Any = 0.0
+        for at, weight in nodes:
+            t = end * at
+            tail = tail + torch.exp(-middle * torch.sinh(t)) * (2 * torch.sinh(t) if order else 2.0) * weight
+        integral = waves - tail * end / math.pi
+        far = x.clamp(min=_FAR)
+        even, odd = _hankel(order, far, -1.0)
+        phase = far - (order / 2 + 0.25) * math.pi
+        large = (even * torch.sin(phase) + odd * torch.cos(phase)) * torch.sqrt(2 / (math.pi * far))
+        made = torch.where(x <= 2, series, torch.where(x <= _FAR, integral, large))
+        return torch.where(x > 0, made, torch.where(x == 0, -math.inf, math.nan))
+
+    return function
+
+
+def _spherical_j0(x: Any) -> Any:
+    made = torch.where(x.abs() < 0.5, 1 - x * x / 6 * (1 - x * x / 20 * (1 - x * x / 42)), torch.sin(x) / x)
+    return torch.where(torch.isinf(x), 0.0, made)
+
+
+# --- gamma and error functions ----------------------------------------------------------------------------------------
+
+_BERNOULLI = (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66)
+_SHIFT = 10  # asymptotic expansions begin here
+
+
+def _of_positive(n: int, x: Any) -> Any:
+    """The derivative of that order of digamma, for x > 0: terms up to x + 10, and the Euler-Maclaurin formula beyond."""
+    y = x + _SHIFT
+    if n == 0:
+        z = 1 / (y * y)
+        tail = torch.log(y) - 0.5 / y - z * _power_series(z, [of / (2 * k) for k, of in enumerate(_BERNOULLI, 1)])
+        return tail - sum(1 / (x + k) for k in range(_SHIFT))
+    s = n + 1
+    total = sum((x + k) ** -s for k in range(_SHIFT)) + y ** (1 - s) / (s - 1) + 0.5 * y**-s
+    rising = float(s)
+    for k, of in enumerate(_BERNOULLI, 1):
+        total = total + of / math.factorial(2 * k) * rising * y ** (1 - s - 2 * k)
+        rising *= (s + 2 * k - 1) * (s + 2 * k)
+    return total * (math.factorial(n) * (-1) ** (n + 1))
+
+
+def polygamma(n: int, x: Any) -> Any:
+    """By reflection below 0, where derivatives of cot(pi x) are polynomials of cot(pi x)."""
+    reflected = torch.where(x < 0, 1 - x, x)
+    made = _of_positive(n, reflected)
+    fraction = x - torch.round(x)
+    cot = 1 / torch.tan(math.pi * fraction)
+    polynomial = np.polynomial.Polynomial([0.0, 1.0])
+    for _ in range(n):
+        polynomial = polynomial.deriv() * np.polynomial.Polynomial([-math.pi, 0.0, -math.pi])
+    below = (-1) ** n * made - math.pi * _power_series(cot, [float(one) for one in polynomial.coef])
+    at_poles = math.nan if n == 0 else math.inf * (-1) ** (n + 1)
+    made = torch.where(x < 0, torch.where(fraction == 0, at_poles, below), made)
+    return torch.where(x == 0, -torch.copysign(torch.full_like(x, math.inf), x), made) if n == 0 else made
+
+
+def _inverse_of_erfc(q: Any) -> Any:
+    """y for which erfc(y) is q, from 0 to 1: Halley's steps from Winitzki's estimate."""
+    log = torch.log(q * (2 - q))
+    first = 2 / (math.pi * 0.147) + log / 2
+    y = torch.sqrt(torch.sqrt(first * first - log / 0.147) - first)
+    for _ in range(3):
+        off = (torch.erfc(y) - q) * (math.sqrt(math.pi) / 2) * torch.exp(y * y)
+        y = y + off / (1 + y * off)
+    return torch.where(q == 0, math.inf, y)
+
+
+def _erfinv(x: Any) -> Any:
+    made = _inverse_of_erfc(1 - x.abs())
+    small = x * (math.sqrt(math.pi) / 2) * (1 + math.pi / 12 * x * x * (1 + 7 * math.pi / 40 * x * x))
+    return torch.where(x.abs() < 0.05, small, torch.where(x < 0, -made, made))
+
+
+def _ndtri(p: Any) -> Any:
+    made = math.sqrt(2) * _inverse_of_erfc(2 * torch.where(p < 0.5, p, 1 - p))
+    return torch.where(p < 0.5, -made, made)
+
+
+def _erfcx(x: Any) -> Any:
+    z = 1 / (x * x)
+    far = (1 - z / 2 * (1 - 1.5 * z * (1 - 2.5 * z))) / (x * math.sqrt(math.pi))
+    low = x.clamp(max=8.0)
+    return torch.where(x > 8, far, torch.exp(low * low) * torch.erfc(low))
+
+
+# --- Chebyshev polynomials --------------------------------------------------------------------------------------------
+
+
+def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
+    """Of the angle whose cosine is x, and of the hyperbolic one where x is larger than 1."""
+
+    def function(x: Any, n: Any) -> Any:
+        x = 2 * x - 1 if is_shifted else x
+        n = torch.trunc(n) if isinstance(n, torch.Tensor) else torch.full_like(x, math.trunc(n))
+        size = x.abs()
+        inside, outside = torch.acos(x.clamp(-1, 1)), torch.acosh(size.clamp(min=1))
+        is_odd = torch.remainder(n, 2) == 1
+        turned = (x < 0) & is_odd
+        sign = torch.where(turned, -1.0, 1.0)
+        if kind == "t":
+            a, b = torch.cos(n * inside), sign * torch.cosh(n * outside)
+            return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
+        if kind == "u":
+            a = torch.where(torch.sin(inside).abs() < 1e-4, sign * (n + 1), torch.sin((n + 1) * inside) / torch.sin(inside))
+            b = sign * torch.where(outside < 1e-4, n + 1, torch.sinh((n + 1) * outside) / torch.sinh(outside))
+            return torch.where(n < 0, 0.0, torch.where(size <= 1, a, b))
+        # The third kind at x is that of the fourth at -x, but for the sign of odd degrees.
+        half = n + 0.5
+        near = x if kind == "v" else -x
+        angle = torch.acos(near.clamp(-1, 1))
+        of_cos = torch.where(
+            torch.cos(angle / 2).abs() < 1e-4, torch.where(is_odd, -1.0, 1.0) * (2 * n + 1), torch.cos(half * angle) / torch.cos(angle / 2)
+        )
+        of_cosh = torch.where(
+            near >= 0,
+            torch.cosh(half * outside) / torch.cosh(outside / 2),
+            torch.where(is_odd, -1.0, 1.0) * torch.where(outside < 1e-4, 2 * n + 1, torch.sinh(half * outside) / torch.sinh(outside / 2)),
+        )
+        made = torch.where(size <= 1, of_cos, of_cosh)
+        made = made if kind == "v" else torch.where(is_odd, -made, made)
+        return torch.where(n < 0, 0.0, made)
+
+    return function
+
+
+def _rule_of_polygamma(n: int, x: Any) -> Any:
+    return NotImplemented if n > 20 else _in_float32(lambda x: polygamma(n, x))(x)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "i0": _i0,
+    "special_i0e": _i0e,
+    "special_i1": _i1,
+    "special_i1e": _i1e,
+    "special_modified_bessel_i0": _i0,
+    "special_modified_bessel_i1": _i1,
+    "special_modified_bessel_k0": _unscaled(_k_scaled(0)),
+    "special_modified_bessel_k1": _unscaled(_k_scaled(1)),
+    "special_scaled_modified_bessel_k0": _k_scaled(0),
+    "special_scaled_modified_bessel_k1": _k_scaled(1),
+    "special_bessel_j0": _j(0),
+    "special_bessel_j1": _j(1),
+    "special_bessel_y0": _y(0),
+    "special_bessel_y1": _y(1),
+    "special_spherical_bessel_j0": _spherical_j0,
+    "digamma": lambda x: polygamma(0, x),
+    "erfinv": _erfinv,
+    "special_ndtri": _ndtri,
+    "special_erfcx": _erfcx,
+}
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    **{getattr(aten, name).default: _in_float32(function) for name, function in _FUNCTIONS.items()},
+    aten.polygamma.default: _rule_of_polygamma,
+}
+for _kind in "tuvw":
+    for _word in ("", "shifted_"):
+        _op = getattr(aten, f"special_{_word}chebyshev_polynomial_{_kind}")
+        _rule = _in_float32(_chebyshev(_kind, bool(_word)))
+        SPECIAL |= {_op.default: _rule, _op.n_scalar: _rule}

@@ -1,0 +1,112 @@
+"""Factorisations as they are composed, against torch's, eagerly, over matrices of several sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
+from hostweave.torch.linalg import LINALG  # noqa: E402
+
+aten = torch.ops.aten
+
+
+def square(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, shape[-1], dtype=torch.float64)
+
+
+def positive(*shape: int) -> torch.Tensor:
+    a = square(*shape)
+    return a @ a.mT + torch.eye(shape[-1], dtype=a.dtype)
+
+
+def wide(n: int, columns: int = 3) -> torch.Tensor:
+    return torch.randn(2, n, columns, dtype=torch.float64)
+
+
+def factors(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.linalg.lu_factor(square(2, n))
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "lower": (aten.linalg_solve_triangular.default, lambda n: ((square(2, n).tril(), wide(n)), {"upper": False})),
+    "from the right": (aten.linalg_solve_triangular.default, lambda n: ((square(2, n).triu(), wide(n).mT), {"upper": True, "left": False})),
+    "unit": (aten.linalg_solve_triangular.default, lambda n: ((square(2, n), wide(n)), {"upper": True, "unitriangular": True})),
+    "transposed": (aten.triangular_solve.default, lambda n: ((wide(n), square(2, n).triu(), True, True), {})),
+    "cholesky": (aten.linalg_cholesky_ex.default, lambda n: ((positive(2, n),), {})),
+    "cholesky, upper": (aten.linalg_cholesky_ex.default, lambda n: ((positive(2, n),), {"upper": True})),
+    "cholesky_solve": (aten.cholesky_solve.default, lambda n: ((wide(n), torch.linalg.cholesky(positive(2, n))), {})),
+    "cholesky_inverse": (aten.cholesky_inverse.default, lambda n: ((torch.linalg.cholesky(positive(2, n)).mT, True), {})),
+    "lu_factor": (aten.linalg_lu_factor_ex.default, lambda n: ((square(2, n),), {})),
+    "lu_factor of rows": (aten.linalg_lu_factor_ex.default, lambda n: ((wide(n, 4),), {})),
+    "lu_factor of a singular one": (aten.linalg_lu_factor_ex.default, lambda n: ((torch.zeros(2, n, n).double(),), {})),
+    "lu": (aten.linalg_lu.default, lambda n: ((wide(n, 4),), {})),
+    "lu_unpack": (aten.lu_unpack.default, lambda n: (factors(n), {})),
+    "lu_solve": (aten.linalg_lu_solve.default, lambda n: ((*factors(n), wide(n)), {})),
+    "lu_solve, adjoint": (aten.linalg_lu_solve.default, lambda n: ((*factors(n), wide(n)), {"adjoint": True})),
+    "lu_solve from the right": (aten.linalg_lu_solve.default, lambda n: ((*factors(n), wide(n).mT), {"left": False})),
+    "lu_solve from the right, adjoint": (
+        aten.linalg_lu_solve.default,
+        lambda n: ((*factors(n), wide(n).mT), {"left": False, "adjoint": True}),
+    ),
+    "solve": (aten._linalg_solve_ex.default, lambda n: ((square(2, n), wide(n)), {})),
+    "solve of vectors": (aten._linalg_solve_ex.default, lambda n: ((square(2, n), wide(n)[..., 0]), {})),
+    "inv": (aten.linalg_inv_ex.default, lambda n: ((square(2, n),), {})),
+    "det": (aten._linalg_det.default, lambda n: ((square(2, n),), {})),
+    "slogdet": (aten._linalg_slogdet.default, lambda n: ((square(2, n),), {})),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 17])
+@pytest.mark.parametrize("name", CASES)
+def test_as_torch(name: str, n: int) -> None:
+    torch.manual_seed(n)
+    op, draw = CASES[name]
+    args, kwargs = draw(n)
+    made, want = LINALG[op](*args, **kwargs), op(*args, **kwargs)
+    if op in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
+        made, want = (
+            made[: 1 if op is not aten._linalg_slogdet.default else 2],
+            tuple(want)[: 1 if op is not aten._linalg_slogdet.default else 2],
+        )
+    for one, other in zip(made if isinstance(made, tuple) else [made], want if isinstance(want, tuple) else [want], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_every_op_is_tested_and_larger_ones_are_refused() -> None:
+    assert {op for op, _ in CASES.values()} == LINALG.keys()
+    assert LINALG[aten.linalg_inv_ex.default](torch.eye(33)) is NotImplemented
+
+
+def test_which_step_fails() -> None:
+    a = torch.eye(4).double()
+    a[2, 2] = 0
+    for op in (aten.linalg_lu_factor_ex.default, aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default):
+        assert int(LINALG[op](a)[-1]) == int(op(a)[-1]) == 3
+
+
+class Solved(torch.nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(a, b) + torch.linalg.inv(a).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_raises_as_torch_does(ranks: int) -> None:
+    a, b = positive(2, 4).float(), wide(4).float()
+    plan = {"a": "tp, -, -", "b": "tp, -, -"} if ranks > 1 else {}
+    model = hostweave.torch.compile(Solved(), hw.Mesh(tp=ranks), plan, (a, b))
+    torch.testing.assert_close(model(a, b), Solved()(a, b), rtol=1e-4, atol=1e-4)
+    a[1, 2] = 0
+    messages = []
+    for module in (model, Solved()):
+        with pytest.raises(torch.linalg.LinAlgError, match="singular") as raised:
+            module(a, b)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    with pytest.raises(ProgramError, match=r"_linalg_check_errors.default has an effect .* in training; .* such as inv_ex for inv"):
+        hostweave.torch.compile(Solved(), hw.Mesh(tp=1), {}, (a, b), training=True)

@@ -1,0 +1,62 @@
+"""Special functions as they are composed, in float32, against torch's in float64, over ranges with the borders of their parts."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+
+from hostweave.torch.special import SPECIAL  # noqa: E402
+
+aten = torch.ops.aten
+WIDE = torch.cat([torch.linspace(-40, 40, 4001), torch.logspace(-6, 2, 400), torch.tensor([0.0, 1.0, -1.0, 2.0, 25.0, 89.0, 91.0, 1e3])])
+SHARES = torch.cat([torch.linspace(-1, 1, 999), torch.logspace(-30, -1, 99), 1 - torch.logspace(-7, -1, 99)])
+OF_SHARES = (aten.erfinv.default, aten.special_ndtri.default)
+OF_ONE = [op for op in SPECIAL if len(op._schema.arguments) == 1]
+POLYNOMIALS = [op for op in SPECIAL if "chebyshev" in str(op) and op._overloadname == "default"]
+
+
+def expect_close(made: torch.Tensor, want: torch.Tensor, rtol: float = 2e-5, atol: float = 5e-7) -> None:
+    torch.testing.assert_close(made, want.to(torch.float32), rtol=rtol, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", OF_ONE, ids=str)
+def test_of_one_argument(op: object) -> None:
+    x = SHARES if op in OF_SHARES else WIDE
+    x = x[(x - x.round()).abs() > 0.01] if op == aten.digamma.default else x  # poles are tested below
+    expect_close(SPECIAL[op](x), op(x.double()))
+
+
+@pytest.mark.parametrize("order", range(5))
+def test_polygamma(order: int) -> None:
+    x = WIDE[(WIDE > -8.5) & ((WIDE - WIDE.round()).abs() > 0.05)]
+    want = aten.polygamma.default(order, x.double())
+    expect_close(SPECIAL[aten.polygamma.default](order, x), want, rtol=1e-4, atol=1e-6 * 60**order)
+
+
+def test_poles() -> None:
+    poles = torch.tensor([0.0, -0.0, -1.0, -7.0])
+    assert bool(torch.isinf(SPECIAL[aten.polygamma.default](1, poles)).all())  # torch's are large numbers
+    for order in (0, 2, 3):
+        torch.testing.assert_close(
+            SPECIAL[aten.polygamma.default](order, poles), aten.polygamma.default(order, poles), equal_nan=True, rtol=0, atol=0
+        )
+    ends = torch.tensor([-1.0, 1.0, -1.5, 2.0, float("nan")])
+    for op in OF_SHARES:
+        torch.testing.assert_close(SPECIAL[op](ends), op(ends), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("degree", range(12))
+@pytest.mark.parametrize("op", POLYNOMIALS, ids=str)
+def test_polynomials(op: object, degree: int) -> None:
+    x = WIDE[WIDE.abs() < 1.5]
+    x = (x + 1) / 2 if "shifted" in str(op) else x
+    n = torch.full_like(x, degree)
+    want = op(x.double(), n.double())
+    made = SPECIAL[op](x, n)
+    assert float(((made - want).abs() / (1 + want.abs())).max()) < 2e-5
+
+
+def test_float64_is_refused() -> None:
+    for op in OF_ONE:
+        assert SPECIAL[op](torch.ones(2, dtype=torch.float64)) is NotImplemented
