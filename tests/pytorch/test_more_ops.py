@@ -246,3 +246,16 @@ def test_layers_keep_the_shardings_of_data() -> None:
     model = hostweave.torch.compile(Layers(), hw.Mesh(dp=2), {"x": "dp, -"}, (tokens,), training=True)
     assert f"f32[8, 4, {DIM}]" not in str(model.program.host_ir)
     assert all("all_gather" not in str(program.host_ir) for program in (model.program, model.backward))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_to_one_head_of_keys(ranks: int) -> None:
+    """Falcon and MPT have one head of keys and values for all queries."""
+
+    class OneHead(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    given = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 8)
+    model = hostweave.torch.compile(OneHead(), hw.Mesh(tp=ranks), {"q": "-, tp, -, -"} if ranks > 1 else {}, given)
+    torch.testing.assert_close(model(*given), OneHead()(*given))

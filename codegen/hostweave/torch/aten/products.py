@@ -95,4 +95,6 @@ def _attention(
 ) -> hw.Tensor:
     if p:
         raise refuse(f"attention with dropout_p={p} is not supported; call module.eval()")
+    if q.ndim > 3 and k.shape[-3] == 1 and v.shape[-3] == 1:  # one head of keys for all queries
+        named["enable_gqa"] = True
     return hw.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **named)
