@@ -119,7 +119,8 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
     def take(route: Route) -> None:
         sent, landed = block(packed, prod(blocks.sent), route.sent), block(landing, prod(blocks.received), route.received)
         if route.sender == route.receiver:
-            ranks.copy(sent, landed)
+            same_dims = prod(blocks.sent) == prod(blocks.received) == 1
+            (ranks.keep if same_dims else ranks.copy)(sent, landed)
             return
         if route in first:  # a pair of ranks signals once, for all its routes
             ranks.wait_for(Const(route.sender), sent, number)

@@ -133,8 +133,13 @@ def undivided(program: ir.HostProgram, sizes: Mapping[str, int]) -> dict[str, in
 
 @ir.analysis
 def _of_symbols(program: ir.HostProgram) -> dict[Size, int]:
-    """Multiples of symbols, and of sums of symbols."""
-    found = {Size(1, (factor,)): multiple for factor, multiple in multiples(dedupe_functions(program)).items() if multiple > 1}
+    """Multiples of symbols, of sums of symbols, and of products of these."""
+    program = dedupe_functions(program)
+    found = {Size(1, (factor,)): multiple for factor, multiple in multiples(program).items() if multiple > 1}
+    for size in dims_and_trips(program):
+        if len(size.factors) > 1 and size.divisor > 1:
+            product = size * size.divisor
+            found[product] = lcm(found.get(product, 1), size.divisor)
     return {size: multiple for size, multiple in found.items() if size.symbols == size.atoms}
 
 
