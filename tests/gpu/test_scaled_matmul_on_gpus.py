@@ -12,7 +12,15 @@ from hostweave.build.cuda import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
 SIZES = [(1, 4096, 512), (16, 1792, 256), (17, 8192, 1280), (256, 128, 128), (2048, 3584, 8192)]
-OUT = {hw.bf16: 2.0**-8, hw.f32: 2.0**-13}  # tensor cores add 8-bit products with 13 bits or more
+OUT = {hw.bf16: 2.0**-8, hw.f32: 0.0}  # rounding of the result
+
+
+def bound(k: int, out: hw.DType) -> float:
+    """Largest error over the largest element: each step of 32 products may lose the bits of the sum below the 14th.
+
+    DeepSeek-V3 (arXiv:2412.19437, 3.3.2) measures these 14 bits on Hopper.
+    """
+    return OUT[out] + k / 32 * 2.0**-14
 
 
 def product(kind: str, k: int, n: int, out: hw.DType) -> hw.Fusion:
@@ -38,7 +46,8 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
     for m, k, n in SIZES:
         torch.manual_seed(m + k)
         program = hw.compile(product(kind, k, n, out), target="cuda")
-        assert "composed" not in program.explain() or not gpus()[0].arch.startswith("sm_90")
+        is_composed = kind in ("vectors", "blocks") or not gpus()[0].arch.startswith("sm_90")
+        assert ("composed" in program.explain()) == is_composed
         dtype = torch.bfloat16 if out == hw.bf16 else torch.float32
         a, w = (torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn) for rows in (m, n))
         of_a = {"tensor": (1, 1), "row": (m, 1)}.get(kind, (m, k // 128))
@@ -53,9 +62,9 @@ def test_as_close_as_torch(kind: str, out: hw.DType) -> None:
 
         exact = wide(a, s) @ wide(w, t).T
         error = float((y.double() - exact).abs().max() / exact.abs().max())
-        assert error < OUT[out]
+        assert error < bound(k, out)
         end = torch.relu(-exact + bias.double())
-        assert float((ended.double() - end).abs().max() / end.abs().max().clamp(min=1e-9)) < 2 * OUT[out]
+        assert float((ended.double() - end).abs().max() / end.abs().max().clamp(min=1e-9)) < 2 * bound(k, out)
         if kind == "tensor" or (kind == "row" and out == hw.bf16):
             theirs = torch._scaled_mm(a, w.T, scale_a=s, scale_b=t.T, out_dtype=dtype)
             assert error <= 1.01 * float((theirs.double() - exact).abs().max() / exact.abs().max()) + 2.0**-20
@@ -76,4 +85,4 @@ def test_two_gpus() -> None:
     s, t = (random.random((rows, 1)).astype(np.float32) for rows in (m, n))
     exact = (a.astype(np.float64) * s) @ (w.astype(np.float64) * t).T
     y = hw.compile(gathered, target="cuda").run(a=a, w=w, s=s, t=t)
-    assert np.abs(y - exact).max() < 2.0**-13 * np.abs(exact).max()
+    assert np.abs(y - exact).max() < bound(k, hw.f32) * np.abs(exact).max()

@@ -272,5 +272,6 @@ def test_compiles_and_links_for_cuda() -> None:
     for kind in KINDS:
         program = hw.compile(product(2, kind, "K"), target="cuda")
         assert "warning" not in (program.folder / "build.log").read_text()
-        mode = {"tensor": "SCALAR", "row": "OUTER_VEC", "vectors": "VEC128", "blocks": "BLK128x128", "mixed": "BLK128x128"}[kind]
-        assert f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source
+        mode = {"tensor": "SCALAR", "row": "OUTER_VEC"}.get(kind)
+        assert (f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source) == bool(mode)
+        assert ("composed" in program.explain()) == (not mode)
