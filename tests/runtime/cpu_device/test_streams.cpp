@@ -229,8 +229,8 @@ TEST(what_is_not_supported_says_so) {
   OK(cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const float scale = 1;
   const float* pointer = &scale;
-  const cublasStatus_t status =
-      cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &pointer, sizeof pointer);
+  const auto scale_of_d = static_cast<cublasLtMatmulDescAttributes_t>(20);  // CUBLASLT_MATMUL_DESC_D_SCALE_POINTER
+  const cublasStatus_t status = cublasLtMatmulDescSetAttribute(desc, scale_of_d, &pointer, sizeof pointer);
   EXPECT(status == CUBLAS_STATUS_NOT_SUPPORTED);
   EXPECT_IN("not supported by the CPU device", cublasLtGetStatusString(status));
   OK(cublasLtMatmulDescDestroy(desc));
