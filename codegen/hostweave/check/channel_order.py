@@ -1,9 +1,9 @@
-"""Finds communications that must be ordered on a rank and are not: on different channels, or signals that are counted in turn.
+"""Finds communications that must be ordered on a rank and are not: on different channels, or signals that share a counter.
 
-A device may start them as it likes, on every rank in another order, and where a transport holds multiprocessors each keeps part of the
-device while it waits for the others. A signal is a count that the sender raises, so that one which overtook another would be taken for it,
-and counts that are on their way lie in memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any
-order that its edges allow: what gives signals or waits for them is in the order of issue in all of these.
+A device may start unordered communications in another order on every rank. If a transport occupies multiprocessors, each of them keeps
+part of the device while it waits for its peers. A signal is a count that the sender raises, so a signal that overtakes another is taken
+for it. Counts in transit lie in memory that all streams of a rank share. The branches of a CUDA graph may run as one queue, in any order
+that its edges allow. Signals and waits keep the order of issue in all these orders.
 """
 
 from collections import defaultdict
@@ -43,12 +43,12 @@ class Posted:
 
 
 def takes_turns(part: Operation) -> bool:
-    """Whether it gives a signal or waits for one: all that a rank does so follow one another."""
+    """True for a signal and for a wait: a rank makes these one after another."""
     return isinstance(part.instruction, ir.Signalled)
 
 
 class InTurn:
-    """What each rank has posted last of those that take turns."""
+    """The last operation of each rank among those that take turns."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Task, Operation]] = {}
@@ -107,8 +107,10 @@ def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
 
 
 def _without_repeated_calls(body: tree.Body) -> Iterator[tree.Instruction]:
-    """Of calls in a row of one function the first: a call has joined its streams when it ends, so that the next one, such as that of the
-    next layer, finds and leaves everything in the same order."""
+    """The first of several calls of one function in a row.
+
+    A call has joined its streams when it ends. The next call, as of the next layer, finds and leaves everything in the same order.
+    """
     called: set[str] = set()
     for i in body:
         names = tree.names(i, "call")

@@ -47,10 +47,10 @@ def check(
     donated input after it was; outputs that are not written completely. The order is happens-before, by vector clocks (Fidge
     1988, Mattern 1989).
 
-    Where ranks touch the memory of others two calls in a row are looked at, so that a put of the second one is known to come after
-    what its target did in the first; puts, signals and waits for signals of a rank follow one another; and the program ends even if each
-    device runs the streams of its rank as one queue, in the order in which the host issues, and signals do not add up. So it does in a
-    CUDA graph, whose branches may run as one queue in any order that its edges allow.
+    If ranks access each other's memory, two calls in a row are checked: a put of the second call must come after the work of its target
+    in the first. The puts, signals and waits of a rank must follow one another. The program must also end if each device runs all
+    streams of its rank as one queue, in the order of issue, and if signals do not add up. It then ends in a CUDA graph, too, whose
+    branches may run as one queue in any order that its edges allow.
     """
     calls = 2 if program.memory_transports else 1
     results = None
@@ -159,7 +159,7 @@ class _Checker:
         self.fail(part, f"{first} while, in the same group, {then}: post them apart")
 
     def reuse_in_place(self, part: Operation, read: Access, written: Access) -> bool:
-        """Whether an instruction may read what it writes: element by element, or as its class says."""
+        """True if an instruction may read what it writes: element by element, or as its class says."""
         old, new = read.region, written.region
         match part.instruction:
             case ir.Collective(in_place="block of dst", received_along=along):
@@ -226,7 +226,7 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 
 
 def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
-    """Where a rank's own block begins among those of all ranks, in bytes."""
+    """Byte offset of a rank's own block among the blocks of all ranks."""
     return shares(blocks.shape, along, part.process_group)[part.process_group.index(part.rank)].start * blocks.dtype.itemsize
 
 

@@ -20,7 +20,7 @@ class Meeting:
     parts: tuple[Operation, ...]
 
     def sources(self, part: Operation) -> tuple[Operation, ...]:
-        """Those whose data, or signal, this part of it receives."""
+        """Parts whose data or signal this part receives."""
         if self.is_signal:
             return self.parts[:1] if part is self.parts[1] else ()
         if not any(access.writes for access in part.accesses):
@@ -29,31 +29,31 @@ class Meeting:
 
     @property
     def is_signal(self) -> bool:
-        """Whether it is a signal and the wait for it, which orders the two and moves nothing."""
+        """True for a signal and its wait, which order two ranks and move no data."""
         return self.parts[0].instruction.posts == "signal"
 
     @property
     def counted_in(self) -> tuple[object, ...]:
-        """What its signal raises: of a channel, a sender and a receiver the signals of one number."""
+        """Counter that the signal raises, by channel, sender, receiver and number."""
         one, _ = self.parts
         return channel_of(one), one.rank, one.peer, getattr(one.instruction, "signal", None)
 
     def awaited(self, part: Operation) -> tuple[Operation, ...]:
-        """Those without whose start this part does not end."""
+        """Parts that must start before this part can end."""
         assert part.channel is not None
         return self.parts if part.channel.transport.is_rendezvous else self.sources(part)
 
     @cached_property
     def readers(self) -> tuple[Operation, ...]:
-        """Those that send something."""
+        """Parts that send data."""
         return tuple([part for part in self.parts if any(access.reads for access in part.accesses)])
 
 
 def meetings(instances: Instances) -> list[Meeting]:
     """Every transfer of one call.
 
-    Raises ProgramError for a send without a recv of its count and dtype, a recv without a send, likewise for signals and waits for
-    them, and for ranks of a process group whose collectives differ in kind, order, count, dtype, reduction or root.
+    Raises ProgramError for a send without a recv of its count and dtype, for a recv without a send, and likewise for signals and waits.
+    Raises it, too, if the collectives of a process group's ranks differ in kind, order, count, dtype, reduction or root.
     """
     program = instances.program
     pairs: dict[object, tuple[list[Operation], list[Operation]]] = defaultdict(lambda: ([], []))  # of a channel, sender, receiver, number
@@ -133,7 +133,7 @@ def _exchanged(part: Operation, other: Operation, sends: bool) -> int:
 
 
 def _kind(part: Operation) -> tuple[object, ...]:
-    """What must be equal on all ranks."""
+    """Key that must be equal on all ranks."""
     instruction = part.instruction
     moved = part.accesses[-1 if instruction.at_root == "src" else 0].region.layout  # every rank has this one
     stated = tuple(getattr(instruction, name, None) for name in ("op", "sources", "sent_along", "received_along"))

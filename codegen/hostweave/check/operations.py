@@ -47,7 +47,7 @@ class Layout:
 
 
 def starts(rows: tuple[tuple[int, int], ...], run: int) -> list[int]:
-    """Where each run of rows begins, in bytes after the first one."""
+    """Byte offset of each run of rows from the first one."""
     found = [0] if run else []
     for how_many, step in rows:
         found = [start + i * step for start in found for i in range(how_many)]
@@ -122,7 +122,7 @@ class Operation:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether a device runs what it posts and what is posted on other channels one after the other."""
+        """True if a device runs its operations one after another with those of other channels."""
         return any(part.channel.takes_turns for part in self.communications if part.channel)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where one rank stands while the control flow of a program is run, and the expressions and sizes that it evaluates."""
+"""State of one rank while the control flow of a program runs, and the evaluation of expressions and sizes."""
 
 import operator
 from collections.abc import Callable
@@ -63,7 +63,7 @@ class Held(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Where one rank stands."""
+    """State of one rank."""
 
     program: ir.HostProgram
     rank: int

@@ -56,7 +56,7 @@ def instantiate(program: ir.HostProgram, sizes: Sizes, calls: int = 1) -> Instan
 
 
 def _between_calls(binder: _Binder, run: Run) -> Operation:
-    """What the caller does before the next call: it writes the inputs and reads the outputs."""
+    """Operations of the caller before the next call: it writes the inputs and reads the outputs."""
     places = ((name, place, binder.roots[name]) for name, place in run.places.items() if name in binder.roots)
     held = [
         (Region(name, 0, root.layout, 0), root.role) for name, place, root in places if place.root == name and root.role != "allocation"
@@ -318,7 +318,7 @@ def _blocks(b: _Binder, i: ir.Routed) -> Callable[[Run], tuple[Operation, ...]]:
 
 
 def _group(b: _Binder, i: ir.Group | ir.Routed) -> Step:
-    """What is posted together."""
+    """Operations that are posted together."""
     builders = [_blocks(b, i) if isinstance(i, ir.Routed) else _member(b, i) for i in next(iter(tree.bodies(i)), (i,))]
 
     def step(run: Run) -> None:

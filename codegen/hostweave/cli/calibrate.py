@@ -78,7 +78,7 @@ def _negated() -> Fusion:
 
 
 def _links(machine: Machine, ranks: int) -> Iterator[Link]:
-    """By a collective of what all others have, by a put or a get of one shard. A loop has a product of one column, which takes no time."""
+    """Returns the bandwidth of a collective, and of a put or a get of one shard. The loop multiplies one column, which takes no time."""
     can_put = not why_no_puts(ranks)
     expect_steps(len(SHARDS) * (3 if can_put else 1))
     mesh = hw.Mesh(x=ranks)
@@ -107,7 +107,7 @@ def _links(machine: Machine, ranks: int) -> Iterator[Link]:
 
 
 def _seconds(fusion: Fusion, sizes: dict[str, int]) -> float:
-    """Of a call, the median of the slowest rank."""
+    """Median time of a call on the slowest rank, in seconds."""
     from hostweave.runtime.search import random_array
 
     program = hw.compile(fusion, target="cuda", options=hw.Options(overlap="off", check=False))

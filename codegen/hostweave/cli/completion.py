@@ -49,7 +49,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.Arg
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """What can follow a command: options, and choices of a position, with help."""
+    """Words that can follow a command: its options, and the choices of its positions, each with its help."""
     for action in parser._actions:
         for word in action.option_strings or action.choices or ():
             yield str(word), action.help or ""

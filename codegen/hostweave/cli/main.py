@@ -252,7 +252,7 @@ def _network(text: str) -> Network:
 
 
 def _only(stages: Sequence[tuple[str, str]], name: str | None) -> Sequence[tuple[str, str]]:
-    """Of each stage the function, kernel or program of that name; the stages themselves where it is None."""
+    """The function, kernel or program of this name in each stage; the stages themselves if the name is None."""
     if name is None:
         return stages
     parts = [(stage, {found[1]: text for text in _split(whole) if (found := _HEADER.match(text))}) for stage, whole in stages]

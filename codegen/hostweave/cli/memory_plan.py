@@ -60,7 +60,7 @@ def memory_plan(program: ir.HostProgram, sizes: Sizes, rank: int = 0) -> MemoryP
 
 @dataclass(frozen=True)
 class Placed:
-    """Of every buffer, in the order in which they were first allocated, its offset and bytes; and of all what `MemoryPlan` has."""
+    """Offset and size of each buffer, in the order of the first allocations, and the totals of `MemoryPlan`."""
 
     offsets: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -69,7 +69,7 @@ class Placed:
 
 
 class Events:
-    """What `hw::MemoryPlan` is told; `place` asks it, as runtime_cpp/src/memory_plan.cpp says."""
+    """Calls of `hw::MemoryPlan`, recorded; `place` replays them in the C++ planner of runtime_cpp/src/memory_plan.cpp."""
 
     def __init__(self) -> None:
         self.count = 0  # of buffers

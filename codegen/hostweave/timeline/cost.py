@@ -101,7 +101,7 @@ def _collective(operation: Operation, machine: Machine) -> Work:
 
 
 def _sent(operation: Operation, size: int, times: int) -> int:
-    """Of a tensor of so many bytes on one rank a ring sends all but a rank's own block, an all-reduce twice; a permute the whole."""
+    """Bytes that a rank sends of a tensor: a ring sends all but its own block, an all-reduce does so twice, and a permute sends all."""
     ranks = len(operation.process_group)
     return times * size * (ranks - 1) // ranks
 

@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Totals:
-    """What one rank does in a call: microseconds, and bytes that it sends to other ranks."""
+    """Totals of one rank in a call: microseconds, and bytes that it sends to other ranks."""
 
     rank: int
     busy: float  # something computes
@@ -79,7 +79,7 @@ class Timeline:
 
     @property
     def totals(self) -> tuple[Totals, ...]:
-        """Of each rank."""
+        """Totals of each rank."""
         return tuple(self._totals(rank) for rank in self.ranks)
 
     def _totals(self, rank: int) -> Totals:
@@ -117,7 +117,7 @@ class Timeline:
         return tuple(reversed(path))
 
     def _needed(self, number: int, seen: set[int]) -> list[int]:
-        """Of an event those that it comes after, and those that they and it meet come after, which held it up on other ranks."""
+        """Events that an event waits for, and the events on other ranks that held these up where they meet."""
         event = self.events[number]
         needed = {*event.after, *(earlier for other in event.meets for earlier in self.events[other].after)}
         return [earlier for earlier in needed - seen if self.events[earlier].end <= event.end]

@@ -86,7 +86,7 @@ def _text(op: Op) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """What a pass did to the text of a program: lines of a unified diff, each with its first character."""
+    """Change of a program's text by a pass: lines of a unified diff, each with its first character."""
 
     name: str
     lines: tuple[str, ...]
@@ -101,7 +101,7 @@ class Change:
 
 
 def changes_of(stages: Sequence[tuple[str, str]]) -> tuple[Change, ...]:
-    """Of each pass that changed the text of the stage before it."""
+    """Returns the change of each pass that changed the text."""
     found = []
     for (_, old), (name, new) in pairwise(stages):
         lines = list(difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""))[2:]  # without the names of files

@@ -1,4 +1,4 @@
-"""Where a picture of timelines has each event: lanes of ranks and streams, predicted ones above measured ones."""
+"""Layout of a picture of timelines: lanes of ranks and streams, with the prediction above the measurement."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Box:
 
     @property
     def fits(self) -> bool:
-        """Whether its text fits into it."""
+        """True if the text fits into the box."""
         return bool(self.text) and LETTER * len(self.text) + 4 <= self.width
 
 
@@ -95,7 +95,7 @@ class Picture:
 
     @cached_property
     def memory(self) -> list[Box]:
-        """What the first rank holds, as predicted: a bar between two changes, as high as it is much."""
+        """Predicted memory of the first rank: a bar between two changes, whose height is the number of bytes."""
         steps = self.timelines[0].memory
         ends = [*(start for start, _ in steps[1:]), self.timelines[0].micros]
         return [self._bar(start, end, held) for (start, held), end in zip(steps, ends, strict=True) if end > start]
@@ -115,7 +115,7 @@ class Picture:
 
     @cached_property
     def boxes(self) -> list[Box]:
-        """Of all events of the ranks that it shows."""
+        """Boxes of all events of the ranks that the picture shows."""
         y_of = {(lane.number, lane.rank, lane.stream): lane.y for lane in self.lanes}
         critical = [set(timeline.critical_path) for timeline in self.timelines]
         return [
@@ -137,7 +137,7 @@ class Picture:
 
     @cached_property
     def shades(self) -> list[Box]:
-        """Of exposed communication, as high as all lanes of a rank in a timeline."""
+        """Shades behind exposed communication, over all lanes of a rank."""
         return [
             Box(number, -1, round(start, 3), round(end, 3), x := self.x(number, start), y, self.x(number, end) - x, height, "exposed")
             for number, timeline in enumerate(self.timelines)
@@ -152,7 +152,7 @@ class Picture:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Of the axis of the first timeline: where each is, and its text."""
+        """Ticks of the first timeline's axis: position and text."""
         at = [(self.x(0, micros), f"{micros:g} us") for micros in ticks(self.spans[0])]
         return [(x, text if x + LETTER * len(text) < WIDTH else "") for x, text in at]
 

@@ -70,12 +70,12 @@ def _joined(parts: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def is_shown(task: Task) -> bool:
-    """Whether a task is an event of the timeline."""
+    """True if a task is an event of the timeline."""
     return bool(task.work.engine) or task.operation.instruction.posts == "wait_signal"
 
 
 class _Behind:
-    """Of a task the numbers of the events that it waits for, through tasks that are not shown."""
+    """Numbers of the events that a task waits for, through tasks that are not shown."""
 
     def __init__(self, numbers: dict[Task, int]):
         self.numbers, self.known = numbers, dict[Task, tuple[int, ...]]()

@@ -1,4 +1,4 @@
-"""What users get of timelines: one that is predicted, and one that is measured, as a page, for Perfetto, and as a picture."""
+"""Reports of timelines for users: the prediction and the measurement, as a page, for Perfetto, and as a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """By how much of the measured time the prediction is too long; negative where it is too short."""
+        """Error of the prediction as a fraction of the measured time; negative if it is too short."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
@@ -56,14 +56,14 @@ class Report:
 
     @property
     def error(self) -> float:
-        """By how much of the measured time of the call the prediction is too long. Raises ArgumentError if nothing was measured."""
+        """Error of the prediction as a fraction of the call's measured time. Raises ArgumentError if nothing was measured."""
         if self.measured is None:
             raise ArgumentError(f"{self.predicted.program}: nothing was measured; pass arrays to timeline(...)")
         return self.predicted.micros / self.measured.micros - 1
 
     @cached_property
     def differences(self) -> tuple[Difference, ...]:
-        """Of each instruction that works, in order, over all ranks and steps of loops; nothing if nothing was measured."""
+        """Errors of the instructions that work, in order, over all ranks and steps of loops; empty if nothing was measured."""
         found: dict[tuple[str, str], list[tuple[Event, Event]]] = {}
         measured = self.measured.events if self.measured else ()
         for one, other in zip(self.predicted.events, measured, strict=False):
@@ -116,7 +116,7 @@ class Report:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"program": self.predicted.program}})
 
     def _data(self) -> Mapping[str, Any]:
-        """What the page shows of an event that the mouse is on."""
+        """Text that the page shows for the event under the mouse."""
         ranks = set(self.predicted.ranks[:MOST_RANKS])
         return {"timelines": [{"basis": t.basis, "events": _told(t, ranks)} for t in self.timelines]}
 

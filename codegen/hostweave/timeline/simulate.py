@@ -69,7 +69,7 @@ def play(ranks: list[list[Task]]) -> None:
 
 
 def _tasks(operations: Sequence[Operation], machine: Machine) -> list[Task]:
-    """Of one rank: each follows the one before on its stream, what it waits for, and, where communications take turns, the last of them."""
+    """Tasks of one rank. Each follows the last one on its stream, its dependencies, and the last communication if these take turns."""
     found: dict[Operation, Task] = {}
     latest: dict[object, Task] = {}
     posted: Task | None = None
