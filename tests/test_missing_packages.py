@@ -61,7 +61,7 @@ def test_a_file_and_a_benchmark_of_the_command_line(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["compile", str(path)]) == 1
     assert capsys.readouterr().err == "hostweave: model.py imports torch, which is not installed; pip install torch\n"
-    monkeypatch.setattr("hostweave.cli.main.find_spec", {}.get)
+    monkeypatch.setattr("hostweave.cli.bench.find_spec", {}.get)
     assert main(["bench", "torch_training"]) == 1
     assert capsys.readouterr().err == "hostweave: bench: torch_training needs torch and transformers: pip install torch transformers\n"
 

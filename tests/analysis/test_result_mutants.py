@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from math_mutants import CAUGHT, MISSED, judged, mutants, subjects
+from random_fusions import IGNORED
 from whole_programs import fusion_of
 
 import hostweave as hw
@@ -24,14 +25,14 @@ def expect_caught(count: int, ranks: int, seed: int, every: int = 1) -> None:
     assert verdicts[CAUGHT] > verdicts.total() / 2
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_mutants_are_caught() -> None:
     expect_caught(120, 4, seed=0, every=9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", *IGNORED)
 def test_more_mutants_are_caught(seed: int) -> None:
     expect_caught(2000, (2, 3, 4, 8)[seed % 4], seed)
 

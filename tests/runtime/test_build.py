@@ -287,11 +287,15 @@ def test_an_extra_names_the_packages_of_all_parts(wheels: Path, extra: str, layo
     assert packages == {part.package for part in (*found.headers, *found.libraries, found.nvrtc, found.nvtx)}
 
 
+def lines_of_doctor() -> list[str]:
+    return [f"{name:<10} {text}" for name, text in report()]
+
+
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_roots", lambda: [])
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    lines = report().splitlines()
+    lines = lines_of_doctor()
     assert "compiler   missing: no C++ compiler: none of c++, g++ and clang++ is on PATH; apt install g++" in lines
     assert "nccl       nccl.h missing: pip install nvidia-nccl-cu13" in lines
     assert "cublas     libcublasLt.so.13 missing: pip install nvidia-cublas" in lines
@@ -299,13 +303,13 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_finds_the_compiler_and_the_cpu_target(empty_cache: Path) -> None:
-    lines = report().splitlines()
+    lines = lines_of_doctor()
     assert any(line.startswith("compiler ") and line.endswith(str(toolchain.find_compiler())) for line in lines)
     assert any(line.startswith("cpu        target cpu is ready, ") for line in lines)
     assert lines[-1] == f"cache      {empty_cache}: 0 entries, 0.0 MB of at most 10000 MB"
     empty_cache.mkdir(mode=0o777)
     empty_cache.chmod(0o777)
-    assert report().splitlines()[-1].startswith(f"cache      cannot be used: {empty_cache} can be written by other users (mode 777)")
+    assert lines_of_doctor()[-1].startswith(f"cache      cannot be used: {empty_cache} can be written by other users (mode 777)")
 
 
 def test_edited_sources_are_compiled(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

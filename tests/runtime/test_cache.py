@@ -67,7 +67,7 @@ def test_clear_takes_entries_and_nothing_else() -> None:
     (cache.root() / "mine").mkdir()
     (cache.root() / "mine" / "letter").write_text("to whom it may concern")
     assert [(entry.path.name, entry.bytes) for entry in cache.entries()] == [("a", 1), ("b", 2)]
-    assert str(cache.entries()[0]) == f"     0.0 MB  {cache.root() / 'a'}"
+    assert str(cache.entries()[0]) == f"   0.0 kB       now  {cache.root() / 'a'}"
     assert cache.clear() == 2
     assert cache.entries() == ()
     assert (cache.root() / "mine" / "letter").exists()

@@ -260,7 +260,7 @@ def test_a_rank_is_interrupted_while_it_waits_for_another(place: Place, interrup
         ranks.processes[other].send_signal(signal.SIGSTOP)
         time.sleep(1)  # until the other one waits for it
         ranks.processes[interrupted].send_signal(signal.SIGINT)
-        why = f"rank {interrupted}: KeyboardInterrupt"
+        why = f"group 'default': rank {interrupted}: KeyboardInterrupt"
         assert ranks.line(interrupted, NOTICED, beginning="interrupted: ") == f"interrupted: {why}"
         ranks.processes[other].send_signal(signal.SIGCONT)
         assert why in ranks.line(other, NOTICED, beginning="failed: ")

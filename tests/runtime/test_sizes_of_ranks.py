@@ -106,7 +106,7 @@ print("done", failures > 0)
 def on_two_ranks(script: str, transport: str, **more: str) -> list[list[str]]:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TRANSPORT": transport, **more}
     outputs = run_processes(PROGRAM + script, [common | {"RANK": str(rank)} for rank in range(2)])
-    return [[line for line in output.splitlines() if not line.startswith(("hostweave:", "  rank"))] for output in outputs]
+    return [[line for line in output.splitlines() if not line.startswith(("hostweave:", "  "))] for output in outputs]
 
 
 @pytest.mark.parametrize("transport", ["peer", "one_sided", "two_sided"])

@@ -1,5 +1,6 @@
 """Makes fork safe: a child process finds no lock held by a thread of the parent, and no module that is half imported."""
 
+import concurrent.futures.thread  # noqa: F401  # registers its handlers of forks here, not while a fork waits
 import os
 import sys
 import threading
@@ -12,6 +13,8 @@ _Lock = TypeVar("_Lock")
 _PATIENCE = 10.0  # seconds that a fork waits for imports; the forking thread may itself be inside an import that others wait for
 
 importing = threading.RLock()  # held during each late import of a part of the package; a fork waits for it
+# Held while a process starts; a fork waits for it. Otherwise the child holds the pipe that tells the parent that the process has started.
+starting = threading.RLock()
 _locks: WeakSet[Any] = WeakSet()
 _waited = threading.local()
 
@@ -23,16 +26,16 @@ def renewed(lock: _Lock) -> _Lock:
 
 
 def _before() -> None:
-    _waited.has_lock = importing.acquire(timeout=_PATIENCE)
+    _waited.held = [lock for lock in (importing, starting) if lock.acquire(timeout=_PATIENCE)]
 
 
 def _in_parent() -> None:
-    if _waited.has_lock:
-        importing.release()
+    for lock in _waited.held:
+        lock.release()
 
 
 def _in_child() -> None:
-    for lock in (importing, *_locks, *_locks_of_properties()):
+    for lock in (importing, starting, *_locks, *_locks_of_properties()):
         lock._at_fork_reinit()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hostweave.base.errors import BuildError
+from hostweave.base.forks import starting
 from hostweave.base.interrupts import LOOK, expect_not_interrupted, within
 from hostweave.base.shortages import remedy_of
 
@@ -53,7 +54,8 @@ def _guarded_group() -> Iterator[int]:
     other_end, kept_open = os.pipe()
     nothing = subprocess.DEVNULL
     try:
-        guard = subprocess.Popen(["/bin/sh", "-c", _GUARD], stdin=other_end, stdout=nothing, stderr=nothing, process_group=0)
+        with starting:
+            guard = subprocess.Popen(["/bin/sh", "-c", _GUARD], stdin=other_end, stdout=nothing, stderr=nothing, process_group=0)
         try:
             yield guard.pid
         finally:
@@ -66,16 +68,18 @@ def _guarded_group() -> Iterator[int]:
 
 def _run(command: Sequence[str], folder: Path, group: int, seconds: float) -> tuple[int, str]:
     deadline = time.monotonic() + seconds
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        process_group=group,
-    ) as compiler:
+    with starting:
+        started = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            process_group=group,
+        )
+    with started as compiler:
         try:
             while True:
                 try:

@@ -545,9 +545,12 @@ def _sizes_of(host: HostProgram, arguments: Arguments, taken: Taken) -> Sizes:
 
 
 def _even_shapes(host: HostProgram, shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the global arrays, if every rank holds blocks of these shapes."""
+    """Shapes of the global arrays, if every rank holds blocks of these shapes. The program knows dims of ints."""
     return [
-        tuple(size * p.type.mesh_in(host.mesh).size_of(dim.axes) for dim, size in zip(p.type.dims, shape, strict=bool(shape)))
+        tuple(
+            int(dim.size) if dim.size.is_int else size * p.type.mesh_in(host.mesh).size_of(dim.axes)
+            for dim, size in zip(p.type.dims, shape, strict=bool(shape))
+        )
         for p, shape in zip(host.inputs, shapes, strict=True)
     ]
 
