@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from hostweave.base.errors import ArgumentError, ExecutionError, optional
@@ -45,6 +45,16 @@ class Provider(Protocol):
         A store has `set(key, bytes)` and `get(key, timeout)`, which blocks until the key is set and raises TimeoutError. All
         ranks call this each time a group is made.
         """
+
+
+def _wait_for(queue: SimpleQueue[int]) -> None:
+    """Waits for an item. A signal that arrives just before the wait does not end it, and is handled at the next look."""
+    while True:
+        try:
+            queue.get(timeout=LOOK)
+        except Empty:
+            continue
+        return
 
 
 class Threads:
@@ -132,7 +142,7 @@ class Threads:
             for thread in threads:
                 thread.start()
             for _ in threads:
-                ended.get()  # not `join`: if it is interrupted, Python 3.11 considers the thread ended
+                _wait_for(ended)  # not `join`: if it is interrupted, Python 3.11 considers the thread ended
         except BaseException as interruption:
             why = f"interrupted by {type(interruption).__name__}"
             interruptibly(lambda: self._end(threads, why))
