@@ -1,7 +1,6 @@
 """A tensor-parallel Llama of transformers: `python examples/torch_llama.py FOLDER --tp 2` prints the tokens that follow.
 
-Without FOLDER it is a small model with random weights. The layers are one function of the generated program, which `--source`
-prints.
+Without FOLDER it is a small model with random weights. `--source` prints the generated program, in which the layers are one function.
 """
 
 import argparse

@@ -49,8 +49,8 @@ def random_numbers(self: Any, x: Any) -> Any:
     return self.up(x) + torch.rand(4, 16)
 
 
-def unsupported_derivative(self: Any, x: Any) -> Any:
-    return torch.digamma(self.up(x))
+def unsupported_op(self: Any, x: Any) -> Any:
+    return torch.linalg.svdvals(self.up(x))
 
 
 def without_parameters(self: Any, x: Any) -> Any:
@@ -69,9 +69,9 @@ MODULES: dict[str, tuple[Callable[..., Any], str]] = {
     "in-place on a parameter": (in_place_on_a_parameter, "(?s)Layer: torch.export: .*a leaf Variable that requires grad"),
     "in-place on a view": (in_place_on_a_view_of_a_parameter, "(?s)Layer: torch.export: .*a view of a leaf Variable that requires grad"),
     "random": (random_numbers, r"ops that are not supported: aten.rand.default, 1 times, first at test_training_mistakes.py:\d+"),
-    "derivative": (
-        unsupported_derivative,
-        r"ops that are not supported: aten.digamma.default, 1 times, first at test_training_mistakes.py:\d+",
+    "op": (
+        unsupported_op,
+        r"ops that are not supported: aten._linalg_svd.default, 1 times, first at test_training_mistakes.py:\d+",
     ),
     "no parameters": (without_parameters, "no result depends on what requires grad; .* or compile without training=True"),
     "branch": (
