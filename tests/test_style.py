@@ -11,7 +11,7 @@ from hostweave.base.paths import PACKAGE
 
 FRAGMENTS = ("What", "Whether", "Of", "Those", "That", "Where", "By", "As")  # first words of fragments
 MOST_WORDS = 30
-TO_DO = ("torch",)  # folders that are not rewritten yet
+TO_DO: tuple[str, ...] = ()  # folders that are not rewritten yet
 
 FOLDERS = sorted({path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py")} - {"examples", "benchmarks", *TO_DO})
 

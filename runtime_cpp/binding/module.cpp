@@ -226,7 +226,7 @@ std::tuple<int64_t, int64_t, double> progress(hw::Instance& instance) {
   return {state.made, state.done, state.waiting_seconds};
 }
 
-// Where the streams of the rank stand in the first call that is not done, as runtime/standstill.py has it.
+// State of the rank's streams in the first unfinished call, as runtime/standstill.py reads it.
 py::dict standstill(hw::Instance& instance) {
   hw::Standstill seen;
   {

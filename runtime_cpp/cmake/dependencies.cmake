@@ -1,4 +1,4 @@
-# What the runtime is linked with, found anew on each machine: the target hostweave_runtime::dependencies.
+# Libraries that the runtime is linked with, found anew on each machine: the target hostweave_runtime::dependencies.
 find_package(Threads REQUIRED)
 if(NOT TARGET hostweave_runtime::dependencies)
   add_library(hostweave_runtime::dependencies INTERFACE IMPORTED GLOBAL)

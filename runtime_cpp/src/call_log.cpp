@@ -36,7 +36,7 @@ struct LoggedOp {
   int line = 0;
   const char* call = "";
 
-  // Whether something outside of the call decides when it is done; a wait for an event of the call does not count.
+  // True if the end depends on something outside of the call. A wait for an event of the call does not.
   bool is_outer() const { return kind >= Kind::wait; }
 };
 
@@ -108,7 +108,7 @@ class CallSolver {
     return found != queues.end() ? *found : queues.emplace_back(Queue{stream, {}, 0});
   }
 
-  // Whether an op is done when those before it on its stream are. Work takes its time, but does not wait.
+  // True if an op ends once the ops before it on its stream have ended. Work takes time, but does not wait.
   bool passes(size_t i) const {
     if (ops_[i].milestone != Milestones::kNone) return false;
     if (records_[i] != kNoRecord) return done_[records_[i]];
@@ -129,7 +129,7 @@ struct CallLog::Calls {
   int64_t made = 0, done = 0;
   std::map<cudaStream_t, std::string> names;
 
-  // Of the thread that makes calls.
+  // Used by the thread that makes calls only.
   std::shared_ptr<LoggedOps> adding;
   std::vector<std::shared_ptr<LoggedOps>> of_graphs;
   std::vector<LoggedOp> noted;  // of the line that comes
@@ -150,7 +150,7 @@ struct CallLog::Calls {
     channel = nullptr;
   }
 
-  // What no stream, event or channel has noted itself.
+  // Notes a line that no stream, event or channel has noted.
   void note_rest() {
     LoggedOp op{.stream = has_stream ? stream : adding->caller, .channel = channel};
     if (!peers.empty()) {
@@ -165,7 +165,7 @@ struct CallLog::Calls {
     }
   }
 
-  // Whether a milestone has to stand behind it.
+  // True if the op needs a milestone behind it.
   bool has_milestone(const LoggedOp& op) {
     if (op.kind == LoggedOp::Kind::record) recorded.push_back(op.event);
     return op.is_outer() && (op.kind != LoggedOp::Kind::wait || std::ranges::find(recorded, op.event) == recorded.end());
@@ -293,7 +293,7 @@ void CallLog::awaits_signal(const Channel& channel, int64_t peer, int number, cu
   calls_->note({.kind = LoggedOp::Kind::wait_signal, .stream = stream, .channel = &channel, .peer = rank, .number = number});
 }
 
-// What NCCL begins at once is marked at once.
+// NCCL begins the calls of a group together, so they share a milestone on each stream.
 void CallLog::end_group() {
   calls_->in_group = false;
   std::map<cudaStream_t, int> milestones;

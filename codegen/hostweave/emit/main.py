@@ -99,7 +99,7 @@ class Main:
         tensors = {x.name: _tensor(number, parameter, x, mesh, integers) for number, (parameter, x) in enumerate(parameters)}
         self.executable, self.reference = executable_of(program.name), reference
         self.folder = f"programs/{view.namespace}/"
-        # By folder.
+        # Programs, keyed by folder.
         self.programs = {self.folder: view} | ({"reference/": reference.program} if isinstance(reference, Reference) else {})
         # The user's name, the C++ name, and the default value.
         self.sizes = tuple((label, name, -(-SIZE // (own := divisors.get(label, 1))) * own) for label, name in named)

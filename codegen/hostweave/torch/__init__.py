@@ -77,12 +77,12 @@ def compile(
     `clip_grad_norm` scales all gradients so that their norm is at most that, as torch.nn.utils.clip_grad_norm_ does. With `accumulate=N`
     the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean.
 
-    `fp8="row"`, "tensor" or "block" computes the linears whose weights the plan states as products of 8-bit floats, with a scale for each
-    row, tensor, or 128 elements of activations and 128 x 128 of weights; `fp8={"q_proj": "row"}` names them by patterns as the plan does.
-    Activations and weights are quantised in the program, to f8e4m3, so that weights stay as they are. In training gradients are f8e5m2.
+    With `fp8=` the linears whose weights the plan states are products of 8-bit floats. "row" and "tensor" have a scale for each row or
+    tensor. "block" has one for 128 elements of activations and for 128 x 128 of weights. `fp8={"q_proj": "row"}` names linears by patterns,
+    as the plan does. The program quantises activations and weights to f8e4m3, so weights stay as they are. Gradients are f8e5m2.
 
-    Raises ProgramError for a module that torch.export does not take, ops that are not supported (all at once, with the lines that use
-    them), and a plan that does not fit the module.
+    Raises ProgramError for a module that torch.export does not take, and for a plan that does not fit the module. Ops that are not
+    supported are listed all at once, with the lines that use them.
 
     Example: `model = hostweave.torch.compile(module.eval(), hw.Mesh(tp=2), plan, (input_ids,))`, then `logits = model(input_ids)`.
     """

@@ -77,7 +77,7 @@ class Part:
         self._bound: dict[int | None, tuple[Program, Copies]] = {}  # by rank of the group, None for all ranks in this process
 
     def __call__(self, arrays: Mapping[str, torch.Tensor], group: Group | None) -> list[Any]:
-        """What the graph returns for this rank's blocks, or for global tensors where all ranks are in this process."""
+        """Returns the values of the graph for this rank's blocks, or for global tensors if all ranks are in this process."""
         rank = group.rank if group else None
         program, copies = self._bound.get(rank) or self._bind(rank)
         copies.renew()
@@ -89,7 +89,7 @@ class Part:
             raise SizeError(f"{error}; or {remedy}") from None
 
     def values(self, made: Any) -> list[Any]:
-        """What the graph returns: results of the program, constants, and what is neither, such as None."""
+        """Values that the graph returns: results of the program, constants, and others such as None."""
         known, results = self.graph.constants, iter(made if isinstance(made, tuple) else (made,))
 
         def value(node: Any) -> Any:  # which may be returned twice, with two shardings
@@ -107,7 +107,7 @@ class Part:
         return program.capture(**given, group=group), copies
 
     def taken(self, given: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Of what the joint graph takes, the arguments of this program, by name."""
+        """Selects the arguments of this program from those of the joint graph, by name."""
         return {name: given[number].detach() for name, number in self._numbers.items()}
 
     def _bind(self, rank: int | None) -> tuple[Program, Copies]:
@@ -145,7 +145,7 @@ class Part:
         return found
 
     def _lies_ready(self, name: str, held: torch.Tensor, block: torch.Tensor, rank: int | None) -> bool:
-        """Whether a program reads the tensor's own memory, so that it sees what is written there."""
+        """True if a program reads the tensor's own memory, and so sees later writes."""
         if not block.is_contiguous() or (rank is None and isinstance(held, DTensor)):
             return False
         ranks = range(self.graph.mesh.size) if rank is None else ()
@@ -219,7 +219,7 @@ class CompiledModule(nn.Module):
             self._module.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the module."""
+        """State dict of the module."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,11 +244,11 @@ class CompiledModule(nn.Module):
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments. Raises ArgumentError for others than it was compiled for."""
+        """Calls the module with these arguments. Raises ArgumentError for others than it was compiled for."""
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns. Call the module itself, which runs hooks, too."""
+        """Computes the module's results. Call the module itself instead, which also runs hooks."""
         arrays, group = self._checked(args, kwargs), current_group()
         written = self._written(arrays, group)
         made = self._finished(self._part({**arrays, **written}, group), written)
@@ -282,7 +282,7 @@ class CompiledModule(nn.Module):
         return Captured(launch, arrays, lambda: returned)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the program takes of the arguments of a call, by name. Raises ArgumentError where it cannot be made."""
+        """Arguments of a call that the program takes, by name. Raises ArgumentError if the call cannot be made."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for *_, tensor in self._places):
             raise ArgumentError(
                 f"{self._name}: this is a forward program, without gradients; call it in torch.no_grad() or torch.inference_mode(), "
@@ -293,7 +293,7 @@ class CompiledModule(nn.Module):
 
     @property
     def traced(self) -> Mapping[str, str]:
-        """Of each module of a list, by its path, whether it was traced, or computes the same as one that was: `as layers.0`.
+        """Says for each module of a list, by path, if it was traced, or equals one that was: `as layers.0`.
 
         Modules that differ, in what they read of themselves or in how they are called, are traced apart, and it says why:
         `traced: its attention.scale is another than that of layers.0`.
@@ -376,7 +376,7 @@ class CompiledModule(nn.Module):
         return found
 
     def _finished(self, values: list[Any], written: Mapping[str, torch.Tensor]) -> Any:
-        """What the module returns, of what the program does, after what it has written is marked."""
+        """Selects the module's results from those of the program, and marks the tensors that the program has written."""
         made = {node: value for node, value in zip(self._part.graph.returned, values, strict=True) if isinstance(node, Node)}
         for node, value in self._graph.written.items():
             tensor = written[self._graph.names[node]]
@@ -391,7 +391,7 @@ class CompiledModule(nn.Module):
         return self._returned(made)
 
     def _returned(self, made: Mapping[Node, Any]) -> Any:
-        """What the module returns, of the values of the graph's nodes."""
+        """Builds the module's result from the values of the graph's nodes."""
         known = {**self._graph.constants, **made}
         leaves = [known[node] if isinstance(node, Node) else node for node in self._graph.of_module]
         return pytree.tree_unflatten(leaves, self._specs.out_spec)
@@ -467,7 +467,7 @@ def _in_words(autocast: tuple[torch.dtype | None, ...]) -> str:
 
 
 def memory_of(tensor: Any) -> tuple[int, torch.dtype]:
-    """Where a tensor, or this rank's part of a DTensor, lies, and its dtype; writes to it change neither."""
+    """Address and dtype of a tensor, or of this rank's part of a DTensor. Writes change neither."""
     own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return own.data_ptr(), own.dtype
 

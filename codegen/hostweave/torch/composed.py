@@ -49,7 +49,7 @@ def convolution(
     sizes = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]
 
     def seen(at: tuple[int, ...]) -> Any:
-        """What one element of the kernel is multiplied with: [batch, channels, *sizes]."""
+        """Elements of x that one element of the kernel multiplies: [batch, channels, *sizes]."""
         return windows.seen(x, at, sizes, stride, dilation)
 
     places = list(product(*map(range, kernel)))
@@ -98,7 +98,7 @@ def cross_entropy(
 
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
-    """What `copy_` leaves in x."""
+    """Value of x after `copy_`."""
     return source.to(x.dtype).expand(x.shape)
 
 

@@ -42,7 +42,7 @@ class Derivatives:
         self._firsts = {}
 
     def results(self, layer: Layer, taken: Sequence[torch.Tensor], compute: Callable[..., list[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """What a layer gives for these arguments, with gradients."""
+        """Results of a layer for these arguments, with gradients."""
         key = id(layer.like), tuple(one.requires_grad for one in taken)
         if first := self._firsts.get(key):
 
@@ -106,7 +106,7 @@ Op = Callable[[list[Any], int], Any]  # of values, and the number of what is tra
 def _applied(
     op: Op, derivative: Op, first: _First, given: Places, made: Places, differentiable: Places, values: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """What an op of a layer gives; in its derivative another op takes the gradients of the results at the places `given`, and makes those
+    """Results of an op of a layer. In its derivative another op takes the gradients of the results at the places `given`, and makes those
     of the values at the places `made`."""
     results: Sequence[torch.Tensor] = _Applied.apply(op, derivative, first, given, made, differentiable, *values)  # type: ignore[no-untyped-call]
     return results

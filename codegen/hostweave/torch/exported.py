@@ -116,7 +116,7 @@ def _without_logs() -> Iterator[None]:
 
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Those of torch.export, but for `_KEPT`, torch's of `_NOT_KEPT`, and those of this package."""
+    """Decompositions: torch.export's without `_KEPT`, torch's of `_NOT_KEPT`, and those of this package."""
     table = default_decompositions()
     kept = {op: table[op] for op in list(table) if str(op).split(".")[1] not in _KEPT.split()}
     return {

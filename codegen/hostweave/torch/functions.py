@@ -35,7 +35,7 @@ _TAKE_SIZES = ("slice", "select", "arange", "split", "view", "expand", "_unsafe_
 
 
 def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function of torch gives for tensors of a fusion. Raises ProgramError, with the user's line, where there is nothing like it."""
+    """Computes a function of torch for tensors of a fusion. Raises ProgramError, with the user's line, if it is not supported."""
     name = _name(function)
     with stated_location(Location.of_caller(_TORCH)):
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
@@ -77,7 +77,7 @@ class _Sizes:
         return re.sub(r"\d+", lambda number: str(self._known.get(int(number[0]), number[0])), text)
 
     def is_number_of(self, value: Any) -> bool:
-        """Whether a Python number was made of such a size."""
+        """True if a Python number was made from such a size."""
         if not isinstance(value, int | float) or isinstance(value, bool) or not value or value != value or abs(value) == float("inf"):
             return False
         return any(abs(one) >= _PRIMES[0] and round(one) % prime == 0 for one in (value, 1 / value) for prime in self._primes.values())
@@ -145,7 +145,7 @@ def _refused(name: str, why: str) -> ProgramError:
 
 
 def _name(function: Any) -> str:
-    """As the user writes it: torch.relu, torch.nn.functional.silu."""
+    """Name as the user writes it: torch.relu, torch.nn.functional.silu."""
     name = getattr(function, "__name__", str(function))
     functional = getattr(torch.nn.functional, name, None)
     module = "torch.nn.functional" if functional is function and not hasattr(torch, name) else "torch"

@@ -73,7 +73,7 @@ class Generation:
         return cache
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for a prompt or a token. The cache is written in place."""
+        """Calls the module for a prompt or a token. The cache is written in place."""
         if args:
             kwargs = {**dict(zip(inspect.signature(self._module.forward).parameters, args, strict=False)), **kwargs}
         if kwargs.get("return_dict") and "return_dict" not in inspect.signature(self._module.forward).parameters:

@@ -30,7 +30,7 @@ ATTENTION = "scaled_dot_product_attention.default"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a placeholder stands for: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value.
+    """Meaning of a placeholder: an "argument" of the call, or the "parameter", "buffer" or "constant" of that name and value.
 
     A "written" one is a buffer that the forward pass of a training program writes to.
     """
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass
 class Update:
-    """What a program does with gradients, which are the last values of a graph: results in the memory of inputs."""
+    """Use that a program makes of gradients, the last values of a graph: results in the memory of inputs."""
 
     types: dict[str, TensorType]  # of all inputs, in order: those of the graph, and its own
     donated: dict[str, int]  # for each input that is written the number of the result
@@ -111,14 +111,14 @@ class Graph:
 
     @cached_property
     def returned(self) -> list[Any]:
-        """What the graph returns: what is written, what else the module returns, nodes, or None and the like, and what is checked."""
+        """Values that the graph returns: written tensors, then the module's other results, which may be None, then checked conditions."""
         written: list[Any] = list(self.written.values())
         checked = [node.args[2] for node in self.checks]
         return [*written, *(one for one in (*self.of_module, *checked) if one not in written)]
 
     @cached_property
     def of_module(self) -> list[Any]:
-        """What the module returns."""
+        """Values that the module returns."""
         (output,) = (node for node in self.fx.nodes if node.op == "output")
         returned = list(output.args[0])
         return returned[self.tokens + len(self.written) :]
@@ -163,7 +163,7 @@ class Graph:
         return {path: node for node in self.nodes for path in modules_of(node)}
 
     def is_held(self, node: Node) -> bool:
-        """Whether a node is a parameter, a buffer or a constant that is an input of the fusion."""
+        """True if a node is a parameter, a buffer or a constant that is an input of the fusion."""
         name = self.names.get(node, "")
         return name in self.parameters or name in self.bound
 
@@ -384,7 +384,7 @@ def name_of(target: str) -> str:
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
-# What several nodes of a graph compute together that is one op here.
+# Several nodes of a graph that are one op here.
 
 
 def op_of(node: Node) -> str:
@@ -393,7 +393,7 @@ def op_of(node: Node) -> str:
 
 
 def word_of_mask(node: Node, argument: Node, mask: torch.Tensor) -> str | None:
-    """What a constant mask of attention says in a word: "causal", "none", or nothing."""
+    """Returns the word for a constant mask of attention, "causal" or "none", or None if it is neither."""
     if op_of(node) != ATTENTION or argument not in node.args[3:4]:
         return None
     added = mask.dtype != torch.bool

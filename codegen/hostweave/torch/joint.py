@@ -57,22 +57,22 @@ class Joint:
         return min_cut_rematerialization_partition(self.whole, None, num_fwd_outputs=len(self.results))
 
     def _kept(self, forward: GraphModule) -> list[Node]:
-        """What a forward graph computes for the backward graph."""
+        """Nodes that a forward graph computes for the backward graph."""
         (output,) = (node for node in forward.graph.nodes if node.op == "output")
         return [node for node in output.args[0][len(self.results) :] if node.op != "placeholder"]
 
     @property
     def forward(self) -> GraphModule:
-        """What computes the results, and what the backward pass needs."""
+        """Graph of the results and of the values that the backward pass needs."""
         return self._parts[0]
 
     @property
     def backward(self) -> GraphModule:
-        """What computes gradients."""
+        """Graph of the gradients."""
         return self._parts[1]
 
     def forward_graph(self) -> Graph:
-        """What is computed of the arguments: the results, then what is saved for the backward pass, sharded as is inferred."""
+        """Graph of the results and then of the saved values, whose shardings are inferred."""
         graph = Graph(self.forward.graph, self._origins(self.forward), self._layouts(), self.outer.mesh)
         graph.returned = [*graph.returned[: len(self.results)], *self.saved]
         graph.results = [*self._of_results, *(None for _ in self.saved)]
@@ -80,7 +80,7 @@ class Joint:
         return graph
 
     def step_graph(self) -> Graph:
-        """What is computed of the arguments: the results, then the gradients of parameters, of which the one scalar result is the loss."""
+        """Graph of the results and then of the parameters' gradients. The one scalar result is the loss."""
         origins = self._origins(self.whole)
         for node in origins:
             if node.name.startswith("tangents_"):
@@ -100,7 +100,7 @@ class Joint:
         return [None if as_stated else () for as_stated in stated]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
-        """What is computed of saved values and of gradients of results: the gradients of parameters and arguments.
+        """Graph of the gradients of parameters and arguments, from saved values and gradients of results.
 
         `types` are those of the forward program's results, in its order.
         """
@@ -251,7 +251,7 @@ def _fake(outer: Graph, node: Node, origin: Origin, needs_gradient: dict[str, bo
 
 
 def _dropped(node: Node) -> bool:
-    """Whether an op draws random numbers."""
+    """True if an op draws random numbers."""
     op, args = op_of(node), node.args
     if op == ATTENTION:
         return bool((args[4] if len(args) > 4 else 0.0) or node.kwargs.get("dropout_p"))
@@ -259,7 +259,7 @@ def _dropped(node: Node) -> bool:
 
 
 def _patterns(outer: Graph) -> dict[Node, Any]:
-    """What nodes are that constants decide: the word of attention's mask, and the operands of rotary embeddings."""
+    """Patterns that depend on constants: the word of attention's mask, and the operands of rotary embeddings."""
     found: dict[Node, Any] = {}
     for node in outer.nodes:
         mask = node.args[3] if len(node.args) > 3 and isinstance(node.args[3], Node) else None
@@ -271,7 +271,7 @@ def _patterns(outer: Graph) -> dict[Node, Any]:
 
 
 def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, pattern: Any) -> Any:
-    """What a node of the exported graph computes, by the ops that have derivatives of their own where there are some."""
+    """Computes a node of the exported graph, with ops that have derivatives of their own if there are any."""
 
     def value(of: Node) -> Any:
         return env[of] if of in env else outer.constants.get(of, of.meta.get("val"))
@@ -383,7 +383,7 @@ def _named(saved: list[Node]) -> dict[Node, str]:
 
 
 def _in_rows(names: Mapping[Node, str]) -> dict[Node, str]:
-    """What all layers save, one layer after the other, and then what only some do."""
+    """Sorts saved values: those that all layers save, layer by layer, and then those of some layers only."""
     found = {node: re.search(r"_(\d+)((?:_\d+)*)$", name) for node, name in names.items()}
     kinds = {node: names[node][: match.start()] + match[2] if match else names[node] for node, match in found.items()}
     counts = Counter(kinds.values())

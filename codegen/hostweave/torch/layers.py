@@ -39,7 +39,7 @@ class Layer:
         return list(zip(self.arguments, self.like.chain, strict=True))
 
     def written(self, graph: Graph) -> dict[int, int]:
-        """By the number of an argument that the layer writes to, the number of the result that it becomes."""
+        """Maps the number of each argument that the layer writes to the number of the result that replaces it."""
         places = {node: number for number, node in enumerate(self.results)}
         pairs = ((number, graph.written.get(argument)) for number, argument in enumerate(self.arguments))
         return {number: places[value] for number, value in pairs if value in places}
@@ -76,13 +76,13 @@ def repeated_layers(graph: Graph) -> list[Layer]:
 
 
 def alike(layers: list[Layer]) -> list[Layer]:
-    """Those that compute the same as others."""
+    """Layers that compute the same as others."""
     counts = Counter(id(layer.like) for layer in layers)
     return [layer for layer in layers if counts[id(layer.like)] > 1]
 
 
 class Path(NamedTuple):
-    """Of a module of a list, and its class. In a graph of a whole step what is derived from a module stands apart from its own ops."""
+    """Path and class of a module of a list. In the graph of a whole step a module's derivative has a path of its own."""
 
     path: str
     kind: str
@@ -109,7 +109,7 @@ def paths_of_layers(nodes: list[Node], derived_apart: bool = False) -> dict[Node
 
 
 def _shared(nodes: list[Node], paths: Mapping[Node, Path]) -> set[Node]:
-    """What several modules use alike, and was made in the first of them of nothing that is theirs, such as the bias for a mask.
+    """Values that several modules use and that the first one makes from no tensor of its own, such as the bias for a mask.
 
     What is derived from a module, in the reverse order, is its own.
     """
@@ -176,7 +176,7 @@ def snake_case(name: str) -> str:
 
 
 def _signature(graph: Graph, layer: Layer) -> object:
-    """What two layers that compute the same have in common."""
+    """Key that is equal for layers that compute the same."""
     number: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(layer.nodes)}
     number |= {node: f"@{i}" for i, node in enumerate(layer.arguments)}
     stated = {of: axes for of, axes in graph.layouts.outputs.items() if of.startswith(f"{layer.path}.") or of == layer.path}

@@ -59,7 +59,7 @@ class Op:
 
     @property
     def words(self) -> tuple[object, ...]:
-        """What the same op of another step has, too."""
+        """Key that is equal for the same op of another step."""
         return self.name, str(self.args), str(dict(self.kwargs)), str([one.dtype for one in pytree.tree_leaves(self.made)])
 
 
@@ -186,7 +186,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._put(tensor, Read(name))
 
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> Step:
-        """What was recorded. State that was made by filling is as if it had been there, filled."""
+        """Returns the recorded step. State that the step fills counts as filled before the step."""
         filled: dict[str, float] = {}
         replaced: dict[Read, Read] = {}
         for name, tensor in kept.items():

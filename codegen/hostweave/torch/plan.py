@@ -37,7 +37,7 @@ def mesh_of(mesh: Any) -> Mesh:
 
 
 def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh) -> Layouts:
-    """What the plan says of this module; `dims` gives the number of dims of each input, by name.
+    """Layouts that the plan states for this module. `dims` has the number of dims of each input, by name.
 
     An entry that matches nothing, two that state different shardings of one tensor, and words that fit no tensor raise ProgramError.
     """
@@ -118,7 +118,7 @@ def matching(pattern: str, names: Iterable[str], what: str, argument: str = "pla
 
 
 def text_of(layout: Axes) -> str:
-    """As a plan has it."""
+    """Text of axes as a plan writes them."""
     return ", ".join("+".join(axes) or "-" for axes in layout)
 
 
@@ -148,14 +148,14 @@ def _axis(pattern: str, mesh: Mesh) -> str:
 
 
 def _placed(placement: Any, dims: int, axis: str) -> Axes | None:
-    """What one placement along one mesh axis says; None for no statement."""
+    """Meaning of one placement along one mesh axis; None if it states nothing."""
     if isinstance(placement, Shard):
         return tuple((axis,) if i == placement.dim % dims else () for i in range(dims))
     return tuple(() for _ in range(dims)) if isinstance(placement, Replicate) else None
 
 
 def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> Iterable[tuple[str, str, Axes]]:
-    """What a style of torch.distributed.tensor.parallel states of a module, by name. What it leaves at its default is inferred."""
+    """Statements of a style of torch.distributed.tensor.parallel for a module, by name. Defaults of the style are inferred."""
     dims = 3  # [batch, sequence, features], as torch's layouts of activations are written
     if isinstance(style, ColwiseParallel | RowwiseParallel):
         sharded = 1 if isinstance(style, RowwiseParallel) != isinstance(module, nn.Embedding) else 0

@@ -1,8 +1,8 @@
-"""Layers that repeat are traced once: of those that compute the same, torch.export sees the first, and one op in place of each other.
+"""Traces repeated layers once: torch.export sees the first of several equal layers, and one op in place of each other one.
 
-Two modules of a list compute the same where they have the same structure, all that the first one read of itself while it was traced is
-equal in the other, and both are called with the same arguments but for the values of tensors. What the first reads is watched, so that a
-number of a layer that nothing uses does not keep it apart. Once ops are decomposed, the nodes of the first are copied for the others.
+Two modules of a list are equal under three conditions. They have the same structure. The attributes that the first one reads while it is
+traced are equal in the other. Both are called with the same arguments, except for the values of tensors. Attributes that nothing reads do
+not keep layers apart. Once ops are decomposed, the nodes of the first layer are copied for the others.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _described(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _call_of(leaves: list[Any], spec: Any) -> object | None:
-    """What calls of layers that are alike have in common; None for those with sizes or objects of which that is not known."""
+    """Key that is equal for calls of equal layers; None if sizes or objects make that unknown."""
     found: list[object] = [spec, torch.is_grad_enabled(), torch.is_autocast_enabled()]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and all(type(size) is int for size in leaf.shape):
@@ -257,7 +257,7 @@ def _contents(value: Any) -> Any:
 
 @contextmanager
 def watched(layer: nn.Module) -> Iterator[tuple[dict[str, dict[str, _Read]], list[str]]]:
-    """What the submodules of a layer read of themselves meanwhile, by their path, and the names of what they write."""
+    """Yields the attributes that the submodules of a layer read meanwhile, by path, and the names of those that they write."""
     reads: dict[str, dict[str, _Read]] = {}
     written: list[str] = []
     with ExitStack() as stack:
@@ -340,7 +340,7 @@ def _written_by(node: Any) -> list[Node]:
 
 
 def _root(node: Any) -> Any:
-    """What has the memory of a node that may be a view."""
+    """Node that owns the memory of a node, which may be a view."""
     while node.args and isinstance(node.args[0], Node):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not any(one.alias_info for one in schema.returns):
@@ -362,7 +362,7 @@ def _copied(graph: Graph, begin: Any, end: Any, before: Any, path: str, own: str
 
 
 def _moved(meta: Mapping[str, Any], path: str, own: str) -> dict[str, Any]:
-    """Where a copy was made: in the layer that it belongs to."""
+    """Place of a copy: the layer that it belongs to."""
 
     def moved(at: str) -> str:
         return f"{own}{at[len(path) :]}" if at == path or at.startswith(f"{path}.") else at

@@ -117,7 +117,7 @@ def _k_scaled(order: int) -> Callable[[Any], Any]:
         for k in range(1, 21):
             wide = math.cosh(step * k)
             total = total + torch.exp(high * (1 - wide)) * (wide if order else 1.0)
-        # Of large x the sum has too few terms.
+        # The sum has too few terms for large x.
         far = x.clamp(min=_FAR)
         even, odd = _hankel(order, far, 1.0)
         integral = torch.where(x <= _FAR, total * step, (even + odd) * torch.sqrt(math.pi / (2 * far)))
@@ -147,7 +147,7 @@ def _j(order: int) -> Callable[[Any], Any]:
 
 
 def _y(order: int) -> Callable[[Any], Any]:
-    """By its series up to 2, by integrals up to 25, and by its expansion beyond."""
+    """Evaluates the series up to 2, integrals up to 25, and the asymptotic expansion beyond."""
     j, nodes = _j(order), _gauss(32)
 
     def function(x: Any) -> Any:
@@ -205,7 +205,7 @@ def _of_positive(n: int, x: Any) -> Any:
 
 
 def polygamma(n: int, x: Any) -> Any:
-    """By reflection below 0, where derivatives of cot(pi x) are polynomials of cot(pi x)."""
+    """Uses the reflection formula below 0, where derivatives of cot(pi x) are polynomials of cot(pi x)."""
     reflected = torch.where(x < 0, 1 - x, x)
     made = _of_positive(n, reflected)
     fraction = x - torch.round(x)
@@ -252,7 +252,7 @@ def _erfcx(x: Any) -> Any:
 
 
 def _chebyshev(kind: str, is_shifted: bool) -> Callable[[Any, Any], Any]:
-    """Of the angle whose cosine is x, and of the hyperbolic one where x is larger than 1."""
+    """Evaluates at the angle whose cosine is x, and at the hyperbolic angle if x is larger than 1."""
 
     def function(x: Any, n: Any) -> Any:
         x = 2 * x - 1 if is_shifted else x

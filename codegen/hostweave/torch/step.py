@@ -104,7 +104,7 @@ class TrainingStep(Differentiated):
         self._adding = parts[-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments, before the update. Raises ArgumentError for others than it was compiled for."""
+        """Makes a step, and returns the module's results before the update. Raises ArgumentError for arguments that do not fit."""
         passed, given = self._leaves(args, kwargs)
         group = current_group()
         written = {} if group is None else {one.name: one.parameter for one in self._updated}
@@ -277,7 +277,7 @@ class TrainingStep(Differentiated):
         return norm + [found[f"{one.name}{end}"] for one in self._updated for end in one.written]
 
     def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[_Updated]]]:
-        """What is updated, by layers, together with those that are updated in the same way."""
+        """Groups the updated parameters by layer, and the layers by equal updates."""
         layers: dict[tuple[str, str], list[_Updated]] = {}
         for one in self._updated:
             layers.setdefault(one.layer, []).append(one)
@@ -287,7 +287,7 @@ class TrainingStep(Differentiated):
         return alike.values()
 
     def _names_in(self, layer: Sequence[_Updated]) -> dict[str, str]:
-        """What the update of a layer takes: names of its own, and those of the program."""
+        """Maps the operands of a layer's update to inputs of the program."""
         given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 

@@ -107,7 +107,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
 
 
 def _value(graph: Graph, values: Values, node: Node, user: Node) -> Any:
-    """What a node gives to another: a tensor of the fusion, or a number."""
+    """Operand that a node gives to another: a tensor of the fusion, or a number."""
     if node in values:
         if node in graph.gathered and tuple(dim.axes for dim in values[node].type.dims) != graph.gathered[node]:
             values[node] = resharded(values[node], graph.gathered[node])
@@ -131,7 +131,7 @@ def _number(size: str, values: Values) -> hw.Tensor:
 
 
 def _takes_tensors(node: Node) -> bool:
-    """Whether an op takes a tensor of one element by its shape, as those do not that compute by element."""
+    """True if the shape of a tensor of one element matters to an op. It does not to pointwise ops."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise not in node.target.tags
 
 
@@ -243,7 +243,7 @@ def _inferred(
 
 
 def _takes_the_same(graph: Graph, layer: Layer, types: Mapping[Node, TensorType]) -> bool:
-    """Whether the arguments of the program that a layer takes are sharded as what the others take in their place."""
+    """True if the program's arguments of a layer are sharded as the operands of the equal layers."""
     taken = [(graph.input_types[graph.names[node]], result) for node, result in layer.taken if node in graph.names]
     return all(types.get(result, own) == own for own, result in taken if result is not None)
 

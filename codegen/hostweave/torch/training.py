@@ -79,7 +79,7 @@ class Differentiated(CompiledModule):
         return passed | self._returned_parameters, tuple(self._given(number, arrays) for number in range(len(self._joint.origins)))
 
     def _ended(self, passed: dict[Node, torch.Tensor], results: Sequence[Any]) -> Any:
-        """What the module returns. Buffers get what forward writes to them, such as running statistics."""
+        """Builds the module's result. Writes to the buffers that forward updates, such as running statistics."""
         made = {**passed, **dict(zip(self._joint.results, results, strict=True))}
         for node, value in self._graph.written.items():
             buffer: Any = tensor_of(self._module, self._graph.origins[node].name).detach()
@@ -110,7 +110,7 @@ class TrainingModule(Differentiated):
         return self._backward.program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
+        """Calls the module with these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
         made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)

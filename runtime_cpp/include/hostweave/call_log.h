@@ -52,7 +52,7 @@ class CallLog {
     ~Adding();
     Adding(Adding&&) = delete;
   };
-  // What was added last outside of a call. The graph has it, and gives it back by `forget`.
+  // Returns the ops that were added last outside of a call. The graph holds them until it calls `forget`.
   LoggedOps* captured();
   void forget(LoggedOps* ops);
 
@@ -75,7 +75,7 @@ class CallLog {
     double waiting_seconds;  // since the first that is not done was made; 0 where all are
   };
   State state();
-  // Where the streams stand in the first call that is not done.
+  // Reads the state of the streams in the first unfinished call.
   void look(Standstill& standstill);
 
  private:

@@ -23,7 +23,7 @@ class Milestones {
   int set(cudaStream_t stream, bool is_captured);
   // Lets `set` use the milestone again.
   void give_back(int milestone);
-  // Whether the op was done so many times. From any thread.
+  // True if the op has ended this many times. Any thread may call it.
   bool is_done(int milestone, int64_t times) const;
 
  private:

@@ -344,7 +344,7 @@ __device__ void argsort(BlockLanes block, Lane<T> x, Lane<int64_t> order) {
 
 #endif  // __CUDACC__
 
-// By a max-heap of the first elements so far.
+// Sorts with a max-heap of the first elements so far.
 template <bool kDescending, class T>
 HW_DEVICE void argsort(Lanes, Lane<T> x, Lane<int64_t> order) {
   const int64_t n = order.length;

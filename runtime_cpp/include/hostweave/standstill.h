@@ -1,4 +1,4 @@
-// Where the streams of a rank stand in a call that is not done.
+// State of a rank's streams in an unfinished call.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -11,7 +11,7 @@ struct Standstill {
     int number = 0;  // in program.cpp; 0: none
     std::string call;
   };
-  // What the first op that is not done waits for.
+  // Kind of edge that the first unfinished op waits for.
   enum class Edge : int {
     none,         // it runs, or what it waits for is there
     event,        // of `from`, a line of the same rank

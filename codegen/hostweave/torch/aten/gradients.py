@@ -231,7 +231,7 @@ def _rotary(result: Result, x: hw.Tensor, cos: hw.Tensor, sin: hw.Tensor, back: 
 def _slice_scatter(
     result: Result, x: hw.Tensor, source: hw.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> hw.Tensor:
-    """As the derivative of a slice has it: elements around and between those of the source are those of x."""
+    """Returns x with the source in the place of a slice, as the derivative of a slice needs it."""
     dim, size = dim % x.ndim, x.shape[dim]
     if not isinstance(size, int):
         raise refuse(f"a write to a slice of a dim of {size} is not supported; use a fixed size")

@@ -74,7 +74,7 @@ def padded(result: Result, x: hw.Tensor, pad: Sequence[int], value: Number = 0) 
 
 
 def _size(x: hw.Tensor, dim: int, dtype: Any) -> Any:
-    """As a number, or a tensor of one where it is known at the call."""
+    """Returns a size as a number, or as a tensor of one element if it is known only at a call."""
     size = x.shape[dim]
     return size if isinstance(size, int) else hw.max(hw.iota(x, dim, dtype)) + 1
 

@@ -29,7 +29,7 @@ DTYPES: dict[torch.dtype, DType] = {getattr(torch, dtype.long_name): dtype for d
 
 @dataclass(frozen=True)
 class Result:
-    """What torch says of an op's results: the dtype and the sizes of each."""
+    """Dtypes and shapes of an op's results, as torch infers them."""
 
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[Sizes, ...]
@@ -63,7 +63,7 @@ _OF_RESULT = ("layout", "device", "pin_memory", "memory_format", "dtype")
 def computed(
     op: str, node: Node, args: Sequence[Any], kwargs: Mapping[str, Any], shape_of: Callable[[torch.Tensor], Sizes], trace: hw.Tensor
 ) -> Any:
-    """What the entry of an op gives for these arguments, in place of a node whose results are of the shapes that `shape_of` says."""
+    """Calls the entry of an op in place of a node. `shape_of` gives the shapes of the node's results."""
     made = [value for value in pytree.tree_leaves(node.meta["val"]) if isinstance(value, torch.Tensor)]
     result = Result(tuple(value.dtype for value in made), tuple(map(shape_of, made)), trace)
     kwargs = {key: value for key, value in kwargs.items() if key not in _OF_RESULT}
