@@ -29,13 +29,8 @@ NAMES = tuple(sorted(_fusions(4)))
 
 
 def golden(name: str, stage: str) -> str:
-    """Text of a program for 4 ranks after a stage, the last one of a pass that runs twice."""
-    return golden_at(name, len(STAGES) - 1 - STAGES[::-1].index(stage))
-
-
-def golden_at(name: str, number: int) -> str:
-    """The same by the stage's number. A stage without changes has no file; its text is that of the previous one."""
-    until = STAGES[: number + 1]
+    """Text of a program for 4 ranks after a stage. A stage without changes has no file; its text is that of the previous one."""
+    until = STAGES[: STAGES.index(stage) + 1]
     return next(path for before in reversed(until) if (path := GOLDEN / name / f"{before}.hw").is_file()).read_text()
 
 

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from host_programs import GOLDEN, STAGES, golden, golden_at
+from host_programs import GOLDEN, STAGES, golden
 
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache
@@ -107,16 +107,16 @@ def test_inspect_shows_what_every_stage_changed(capsys: Captured, tmp_path: Path
     stages = list(STAGES)
     titles = re.findall(r"^# ---- (\w+)(.*)$", out, re.M)
     assert [name for name, _ in titles] == stages
-    texts = [golden_at("ag_matmul_p2p", number) for number in range(len(stages))]
-    assert out.startswith(f"# ---- input\n{texts[0]}")
-    for (before, after), (_, said) in zip(itertools.pairwise(texts), titles[1:], strict=True):
-        assert said == (": nothing changed" if before == after else "")
+    texts = {stage: golden("ag_matmul_p2p", stage) for stage in stages}
+    assert out.startswith(f"# ---- input\n{texts['input']}")
+    for (before, after), (_, said) in zip(itertools.pairwise(stages), titles[1:], strict=True):
+        assert said == (": nothing changed" if texts[before] == texts[after] else "")
     whole = tmp_path / "stage.hw"
-    whole.write_text(texts[0])
-    for text, part in zip(texts[1:], re.split(r"^# ---- .*\n", out, flags=re.M)[2:], strict=True):
+    whole.write_text(texts["input"])
+    for stage, part in zip(stages[1:], re.split(r"^# ---- .*\n", out, flags=re.M)[2:], strict=True):
         if part.strip():
             subprocess.run(["patch", "-s", str(whole)], input=part, text=True, check=True)
-        assert whole.read_text() == text
+        assert whole.read_text() == texts[stage]
 
 
 def test_inspect_knows_the_examples_of_the_package(capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

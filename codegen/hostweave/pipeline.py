@@ -56,7 +56,6 @@ from hostweave.types.tensor import DType
 
 PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     drop_unit_axes,
-    compose_scaled_matmuls,
     merge_contractions,
     propagate_sharding,
     join_blocks_of_keys,
