@@ -188,26 +188,31 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def recorded(self, kept: Mapping[str, torch.Tensor], host: dict[str, Any]) -> Step:
         """Returns the recorded step. State that the step fills counts as filled before the step."""
         filled: dict[str, float] = {}
-        replaced: dict[Read, Read] = {}
+        named: dict[Read, Read] = {}  # what filling made -> the entry of the state
         for name, tensor in kept.items():
             first = self._first[_storage(tensor)]
             if isinstance(first.source, int) and (value := self._fill(self._ops[first.source])) is not None:
-                filled[name], replaced[first] = value, Read(name)
-        stay = [number for number in range(len(self._ops)) if Read(number) not in replaced]
-        replaced |= {Read(old, result): Read(new, result) for new, old in enumerate(stay) for result in range(4)}
+                filled[name], named[first] = value, Read(name)
+        stay = [number for number in range(len(self._ops)) if Read(number) not in named]
+        number_of = {old: new for new, old in enumerate(stay)}
         ops, numbers, roles = list[Op](), list[float](), list[str]()
+
+        def moved(read: Read) -> Read:
+            if read in named or isinstance(read.source, str):
+                return named.get(read, read)
+            return Read(number_of[read.source], read.result)
 
         def renumbered(one: Any) -> Any:
             if isinstance(one, Number):
                 numbers.append(self._numbers[one.at])
                 roles.append(self._roles[one.at])
                 return Number(len(numbers) - 1)
-            return replaced.get(one, one) if isinstance(one, Read) else one
+            return moved(one) if isinstance(one, Read) else one
 
         for op in (self._ops[number] for number in stay):
             args, kwargs = pytree.tree_map(renumbered, (op.args, op.kwargs), is_leaf=lambda one: isinstance(one, Read | Number))
             ops.append(Op(op.name, args, kwargs, op.made))
-        results = {name: replaced.get(read, read) for name, read in ((name, self._get(tensor)) for name, tensor in kept.items())}
+        results = {name: moved(self._get(tensor)) for name, tensor in kept.items()}
         return Step(ops, numbers, roles, results, filled, host)
 
     def _fill(self, op: Op) -> float | None:
@@ -401,12 +406,13 @@ class Recorded:
             self._shadow.state |= {key: self._like(key, float(state[key])) for key in self._hosts if key in state}
             self._shadow.state |= {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         self.step = self._shadow.step()
-        self._is_first_alike = first.words == self.step.words
+        self._words = self.step.words
+        self._is_first_alike = first.words == self._words
         probes = [self._shadow.step(), *self._with_other_numbers()]
-        if probes[0].words != self.step.words:
+        if probes[0].words != self._words:
             name = type(optimizer).__name__
             raise ProgramError(f"optimizer: two steps of {name} in a row compute with different ops; {_REMEDY}")
-        alike = [probe for probe in probes if probe.words == self.step.words]
+        alike = [probe for probe in probes if probe.words == self._words]
         self.changing = [at for at, value in enumerate(self.step.numbers) if any(probe.numbers[at] != value for probe in alike)]
         self.initial = self._initial(first, len(shape), bool(state))
         self.options = self._plain_options()
@@ -442,7 +448,7 @@ class Recorded:
     def words(self) -> tuple[object, ...]:
         """Parameters of which these are equal have equal numbers."""
         fixed = tuple(value for at, value in enumerate(self.step.numbers) if at not in self.changing)
-        return self.group, self.step.words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
+        return self.group, self._words, tuple(self.changing), fixed, tuple(self.step.numbers), tuple(self.initial.items())
 
     def next(self, name: str, host: Mapping[str, Any] | None) -> Step:
         """The step that follows this state of the host, None before the first one.
@@ -459,7 +465,7 @@ class Recorded:
         except ProgramError as error:
             raise ArgumentError(f"{name}: {self._changed() or error}") from error
         fixed = [[value for at, value in enumerate(one.numbers) if at not in self.changing] for one in (step, self.step)]
-        if step.words != self.step.words or fixed[0] != fixed[1]:
+        if step.words != self._words or fixed[0] != fixed[1]:
             why = self._changed() or f"this step of {type(self._optimizer).__name__} computes with other ops than those before"
             raise ArgumentError(f"{name}: {why}; compile it again")
         return step
