@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from torch import nn
 
-import hostweave as hw
-import hostweave.torch
-from hostweave.base.errors import ProgramError
+torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
+transformers = pytest.importorskip("transformers", reason="needs a model: pip install transformers")
+from torch import nn  # noqa: E402
+
+import hostweave as hw  # noqa: E402
+import hostweave.torch  # noqa: E402
+from hostweave.base.errors import ProgramError  # noqa: E402
 
 TP = {"up.weight": "tp, -", "down.weight": "-, tp"}
 SCALINGS = ("row", "tensor", "block")
