@@ -72,14 +72,14 @@ def emit(checkout: Path, folder: Path) -> None:
 
 def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
     """Sources by path, such as `seeds/4/ag_matmul`. Programs that are impossible for a number of ranks are omitted."""
-    import larger_programs
+    import parts_of_transformers
     import random_fusions
 
     from hostweave.base.errors import ProgramError
     from hostweave.cli.programs import load_file, programs_in
     from hostweave.types.tensor import bf16
 
-    tests = (checkout / "tests" / name for name in ("more_programs.py", "one_sided_programs.py", "exchange_programs.py"))
+    tests = (Path(__file__).with_name(name) for name in ("fusions_beyond_examples.py", "fusions_with_puts.py", "fusions_without_loops.py"))
     for file in (*sorted((checkout / "examples").glob("*.py")), *tests):
         constants = set(re.findall(r"^(D|S) = ", file.read_text(), re.MULTILINE))
         for ranks in RANKS if "D" in constants else (0,):
@@ -92,8 +92,8 @@ def programs(checkout: Path) -> Iterator[tuple[str, Any]]:
     benchmark = load_file(checkout / "benchmarks" / "sequence_parallel.py")
     for ranks in RANKS:
         yield f"benchmarks/{ranks}/sequence_parallel", benchmark.fusion_of(ranks)
-        for make in (larger_programs.mlp, larger_programs.attention, larger_programs.layers):
-            yield f"larger_programs/{ranks}/{make.__name__}", make(ranks, bf16)
+        for make in (parts_of_transformers.mlp, parts_of_transformers.attention, parts_of_transformers.layers):
+            yield f"parts_of_transformers/{ranks}/{make.__name__}", make(ranks, bf16)
     for seed in range(SEEDS):
         yield f"random_programs/{seed}", random_fusions.Generator(seed).fusion()
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
+from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
 
@@ -37,7 +37,7 @@ SEVERAL = tuple(name for name, fusion in {**all_fusions(), **more_fusions()}.ite
 
 
 def fusion_of(name: str, ranks: int, chunks: int, dtype: DType) -> Fusion:
-    """Program of the examples or of `more_programs.py`."""
+    """Program of the examples or of `fusions_beyond_examples.py`."""
     found = {**all_fusions(ranks, chunks, dtype), **more_fusions(ranks, dtype), **one_sided_fusions(ranks, dtype)}
     found |= exchange_fusions(ranks, dtype)
     return found[name] if name in found else pipelines(ranks, chunks, dtype)[name]

@@ -1,4 +1,4 @@
-"""Programs of `examples/` and of `more_programs.py`, for any number of ranks, chunks and dtype."""
+"""Programs of `examples/` and of `fusions_beyond_examples.py`, for any number of ranks, chunks and dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hostweave.cli.programs import load_file, programs_in
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.types.tensor import DType, bf16
 
-MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"{name}_programs.py") for name in ("more", "one_sided", "exchange"))
+MORE, ONE_SIDED, EXCHANGES = (Path(__file__).with_name(f"fusions_{name}.py") for name in ("beyond_examples", "with_puts", "without_loops"))
 
 
 @cache

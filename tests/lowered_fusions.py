@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-from example_programs import all_fusions, more_fusions
+from fusions_from_files import all_fusions, more_fusions
 
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Symbol, Var

@@ -292,8 +292,8 @@ def _differs_in_f64(mutant: HostProgram, wanted: Wanted) -> bool:
 
 def subjects(ranks: int) -> Iterator[Subject]:
     """Programs of examples/ and tests/."""
-    import example_programs as examples
-    import larger_programs
+    import fusions_from_files as examples
+    import parts_of_transformers
     import random_fusions
     from attention_cases import keys_in_a_loop
 
@@ -303,7 +303,7 @@ def subjects(ranks: int) -> Iterator[Subject]:
 
     found: dict[str, Any] = {**examples.all_fusions(ranks, 3), **examples.more_fusions(ranks), **examples.one_sided_fusions(ranks)}
     found |= {**examples.exchange_fusions(ranks), **examples.pipelines(ranks)}
-    found |= {make.__name__: make(ranks, hw.f32) for make in larger_programs.PROGRAMS}
+    found |= {make.__name__: make(ranks, hw.f32) for make in parts_of_transformers.PROGRAMS}
     found |= {f"keys_in_a_loop_{by}": keys_in_a_loop(3, by, hw.bf16) for by in ("p2p", "ring")}
     found |= {f"transformer.py {name}": program for name, program in programs_in(load_file(EXAMPLES / "transformer.py")).items()}
     found |= {"decode": small_llama(ranks, decode=True), "prefill": small_llama(ranks, decode=False)}

@@ -24,7 +24,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from whole_programs import EXCHANGES, ONE_SIDED, PIPELINES, Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
+from compiled_fusions import EXCHANGES, ONE_SIDED, PIPELINES, Arrays, fusion_of, integer_arrays, lowered, programs_of, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError

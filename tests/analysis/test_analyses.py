@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from types import ModuleType
 
 import pytest
-from example_programs import fusions
+from fusions_from_files import fusions
 
 import hostweave as hw
 from hostweave import pipeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import host_text
 import pytest
-from host_programs import NAMES, RANKS, program
+from lowered_fusions import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check

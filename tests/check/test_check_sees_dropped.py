@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import host_text
 import pytest
-from host_programs import NAMES, program
+from lowered_fusions import NAMES, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check

@@ -8,7 +8,7 @@ from itertools import product
 import host_text
 import numpy as np
 import pytest
-from host_programs import NAMES, evaluate, program
+from lowered_fusions import NAMES, evaluate, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import layout, starts

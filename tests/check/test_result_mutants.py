@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from compiled_fusions import fusion_of
 from math_mutants import CAUGHT, MISSED, judged, mutants, subjects
 from random_fusions import IGNORED
-from whole_programs import fusion_of
 
 import hostweave as hw
 from hostweave.options import Options

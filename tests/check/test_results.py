@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from whole_programs import fusion_of
+from compiled_fusions import fusion_of
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

@@ -16,8 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from host_programs import NAMES, program
 from interpret import _Rank, _World, interpret
+from lowered_fusions import NAMES, program
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ProgramError

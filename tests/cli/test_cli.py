@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from host_programs import GOLDEN, STAGES, golden
+from lowered_fusions import GOLDEN, STAGES, golden
 
 from hostweave.base.paths import EXAMPLES
 from hostweave.build import cache

@@ -22,7 +22,7 @@ from hostweave.emit import render
 from hostweave.options import Options
 from hostweave.pipeline import lower
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 SEEDS = EXAMPLES / "seeds.py"
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
 ERROR = "\x1b[04m\x1b[91m"  # how an Error token is shown: underlined, bright red

@@ -8,8 +8,8 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from example_programs import all_fusions, more_fusions
-from larger_programs import PROGRAMS
+from fusions_from_files import all_fusions, more_fusions
+from parts_of_transformers import PROGRAMS
 
 import hostweave as hw
 from hostweave.check.sizes import minimal_sizes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cuda_here import needs_cuda
-from example_programs import all_fusions, more_fusions, pipelines
+from fusions_from_files import all_fusions, more_fusions, pipelines
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError

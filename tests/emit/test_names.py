@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from whole_programs import compiled, expect, integer_arrays
+from compiled_fusions import compiled, expect, integer_arrays
 
 import hostweave as hw
 from hostweave.api import compile

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from larger_programs import PROGRAMS
+from parts_of_transformers import PROGRAMS
 
 import hostweave as hw
 from hostweave.emit import render

@@ -7,11 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from example_programs import all_fusions, fusions, more_fusions, pipelines
+from compiled_fusions import random_arrays, sizes_of
+from fusions_from_files import all_fusions, fusions, more_fusions, pipelines
 from interpret import interpret
 from numpy.typing import NDArray
 from op_examples import EXAMPLES, X
-from whole_programs import random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError

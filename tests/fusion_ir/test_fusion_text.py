@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from example_programs import all_fusions
+from fusions_from_files import all_fusions
 
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.fusion_ir.ir import Fusion

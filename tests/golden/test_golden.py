@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 from attention_cases import in_zigzag, keys_in_a_loop, trained_in_zigzag
-from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
-from host_programs import GOLDEN, STAGES, golden
+from fusions_from_files import all_fusions, more_fusions, one_sided_fusions, pipelines
+from lowered_fusions import GOLDEN, STAGES, golden
 
 import hostweave as hw
 from hostweave.base.paths import HOST_IR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from whole_programs import compiled
+from compiled_fusions import compiled
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

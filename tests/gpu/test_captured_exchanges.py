@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiled_fusions import compiled, fusion_of, integer_arrays, lowered, sizes_of
 from cuda_here import nccl
 from processes import environment
-from whole_programs import compiled, fusion_of, integer_arrays, lowered, sizes_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from whole_programs import compiled
+from compiled_fusions import compiled
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, random_arrays
+from compiled_fusions import compiled, expect, random_arrays
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

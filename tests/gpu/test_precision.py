@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from whole_programs import compiled, random_arrays
+from compiled_fusions import compiled, random_arrays
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from whole_programs import ONE_DEVICE, SEVERAL, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
+from compiled_fusions import ONE_DEVICE, SEVERAL, compiled, expect, fusion_of, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from whole_programs import fusion_of, integer_arrays, sizes_of
+from compiled_fusions import fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError

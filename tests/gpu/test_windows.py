@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from compiled_fusions import EXCHANGES, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 from cuda_here import nccl
-from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from host_programs import GOLDEN, NAMES, text
+from lowered_fusions import GOLDEN, NAMES, text
 from test_host_text import EVERYTHING
 
 import hostweave as hw

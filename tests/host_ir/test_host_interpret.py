@@ -9,8 +9,8 @@ import host_text
 import ml_dtypes
 import numpy as np
 import pytest
-from host_programs import NAMES, RANKS, program
 from interpret import interpret
+from lowered_fusions import NAMES, RANKS, program
 from numpy.typing import NDArray
 
 from hostweave.base.errors import ArgumentError, ExecutionError

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from host_programs import NAMES, RANKS, evaluate, program, text
+from lowered_fusions import NAMES, RANKS, evaluate, program, text
 
 from hostweave.base.errors import Location, ParseError, ProgramError
 from hostweave.host_ir import ir, tree

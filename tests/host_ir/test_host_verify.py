@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import host_text
 import pytest
-from host_programs import NAMES, RANKS, program
+from lowered_fusions import NAMES, RANKS, program
 
 from hostweave.base.errors import ProgramError
 from hostweave.host_ir import ir

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from example_programs import all_fusions
+from fusions_from_files import all_fusions
 from numpy.typing import NDArray
 
 import hostweave as hw

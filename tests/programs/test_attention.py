@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays
 from cuda_here import needs_cuda
 from interpret import interpret
-from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import BuildError, ExecutionError, ProgramError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import as_torch, by_torch, grouped, refusal_of_gradients
-from whole_programs import expect_every_way, lowered, random_arrays
+from compiled_fusions import expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

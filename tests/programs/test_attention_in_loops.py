@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import by_torch
+from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays
 from cuda_here import nccl
-from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

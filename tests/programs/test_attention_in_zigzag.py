@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays
 from interpret import interpret
-from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention_cases import as_torch, by_torch, grouped, refusal_of_gradients
-from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays, reference
+from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays, reference
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, expect_every_way, lowered, random_arrays
+from compiled_fusions import compiled, expect, expect_every_way, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

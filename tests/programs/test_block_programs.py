@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, expect, integer_arrays, random_arrays, sizes_of
 from scaled_tolerance import tolerance_at_scale
-from whole_programs import compiled, expect, integer_arrays, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from whole_programs import expect, integer_arrays
+from compiled_fusions import expect, integer_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

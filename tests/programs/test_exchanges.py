@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from compiled_fusions import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
 from interpret import interpret
-from whole_programs import EXCHANGES, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from compiled_fusions import compiled, expect, integer_arrays, lowered, random_arrays
 from cuda_here import needs_cuda
-from whole_programs import compiled, expect, integer_arrays, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.paths import RUNTIME

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, lowered
 from numpy.typing import NDArray
-from whole_programs import compiled, lowered
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled
 from cuda_here import needs_cuda
-from whole_programs import compiled
 
 import hostweave as hw
 from hostweave.base.paths import EXAMPLES

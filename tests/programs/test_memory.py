@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 from device_counters import counted
-from larger_programs import PROGRAMS
 from numpy.typing import NDArray
-from whole_programs import compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
+from parts_of_transformers import PROGRAMS
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError

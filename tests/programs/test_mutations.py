@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 from _pytest.mark import ParameterSet
 from attention_cases import keys_in_a_loop
-from whole_programs import ONE_DEVICE, SEVERAL, Arrays, compiled, expect, fusion_of, integer_arrays, sizes_of
+from compiled_fusions import ONE_DEVICE, SEVERAL, Arrays, compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from whole_programs import (
+from compiled_fusions import (
     ONE_DEVICE,
     SEVERAL,
     Arrays,

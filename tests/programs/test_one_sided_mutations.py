@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention_cases import keys_in_a_loop
+from compiled_fusions import compiled, fusion_of, integer_arrays
 from interpret import interpret
-from whole_programs import compiled, fusion_of, integer_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from whole_programs import fusion_of, random_arrays, sizes_of
+from compiled_fusions import fusion_of, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

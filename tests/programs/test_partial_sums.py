@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from whole_programs import expect, random_arrays
+from compiled_fusions import expect, random_arrays
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compiled_fusions import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 from cuda_here import needs_cuda
-from whole_programs import PIPELINES, Array, compiled, expect, fusion_of, integer_arrays, lowered, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError

@@ -10,7 +10,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, integer_arrays, lowered
+from compiled_fusions import compiled, expect, integer_arrays, lowered
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

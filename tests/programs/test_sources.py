@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled_fusions import ONE_DEVICE, ONE_SIDED, PIPELINES, SEVERAL, compiled, fusion_of
 from cuda_here import needs_cuda
-from whole_programs import ONE_DEVICE, ONE_SIDED, PIPELINES, SEVERAL, compiled, fusion_of
 
 import hostweave as hw
 from hostweave.base.errors import BuildError

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, expect, integer_arrays, lowered, random_arrays
 from cuda_here import needs_cuda
-from whole_programs import compiled, expect, integer_arrays, lowered, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError, ProgramError

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from compiled_fusions import compiled, fusion_of, random_arrays, sizes_of
 from cuda_here import needs_cuda
-from whole_programs import compiled, fusion_of, random_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.fusion_ir.ir import Fusion

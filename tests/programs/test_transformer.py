@@ -10,10 +10,10 @@ from functools import cache
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled, lowered
 from cuda_here import needs_cuda
 from scaled_tolerance import tolerance_at_scale
 from transformer_reference import Array, Reference
-from whole_programs import compiled, lowered
 
 import hostweave as hw
 from hostweave.base.paths import EXAMPLES

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, integer_arrays
+from compiled_fusions import compiled, expect, integer_arrays
 
 import hostweave as hw
 from hostweave import running

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from compiled_fusions import compiled
 from cuda_here import needs_cuda
 from interpret import interpret
 from random_fusions import BY_BLOCK, GATHERING, SCATTERING, compare
-from whole_programs import compiled
 
 import hostweave as hw
 from hostweave.base.errors import OverlapWarning

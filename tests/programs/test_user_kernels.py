@@ -8,9 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from compiled_fusions import compiled, lowered
 from cuda_here import needs_cuda
 from interpret import interpret
-from whole_programs import compiled, lowered
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, BuildError, ExecutionError, ProgramError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import lowered
+from compiled_fusions import lowered
 
 torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 

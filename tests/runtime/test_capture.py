@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import compiled, expect, fusion_of, integer_arrays, sizes_of
+from compiled_fusions import compiled, expect, fusion_of, integer_arrays, sizes_of
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, CaptureError, ExecutionError, ProgramError

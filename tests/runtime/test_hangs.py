@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_programs import AG_MATMUL, RANKS, W, X, ag_matmul, mesh, on_ranks, x_of
+from four_ranks import AG_MATMUL, RANKS, W, X, ag_matmul, mesh, on_ranks, x_of
 from test_providers import free_port
 
 import hostweave as hw
@@ -25,10 +25,8 @@ from hostweave.runtime import cpu
 from hostweave.runtime.lines import with_users_lines
 from hostweave.runtime.standstill import Stand, describe, from_note, to_note
 
-FILE = Path(__file__).with_name("rank_programs.py").name
-LINE = 1 + Path(__file__).with_name("rank_programs.py").read_text().splitlines().index(
-    '    return hw.matmul(x, w).stream("M", chunks=RANKS)'
-)
+FILE = Path(__file__).with_name("four_ranks.py").name
+LINE = 1 + Path(__file__).with_name("four_ranks.py").read_text().splitlines().index('    return hw.matmul(x, w).stream("M", chunks=RANKS)')
 AT = rf"\({FILE}:{LINE}, program\.cpp:\d+\)"
 SIGNAL = "HW_CHECK(channel_x_.signal((rank_x - i + 4) % 4, 0, stream));\n"
 RECV = "HW_CHECK(ncclRecv("

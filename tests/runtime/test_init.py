@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_counters import counted
-from rank_programs import (
+from four_ranks import (
     AG_MATMUL,
     ALONE,
     RANKS,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from four_ranks import ALONE, alone
 from processes import environment
-from rank_programs import ALONE, alone
 
 import hostweave as hw
 from hostweave.base.errors import ExecutionError

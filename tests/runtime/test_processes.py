@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from compiled_fusions import compiled
 from processes import SCRIPT, SECONDS, Ranks, as_rank, environment, free_port
 from rank_process import program_of, programs_for
-from whole_programs import compiled
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

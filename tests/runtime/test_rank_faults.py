@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_programs import AG_MATMUL, RANKS, ROWS_AND_COLUMNS, TWICE, Here, W, X, ag_matmul, on_ranks, twice, x_of
+from four_ranks import AG_MATMUL, RANKS, ROWS_AND_COLUMNS, TWICE, Here, W, X, ag_matmul, on_ranks, twice, x_of
 from test_providers import free_port, run_processes
 
 import hostweave as hw
@@ -23,7 +23,7 @@ from hostweave.runtime.meeting import CallSignature, StoreMeeting
 from hostweave.runtime.standstill import Stand
 from hostweave.runtime.stores import MemoryStore
 
-GATHER = r"; `recv %\w+ from .* on x` \(rank_programs.py:\d+\) needs all ranks of its channel along x of mesh\(x=4\)"
+GATHER = r"; `recv %\w+ from .* on x` \(four_ranks.py:\d+\) needs all ranks of its channel along x of mesh\(x=4\)"
 
 
 def messages(results: list[Any]) -> list[str]:

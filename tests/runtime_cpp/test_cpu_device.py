@@ -15,7 +15,7 @@ from hostweave.build.cache import get_or_make
 from hostweave.build.toolchain import require_native
 
 CPU = RUNTIME / "cpu"
-HERE = Path(__file__).resolve().parent / "cpu_device"
+HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.xdist_group("cpu_device")  # compiles its programs once
 FLAGS = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from example_programs import all_fusions, more_fusions, one_sided_fusions, pipelines
-from whole_programs import compiled, random_arrays, sizes_of
+from compiled_fusions import compiled, random_arrays, sizes_of
+from fusions_from_files import all_fusions, more_fusions, one_sided_fusions, pipelines
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from example_programs import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
+from fusions_from_files import all_fusions, exchange_fusions, more_fusions, one_sided_fusions, pipelines
 from measured_on_h200 import GATHER, GATHER_OF_TWO, LAYER, PIPELINE, REDUCE, SCATTER, SCATTER_OF_TWO, WEIGHTS
 
 import hostweave as hw

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import host_text
 import pytest
-from example_programs import one_sided_fusions
+from fusions_from_files import one_sided_fusions
 
 import hostweave as hw
 from hostweave.base.errors import ProgramError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_fusions import expect_every_way, random_arrays
 from interpret import interpret
-from whole_programs import expect_every_way, random_arrays
 
 import hostweave as hw
 from hostweave.base.errors import ArgumentError, ProgramError

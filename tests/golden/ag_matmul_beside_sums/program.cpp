@@ -55,7 +55,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:43  y = hw.matmul(x, w).stream("M", chunks=D)
+  // fusions_beyond_examples.py:43  y = hw.matmul(x, w).stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -72,7 +72,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_y_.multiply(x_chunk, w, y_i, stream));
   }
-  // more_programs.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while the loop run ...
+  // fusions_beyond_examples.py:44  return y, hw.sum(x, axis=0).named("s"), hw.sum(v, axis=0).named("t")  # while th ...
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(K, 512), caller, x, s, M, K));
   HW_CHECK(hw::launch_pdl(sum_s_partial, hw::grid_of_columns(L, 512), caller, v, t, M, L));
   {

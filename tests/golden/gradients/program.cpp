@@ -58,21 +58,21 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* db = out.db.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:66  dw = hw.matmul(x.T, dy).named("dw")
+  // fusions_beyond_examples.py:66  dw = hw.matmul(x.T, dy).named("dw")
   HW_CHECK(plan_dw_partial_.multiply(x, dy, dw_partial_, {caller, workspace_}));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(dw_partial_, dw, K * N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  // more_programs.py:67  db = hw.sum(dy, axis=0).named("db")
+  // fusions_beyond_examples.py:67  db = hw.sum(dy, axis=0).named("db")
   HW_CHECK(hw::launch_pdl(sum_db_partial, hw::grid_of_columns(N, 512), caller, dy, db_partial_, N, T_x));
   HW_CHECK(comm_.fork(caller));
   {
     const hw::Stream stream = comm_[0];
     HW_CHECK(ncclAllReduce(db_partial_, db, N, ncclBfloat16, ncclSum, channel_x_.comm(), stream));
   }
-  // more_programs.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db are summed
+  // fusions_beyond_examples.py:68  return hw.matmul(dy, w.T).named("dx"), dw, db  # dx is computed while dw and db ...
   HW_CHECK(plan_dx_.multiply(dy, w, dx, {caller, workspace_}));
   HW_CHECK(comm_.join(caller));
   HW_CHECK(arena_.end_call(caller));

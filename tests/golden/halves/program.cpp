@@ -48,9 +48,9 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* relu_x_padded = out.relu_x_padded.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:73  h = hw.matmul(x, w).named("h")
+  // fusions_beyond_examples.py:73  h = hw.matmul(x, w).named("h")
   HW_CHECK(plan_h_.multiply(x, w, h_, {caller, workspace_}));
-  // more_programs.py:74  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each operand is ...
+  // fusions_beyond_examples.py:74  joined = hw.concat([x[:, 4:], -x[:, :4], h[:, ::2], h[:, 1:2]], axis=1)  # each ...
   auto* joined_1 = joined + 4;
   HW_CHECK(hw::launch_pdl(negative_x_kernel, hw::grid_of_elements(4 * M_x), caller, x, joined_1, M_x));
   const auto* x_sliced = x + 4;
@@ -62,7 +62,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* joined_3 = joined + 10;
   HW_CHECK(cudaMemcpy2DAsync(joined_3, 11 * sizeof(hw::bf16), h_sliced_2, 3 * sizeof(hw::bf16), sizeof(hw::bf16), M_x,
                              cudaMemcpyDeviceToDevice, caller));
-  // more_programs.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
+  // fusions_beyond_examples.py:75  return joined, hw.pad(hw.relu(x[:, 1:3]), (1, 0), value=1)
   const auto* x_sliced_3 = x + 1;
   auto* relu_x_padded_inside = relu_x_padded + 1;
   HW_CHECK(hw::launch_pdl(relu_x_kernel, hw::grid_of_elements(2 * M_x), caller, x_sliced_3, relu_x_padded_inside, M_x));

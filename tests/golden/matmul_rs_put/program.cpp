@@ -54,7 +54,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // one_sided_programs.py:23  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="put")
+  // fusions_with_puts.py:23  return hw.reshard(hw.matmul(x, w), "M@x", "N").stream("M", chunks=D, algorithm="put")
   HW_CHECK(puts_.fork(caller));
   {
     const hw::Stream stream = puts_[0];

@@ -62,7 +62,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one function of the ...
+  // fusions_beyond_examples.py:60  x = layer(x, **{name: weights[f"{name}_{i}"] for name in WEIGHTS})  # one functi ...
   const auto* x_sliced = x + rank_x * (M / 4 * E);
   layer(x_sliced, in.layers[0], x_2_, caller);
   layer(x_2_, in.layers[1], x_3_, caller);
@@ -77,7 +77,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
   const auto* w_in = in.w_in.as<hw::bf16>();
   const auto* w_out = in.w_out.as<hw::bf16>();
 
-  // more_programs.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
+  // fusions_beyond_examples.py:52  h = hw.clip(hw.matmul(x, w_in).stream("M", chunks=D), -1, 1).named("h")
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -97,7 +97,7 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(maximum_minimum_h, hw::grid_of_elements<8>(M * F_x), caller, layer_matmul_w_in_, layer_matmul_w_in_, M,
                           F_x));
-  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
+  // fusions_beyond_examples.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).na ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;
@@ -116,8 +116,8 @@ void Program::layer(const hw::bf16* x, const LayerInputs& in, hw::bf16* y, cudaS
       HW_CHECK(ncclGroupEnd());
     }
   }
-  // more_programs.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).named("scatt ...
-  // more_programs.py:54  return hw.clip(x + scattered, -1, 1)
+  // fusions_beyond_examples.py:53  scattered = hw.reshard(hw.matmul(h, w_out), "M@x", "E").stream("M", chunks=D).na ...
+  // fusions_beyond_examples.py:54  return hw.clip(x + scattered, -1, 1)
   HW_CHECK(ring_.join(caller));
   HW_CHECK(hw::launch_pdl(fused_y, hw::grid_of_elements<8>(M / 4 * E), caller, layer_scattered_landing_, x, y, M, E));
 }

@@ -70,7 +70,7 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const int64_t rank_x = rank_.index();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:80  h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the second loop may ...
+  // fusions_beyond_examples.py:80  h = hw.matmul(x, w).stream("M", chunks=D)  # what its loop holds of x, the secon ...
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t p = (rank_x + i) % 4;
@@ -87,11 +87,11 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
     const auto* x_chunk = p == rank_x ? x : x_gathered;
     HW_CHECK(plan_h_.multiply(x_chunk, w, h_i, stream));
   }
-  // more_programs.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
+  // fusions_beyond_examples.py:81  g = hw.clip(hw.matmul(h, v), -1, 1)
   HW_CHECK(ring_.join(caller));
   HW_CHECK(plan_matmul_v_.multiply(h_, v, matmul_v_, {caller, workspace_}));
   HW_CHECK(hw::launch_pdl(maximum_minimum_g, hw::grid_of_elements<8>(M * F_x), caller, matmul_v_, matmul_v_, M, F_x));
-  // more_programs.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
+  // fusions_beyond_examples.py:82  return hw.reshard(hw.matmul(g, u), "M@x", "N").stream("M", chunks=D)
   HW_CHECK(ring_.fork(caller));
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t q = (rank_x + 1 + i) % 4;

@@ -40,8 +40,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* z = out.z.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
-  // more_programs.py:27  y = (x + b).named("y")
-  // more_programs.py:28  return y, hw.sum(y, axis="N").named("z")
+  // fusions_beyond_examples.py:27  y = (x + b).named("y")
+  // fusions_beyond_examples.py:28  return y, hw.sum(y, axis="N").named("z")
   HW_CHECK(hw::launch_pdl(add_sum_y_z, hw::grid_of_rows<8>(M_x, N), caller, x, b, y, z, N, M_x));
   HW_CHECK(arena_.end_call(caller));
 }

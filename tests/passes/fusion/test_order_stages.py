@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from compiled_fusions import compiled, expect, fusion_of, integer_arrays
 from interpret import interpret
-from whole_programs import compiled, expect, fusion_of, integer_arrays
 
 import hostweave as hw
 from hostweave.check.check import check

@@ -8,8 +8,8 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from example_programs import fusions
 from fusion_text import check, fusion
+from fusions_from_files import fusions
 
 import hostweave as hw
 from hostweave.base.min_cut import min_cut

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from host_programs import evaluate
+from lowered_fusions import evaluate
 
 from hostweave.host_ir.expr import OPERATORS, Binary, Const, Coordinate, Expr, Var, range_of, simpler
 from hostweave.host_ir.ir import HostProgram

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from whole_programs import random_arrays, tolerance_of
+from compiled_fusions import random_arrays, tolerance_of
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
