@@ -42,7 +42,14 @@ def weights_gradient(x: hw.Tensor, dh: hw.Tensor) -> hw.Tensor:
     return hw.matmul(x.T, dh)
 
 
-COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient}
+@hw.fusion(mesh=hw.Mesh(tp=4), table=bf16["V@tp", "D"], ids=hw.i32["T"], scores=hw.f32["T@tp", "S"])
+def vocabulary(table: hw.Tensor, ids: hw.Tensor, scores: hw.Tensor) -> tuple[hw.Tensor, hw.Tensor]:
+    """An embedding of a sharded vocabulary, and a causal mask of sharded rows: each rank numbers its own rows."""
+    is_past = hw.iota(scores, 0)[:, None] >= hw.iota(scores, 1)[None, :]
+    return hw.embedding(ids, table), hw.where(is_past, scores, float("-inf"))
+
+
+COLUMNS = {"weights_by_columns": weights_by_columns, "weights_gradient": weights_gradient, "vocabulary": vocabulary}
 FUSIONS = {**all_fusions(ranks=4, chunks=3), **more_fusions(ranks=4), **ONE_SIDED, **pipelines(ranks=4), **ATTENTION, **COLUMNS}
 OPTIONS = {
     "zigzag_keys_put": Options(sizes={"S": 4096}, ways={"@in_zigzag %k_gathered": "put(2)"}),

@@ -16,7 +16,7 @@ from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES
+from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, bool_
@@ -116,7 +116,7 @@ class KernelEmitter:
         integers: CppExprPrinter,
         held: Collection[str] = (),
     ):
-        self.ops, self.walked, self.integers = kernel.ops, walked, integers
+        self.kernel, self.ops, self.walked, self.integers = kernel, kernel.ops, walked, integers
         self.name = name
         self.types = {p.name: p.type for p in kernel.inputs} | {op.result.name: op.result.type for op in kernel.ops}
         self.inputs = [p.name for p in kernel.inputs]
@@ -152,7 +152,7 @@ class KernelEmitter:
         sizes = (
             *self.own_sizes,
             *(size for buffer in self.lies.values() for sizes in self.extent(buffer) for size in sizes),
-            *(op[COUNT] for op in self.ops if COUNT in OPS[op.kind].attributes),
+            *self.kernel.sizes,
             *(size for dim in dims for size in (dim.size, *dim.strides)),
             *(size for lane in lanes for size in (lane.size, lane.stride)),
             *(self.types[op.tensors[1]].shape[0] for op in self.ops if op.kind in COUNTED),
@@ -175,6 +175,12 @@ class KernelEmitter:
         """Size of the dim of a value that no loop iterates over."""
         size = self.types[name].shape[self.walked.lanes[name]]
         return self.loops.integers.factor(size)
+
+    def first_row(self, rows: str) -> str:
+        """First of the rows that this rank holds; empty if it holds all of them."""
+        if rows in self.pointers:
+            return f"hw::first({self.pointers[rows]}, {self.size_of_lane(rows)})"
+        return "" if (offset := self.made[rows][OFFSET]) == Size(0) else self.loops.integers.factor(offset)
 
     def jump(self, place: str, name: str) -> str:
         """Offset of index `place` along an input's dim that no loop iterates over."""

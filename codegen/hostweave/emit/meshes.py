@@ -5,10 +5,11 @@ from math import prod
 
 from hostweave.emit.cpp import CppExprPrinter
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import launched
 from hostweave.host_ir.expr import Symbol, leaves
 from hostweave.host_ir.size_requirements import dims_and_trips
 from hostweave.types.mesh import Mesh
-from hostweave.types.size import CeilDiv, LocalSize, Share
+from hostweave.types.size import CeilDiv, FirstIndex, LocalSize, Share
 
 RANK = "rank_.index()"
 
@@ -72,18 +73,21 @@ class Local:
 
 
 def parts_of(program: ir.HostProgram) -> tuple[Share, ...]:
-    """Sizes `ceil(M/8)` and `local(M, x)` of a program, in order of appearance."""
+    """Sizes `ceil(M/8)`, `local(M, x)` and `first(M, x)` of a program, in order of appearance."""
     atoms = [atom for size in dims_and_trips(program) for atom in size.atoms]
     named = (leaf for i in tree.walk(program.body) for expr in tree.expressions(i) for leaf in leaves(expr))
     atoms += [leaf.size for leaf in named if isinstance(leaf, Symbol)]
     atoms += [atom for i in tree.walk(program.body) for cut in i.packed for atom in cut.size.atoms]
+    kernels = launched(program.kernels, program.body)
+    atoms += [atom for kernel in kernels for size in kernel.sizes for atom in size.atoms]
     return tuple(atom for atom in dict.fromkeys(atoms) if isinstance(atom, Share))
 
 
 def part_name(part: Share) -> str:
-    """Name of a local size: `M_block_8`, `M_x` or `M_x_of_ranks_2_3`; for an int `block_8_of_10` or `x_of_10`."""
+    """Name of a local size: `M_block_8`, `M_x`, `M_first_x` or `M_x_of_ranks_2_3`; for an int `block_8_of_10` or `x_of_10`."""
     on = ("of", part.mesh.label) if isinstance(part, LocalSize) and part.mesh else ()
-    along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*part.axes, *on))
+    first = ("first",) if isinstance(part, FirstIndex) else ()
+    along = f"block_{part.ranks}" if isinstance(part, CeilDiv) else "_".join((*first, *part.axes, *on))
     return f"{along}_of_{part.size}" if part.size.is_int else f"{part.size}_{along}"
 
 
@@ -92,4 +96,5 @@ def part_view(program: ir.HostProgram, integers: CppExprPrinter, part: Share) ->
     arguments = [integers.size(part.size), str(part.ranks_in(program.mesh))]
     if isinstance(part, LocalSize):
         arguments.append(rank_in_group(part.mesh_in(program.mesh), part.axes))
-    return Local(integers.sizes[part], f"hw::{'ceil_div' if isinstance(part, CeilDiv) else 'local_size'}({', '.join(arguments)})")
+    function = "ceil_div" if isinstance(part, CeilDiv) else "local_begin" if isinstance(part, FirstIndex) else "local_size"
+    return Local(integers.sizes[part], f"hw::{function}({', '.join(arguments)})")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import compute_type, number
-from hostweave.emit.kernel_loops import ONE, reversed_at, stored
+from hostweave.emit.kernel_loops import ONE, ZERO, reversed_at, stored
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
-from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER, VALUE
+from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
@@ -81,10 +81,10 @@ class Section:
         for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
             lane, own = loops.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
             row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
-            if first := kernel.pointers.get(rows):
+            if first := kernel.first_row(rows):
                 local = kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}")
                 size = loops.integers.factor(lane.size)
-                self.lines.append(f"const int64_t {local} = {row} - hw::first({first}, {size});")
+                self.lines.append(f"const int64_t {local} = {row} - {first};")
                 held.append(f"{local} >= 0 && {local} < {size}")
                 row = local
             terms.append((row if row.isidentifier() or lane.stride == ONE else f"({row})", lane.stride))
@@ -194,7 +194,8 @@ class Section:
         if op.kind == "fill":
             return number(op[VALUE], dtype), dtype
         if op.kind == "iota":
-            offset = self.kernel.loops.offset(op.result.name)
+            offset, integers = self.kernel.loops.offset(op.result.name), self.kernel.loops.integers
+            offset = offset if op[OFFSET] == ZERO else f"{integers.first_factor(op[OFFSET])} + {offset}"
             return offset if offset.replace("_", "a").isalnum() else f"({offset})", i64
         if OPS[op.kind].locates:
             return (f"{self.kernel.totals[op.result.name]}.index" if self.kernel.reduces(op) else "int64_t(0)"), dtype
@@ -222,10 +223,10 @@ class Section:
             return self.outer.place(op)
         if (name := f"{op.result.name} place") not in self.texts:
             self.texts[name] = self.number_in_order(op) if op.kind == "reverse_second" else self.value(op.tensors[1])
-            if op.kind == "take" and (first := self.kernel.pointers.get(op.tensors[2])):
+            if op.kind == "take" and (first := self.kernel.first_row(op.tensors[2])):
                 local, held = (self.kernel.names.of(f"{op.result.name}_{word}", word) for word in ("row", "held"))
                 size = self.kernel.size_of_lane(op.tensors[2])
-                self.lines.append(f"const int64_t {local} = {self.texts[name]} - hw::first({first}, {size});")
+                self.lines.append(f"const int64_t {local} = {self.texts[name]} - {first};")
                 self.lines.append(f"const bool {held} = {local} >= 0 && {local} < {size};")
                 self.texts[name], self.texts[f"{op.result.name} held"] = local, held
         return self.texts[name], self.texts.get(f"{op.result.name} held", "")

@@ -28,6 +28,7 @@ from hostweave.host_ir.instructions.windows import *  # noqa: F403
 from hostweave.host_ir.tree import Body, Instruction, T, walk
 from hostweave.transports.transport import Transport
 from hostweave.types.mesh import Mesh
+from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
 
 MAX_WORDS = 3  # largest number of ops that a kernel's name lists
@@ -72,6 +73,16 @@ class Kernel:
     def exchanges(self) -> Op | None:
         """The all_reduce of its first input with the kernels of other ranks, or None."""
         return next((op for op in self.ops if op.kind == "all_reduce"), None)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """Sizes among the attributes of its ops."""
+        return tuple(value for op in self.ops for _, value in op.attributes if isinstance(value, Size))
+
+    @property
+    def is_local(self) -> bool:
+        """True if it depends on where the shard of a rank begins."""
+        return any(isinstance(atom, LocalSize) for size in self.sizes for atom in size.atoms)
 
     @property
     def telling_name(self) -> str:

@@ -4,7 +4,8 @@ A factor is the name of a symbol, or a node over other sizes:
 
 - a sum such as `(M + N)` or `(M - 2)`, from concat, pad and slices;
 - `ceil(M/8)`, the block size if 8 ranks cannot share M evenly;
-- `local(M, x)`, this rank's share of M along mesh axis x. The last ranks have less or nothing.
+- `local(M, x)`, this rank's share of M along mesh axis x. The last ranks have less or nothing;
+- `first(M, x)`, the index of M with which that share begins.
 
 On a mesh of some ranks, the share is `local(M, x on ranks 2, 3)`. With several axes it is
 `local(M, b on mesh(a=2, b=2 of ranks 0..4))`.
@@ -18,6 +19,7 @@ from fractions import Fraction
 from functools import cache
 from math import gcd, lcm, prod
 from operator import index
+from typing import ClassVar
 
 from hostweave.base.errors import ParseError, ProgramError
 from hostweave.base.lexer import MAX_INT, Lexer
@@ -171,6 +173,7 @@ class LocalSize:
     size: Size
     axes: tuple[str, ...]
     mesh: Mesh | None = None  # None: the program's
+    word: ClassVar[str] = "local"  # in its text
 
     def mesh_in(self, program: Mesh) -> Mesh:
         return self.mesh or program
@@ -195,7 +198,17 @@ class LocalSize:
         on = ""
         if self.mesh:
             on = f" on {self.mesh if len(self.mesh.axes) > 1 or self.mesh.members is None else f'ranks {listed_ranks(self.mesh.members)}'}"
-        return f"local({', '.join((str(self.size), *self.axes))}{on})"
+        return f"{self.word}({', '.join((str(self.size), *self.axes))}{on})"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstIndex(LocalSize):
+    """Index of a size with which the share of this rank begins."""
+
+    word: ClassVar[str] = "first"
+
+    def bind(self, sizes: Sizes) -> int:
+        return self.indices(sizes).start
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +330,9 @@ class SizeReader(Lexer):
         return summed(terms)
 
     def atom(self, what: str = "a size") -> Atom:
-        """Parses a name, `ceil(M/8)` or `local(M, x)`."""
+        """Parses a name, `ceil(M/8)`, `local(M, x)` or `first(M, x)`."""
         start, name = self.at, self.word(what)
-        if name not in ("ceil", "local") or not self.accept("("):
+        if name not in ("ceil", "local", "first") or not self.accept("("):
             return name
         with self.inside():
             size = self._product()
@@ -333,7 +346,7 @@ class SizeReader(Lexer):
         if self.accept("on"):
             mesh = self.mesh() if self.peek() == "mesh" else self._line(axes[0])
         self.expect(")")
-        return LocalSize(size, axes, mesh)
+        return (LocalSize if name == LocalSize.word else FirstIndex)(size, axes, mesh)
 
     def mesh(self) -> Mesh:
         """Parses a mesh: `mesh(dp=2, tp=4)`. A mesh of some ranks is `mesh(x=2 of ranks 4, 5)` or `mesh(x=4 of ranks 4..8)`."""

@@ -39,6 +39,25 @@ CASES = {
         """%w_gathered: f32[K, N] = reshard(%w)
         %y: f32[M@x, N] = matmul(%x, %w_gathered)""",
     ),
+    "each rank numbers its own rows": (
+        "%x: f32[M@x, K]",
+        """%rows: i32[M] = iota()
+        %columns: i32[K] = iota()
+        %rows_expanded: i32[M@x, 1] = reshape(%rows)
+        %mask: bool[M@x, K] = less(%rows_expanded, %columns)
+        %zeros: f32[M, K] = fill(value=0.0)
+        %y: f32[M@x, K] = where(%mask, %x, %zeros)
+        %z: f32[M@x, K] = where(%mask, %zeros, %x)""",
+        """%rows: i32[M] = iota()
+        %columns: i32[K] = iota()
+        %rows_sliced: i32[M@x] = iota()
+        %rows_expanded: i32[M@x, 1] = reshape(%rows_sliced)
+        %mask: bool[M@x, K] = less(%rows_expanded, %columns)
+        %zeros: f32[M, K] = fill(value=0.0)
+        %zeros_sliced: f32[M@x, K] = fill(value=0.0)
+        %y: f32[M@x, K] = where(%mask, %x, %zeros_sliced)
+        %z: f32[M@x, K] = where(%mask, %zeros_sliced, %x)""",
+    ),
     "both are gathered for a streamed dim": (
         "%x: f32[M@x, K], %w: f32[K@x, N]",
         "%y: f32[M, N] stream(M, 8) = matmul(%x, %w)",

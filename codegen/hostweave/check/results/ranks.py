@@ -92,8 +92,9 @@ class Ranks:
             return False
         if a.instruction is not b.instruction and a.instruction != b.instruction:
             return False
-        if any(cut.local for cut in a.instruction.packed):  # which depends on where the shard of a rank begins
-            return False
+        launched = (self.kernels[name] for name in tree.names(a.instruction, "launch") if name in self.kernels)
+        if any(cut.local for cut in a.instruction.packed) or any(kernel.is_local for kernel in launched):
+            return False  # depends on where the shard of a rank begins
         return [access.region.layout for access in a.accesses] == [access.region.layout for access in b.accesses]
 
     def is_ready(self, queue: _Queue) -> bool:
@@ -208,7 +209,8 @@ class Ranks:
 
     def ops_of(self, name: str, rank: int) -> list[tuple[Any, ...]]:
         """Returns the ops of a kernel, bound to the sizes of a rank: results, functions, operands and dtypes."""
-        holder = next(other for other, roots in enumerate(self.instances.roots) if roots is self.instances.roots[rank])
+        roots = self.instances.roots
+        holder = rank if self.kernels[name].is_local else next(other for other, own in enumerate(roots) if own is roots[rank])
         if (name, holder) not in self.bound:
             self.bound[name, holder] = [self.bound_op(op, self.instances.sizes[rank]) for op in self.kernels[name].ops]
         return self.bound[name, holder]

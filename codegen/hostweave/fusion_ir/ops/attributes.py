@@ -13,6 +13,7 @@ INDEX = Attribute("index", int)
 CONTRACTED = Attribute("contracted", int, 1)
 START, STEP = Attribute("start", int), Attribute("step", int)
 LOW, HIGH = Attribute[tuple[int, ...]]("low", tuple), Attribute[tuple[int, ...]]("high", tuple)
+OFFSET = Attribute("offset", Size, Size(0))  # first number of an iota
 COUNT = Attribute("count", Size, Size(0))  # divisor of a mean; 0: the number of elements
 VALUE = Attribute("value", float, 0.0)  # an int for integer dtypes, since floats cannot represent all of them
 SCALE, CAUSAL, WINDOW = Attribute("scale", float), Attribute("causal", str, ""), Attribute("window", int, 0)

@@ -76,6 +76,7 @@ class OpDef:
         None  # axes of each result dim, if labels do not express them
     )
     adds_up: tuple[tuple[int, int], ...] = ()  # operands and dims over which its elements are sums, if labels do not express them
+    follows_index: bool = False  # elements follow from their indices alone, so each rank makes its shard
     scores_add_up: tuple[tuple[int, int], ...] = ()  # the same for the scores of a softmax inside, times the scale
     whole: str = ""  # verb for what it does to a dim that it needs completely
 

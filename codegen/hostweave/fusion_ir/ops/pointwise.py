@@ -13,7 +13,7 @@ from hostweave.base.signatures import named, public_names
 from hostweave.fusion_ir.frontend.recording import Binary, Unary, record
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
-from hostweave.fusion_ir.ops.attributes import VALUE
+from hostweave.fusion_ir.ops.attributes import OFFSET, VALUE
 from hostweave.fusion_ir.ops.definition import (
     BOOLS,
     FLOATS,
@@ -299,6 +299,10 @@ def _stated(types: Types, op: Op) -> TensorType:
     return unsharded(op.result.type)
 
 
+def _made_anywhere(types: Types, op: Op) -> tuple[TensorType, Types]:
+    return op.result.type, ()
+
+
 def _iota(types: Types, op: Op) -> TensorType:
     require(op.result.type, ("int", "uint"))
     if len(op.result.type.dims) != 1:
@@ -336,9 +340,26 @@ copy = _unary(
     linear="first",
 )
 OPS["iota"] = OpDef(
-    0, _iota, lambda types, op: IndexMap((), ("i0",)), lambda np, shape, dtype: np.arange(*shape, dtype=dtype), target="type", cost=0
+    0,
+    _iota,
+    lambda types, op: IndexMap((), ("i0",)),
+    lambda np, shape, dtype, offset=0: np.arange(offset, offset + shape[0], dtype=dtype),
+    (OFFSET,),
+    target="type",
+    cost=0,
+    stated=_made_anywhere,
+    follows_index=True,
 )
-OPS["fill"] = OpDef(0, _stated, elementwise, lambda np, shape, dtype, value=0.0: np.full(shape, value, dtype), (VALUE,), target="type")
+OPS["fill"] = OpDef(
+    0,
+    _stated,
+    elementwise,
+    lambda np, shape, dtype, value=0.0: np.full(shape, value, dtype),
+    (VALUE,),
+    target="type",
+    stated=_made_anywhere,
+    follows_index=True,
+)
 OPS["philox"] = OpDef(6, _philox, elementwise, philox, cpp="hw::philox({0}, {1}, {2}, {3}, {4}, {5})", cost=100)
 
 if not TYPE_CHECKING:

@@ -20,6 +20,7 @@ from hostweave.fusion_ir.sharding import Layout, flow, layout, partial_of, with_
 from hostweave.options import Options
 from hostweave.transports.transport import DEFAULT, find_transport
 from hostweave.types.tensor import DTYPES, DType, Partial, TensorType
+from hostweave.types.zigzag import Zigzag
 
 SUFFIXES = {
     "all_gather": "gathered",
@@ -122,11 +123,23 @@ class _Insertion(Emitter):
         users = self.consumers[value.name]
         return len(users) == 1 and users[0] is not None and users[0].kind in RESHARDS and value.stream is None
 
+    def shard_of(self, made: Op, needed: Layout) -> str:
+        """The shard of a value whose elements follow from their indices. Each rank makes its own."""
+        name = made.result.name
+        if (name, needed) not in self.done:
+            shard = replace(made.result, name=self.names.new(f"{name}_{SUFFIXES['shard']}"), type=with_layout(made.result.type, needed))
+            self.emit(replace(made, result=shard))
+            self.done[name, needed] = shard.name
+        return self.done[name, needed]
+
     def resharded(self, name: str, needed: Layout, op: Op) -> str:
         """The value in the layout that `op` needs."""
         have: TensorType = self.types[name]
         if layout(have) == needed:
             return name
+        made = next((made for made in self.ops if made.result.name == name), None)
+        if made and OPS[made.kind].follows_index and not any(isinstance(axes, Zigzag) for axes in needed):
+            return self.shard_of(made, needed)
         if (name, needed) not in self.done:
             want = with_layout(have, needed)
             steps = plan(have, want, self.mesh, self.options.sizes, op.location)

@@ -177,7 +177,9 @@ class Links:
 
 
 def _is_free(kernel: ir.Kernel) -> bool:
-    """True if recomputing the result in other kernels reads no more bytes: a cast to a dtype that is not narrower."""
+    """True if recomputing the result in other kernels reads no more bytes: a cast to a dtype that is not narrower, or a cheap formula."""
+    if not kernel.inputs:
+        return sum(OPS[op.kind].cost for op in kernel.ops) <= CHEAP
     sizes = [parameter.type.dtype.itemsize for parameter in (*kernel.inputs, *kernel.results)]
     return len(sizes) == 2 and sizes[0] <= sizes[1] and all(op.kind == "astype" for op in kernel.ops)
 

@@ -7,9 +7,10 @@ from functools import reduce
 from hostweave.base.names import unique_name
 from hostweave.fusion_ir.ir import Op, Value, attributes
 from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import OFFSET
 from hostweave.fusion_ir.ops.definition import unsharded
 from hostweave.host_ir import ir
-from hostweave.types.size import Size
+from hostweave.types.size import FirstIndex, Size
 from hostweave.types.tensor import BufferType, Dim, TensorType, f32
 
 # For each reduction, the op along a dim and the op of two terms.
@@ -31,7 +32,7 @@ class Kernels:
             names.setdefault(buffer, operand)
         called = {operand: names[buffer] for operand, buffer in zip(op.tensors, sources, strict=True)}
         inputs = tuple(ir.Parameter(name, self.tensor(buffer)) for buffer, name in names.items())
-        body = replace(op.renamed(called), result=Value(op.result.name, self.tensor(target)))
+        body = replace(_of_shard(op).renamed(called), result=Value(op.result.name, self.tensor(target)))
         positions = {name: str(i) for i, name in enumerate(names.values())}
         same = replace(body.renamed(positions), result=replace(body.result, name="")), tuple(p.type for p in inputs)
         return self.keep(ir.Kernel("", inputs, (body,)), same)
@@ -113,3 +114,11 @@ class Kernels:
 
     def tensor(self, buffer: str) -> TensorType:
         return unsharded(self.types[buffer])
+
+
+def _of_shard(op: Op) -> Op:
+    """An iota of a shard as an iota with an offset. Other ops stay."""
+    if op.kind != "iota" or not (dim := op.result.type.dims[0]).axes:
+        return op
+    first = Size(1, (FirstIndex(dim.size, dim.axes, op.result.type.mesh),))
+    return replace(op, attributes=attributes(offset=op[OFFSET] + first))

@@ -1,0 +1,22 @@
+// Description of vocabulary for the Python binding.
+#include "hostweave/abi.h"
+#include "program.h"
+
+using namespace programs::vocabulary;
+
+namespace {
+
+constexpr hw::Axis kAxes[] = {{"tp", 4}};
+constexpr hw::MeshChannel kChannels[] = {{"tp"}};
+
+}  // namespace
+
+const hw::ProgramTable hw_program_table = {
+    .abi = hw::kAbi,
+    .name = "vocabulary",
+    .mesh = kMesh,
+    .world = kWorld,
+    .axes = kAxes,
+    .channels = kChannels,
+    .calls = hw::calls_of<Program, Inputs, Outputs, OutputShapes>(),
+};
