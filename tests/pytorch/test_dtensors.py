@@ -12,12 +12,14 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install torch")
 
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import hostweave as hw  # noqa: E402
 import hostweave.torch  # noqa: E402
-from hostweave.base.errors import ArgumentError  # noqa: E402
+from hostweave.base.errors import ArgumentError, ProgramError  # noqa: E402
 
 MESH = hw.Mesh(dp=2, tp=2)
 
@@ -130,3 +132,51 @@ def test_another_mesh(mesh: Any) -> None:
 
     reason = "is a DTensor on a mesh of dims without names, and the program is for mesh(dp=2, tp=2); name its dims likewise"
     assert on_ranks(call) == [f"product: x: {reason}"] * 4
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16, bias=False), nn.LayerNorm(16), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Any, scale: Any) -> Any:
+        return self.down(self.norm(self.up(x))) * scale
+
+
+def prepared(mesh: Any, **options: Any) -> Any:
+    """A module behind `parallelize_module` and `fully_shard`."""
+    module = Line()
+    parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(module, mesh=mesh["dp"], **options)
+
+
+def test_fully_shard_states_all_shardings(mesh: Any) -> None:
+    """A weight that both axes shard along one dim is sharded by tp first. Rows are those of both ranks of dp."""
+    model = hostweave.torch.compile(prepared(mesh), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True)
+    (line,) = (line for line in model.program.fusion_ir.splitlines() if line.startswith("fusion @"))
+    for of in ("up_weight: f32[16@tp,dp, 8]", "down_weight: f32[8@dp, 16@tp]", "norm_bias: f32[16@dp]", "x: f32[6@dp, 8]", "scale: f32[8]"):
+        assert f"%{of}" in line, line
+    assert "f32[6@dp, 8]" in str(model.program._host.outputs[0].type)
+
+
+def test_mixed_precision_of_fully_shard(mesh: Any) -> None:
+    """Weights are of 32 bits and cast in the program; arguments are cast where the policy says so."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = hostweave.torch.compile(
+        prepared(mesh, mp_policy=policy), mesh, example_inputs=(torch.randn(3, 8), torch.randn(8)), training=True
+    )
+    types = {name: str(of.dtype) for name, of in model._part.graph.input_types.items()}
+    assert set(types.values()) == {"f32"}
+    assert str(model.program._host.outputs[0].type.dtype) == "f32"
+    matmuls = [line for line in model.program.fusion_ir.splitlines() if " = matmul(" in line]
+    assert len(matmuls) == 2
+    assert all("bf16[" in line for line in matmuls)
+
+
+def test_what_fully_shard_says_and_is_not_compiled(mesh: Any) -> None:
+    module, inputs = prepared(mesh), (torch.randn(3, 8), torch.randn(8))
+    with pytest.raises(ProgramError, match=r"fully_shard has a mesh of dims \('dp',\); name them as the axes of mesh\(tp=2\)"):
+        hostweave.torch.compile(module, hw.Mesh(tp=2), example_inputs=inputs)
+    module.set_gradient_divide_factor(2.0)
+    with pytest.raises(ProgramError, match="set_gradient_divide_factor is not compiled; leave it out, and multiply the loss instead"):
+        hostweave.torch.compile(module, mesh, example_inputs=inputs, training=True)

@@ -30,7 +30,7 @@ def printed(place: str, ranks: int, *command: str | Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def by_torchrun(place: str, ranks: int, script: str, *arguments: str) -> list[str]:
+def by_torchrun(place: str, ranks: int, script: str, *arguments: str | Path) -> list[str]:
     return printed(place, ranks, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", HERE / script, *arguments)
 
 
@@ -47,6 +47,13 @@ def test_processes_compute_and_train_models(place: str, ranks: int, names: list[
 @everywhere
 def test_processes_train_dtensors(place: str) -> None:
     assert "trained" in by_torchrun(place, 2, "train_process.py")
+
+
+@everywhere
+@pytest.mark.slow
+def test_processes_train_as_torchtitan_prepares(place: str, tmp_path: Path) -> None:
+    lines = by_torchrun(place, 4, "torchtitan_process.py", tmp_path)
+    assert [line for line in lines if line in ("trained", "loaded")] == ["trained", "loaded"]
 
 
 @everywhere

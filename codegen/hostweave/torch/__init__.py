@@ -14,6 +14,7 @@ from hostweave.base.errors import optional
 optional("torch", "hostweave.torch")
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from hostweave.torch.caches import register
 from hostweave.torch.compiled import CompiledModule as CompiledModule
 from hostweave.torch.compiled import Part
 from hostweave.torch.custom_op import as_torch_op as as_torch_op
+from hostweave.torch.distributed import data_axes, of_all_ranks
 from hostweave.torch.exported import exported
 from hostweave.torch.generation import Generation
 from hostweave.torch.graph import Graph, read
 from hostweave.torch.joint import joint_of
 from hostweave.torch.layers import snake_case
-from hostweave.torch.plan import layouts, mesh_of, without_inputs
+from hostweave.torch.plan import Layouts, layouts, mesh_of, states_inputs, without_inputs
 from hostweave.torch.scaled import scale_linears, scaled_linears
 from hostweave.torch.step import TrainingStep as TrainingStep
 from hostweave.torch.trace import state_written, traced
@@ -65,11 +67,14 @@ def compile(
     - a module, in the styles of torch.distributed.tensor.parallel: `"q_proj": ColwiseParallel()`, RowwiseParallel, SequenceParallel,
       PrepareModuleInput.
 
-    Parameters that are DTensors state theirs themselves. All other shardings are inferred; outputs are replicated unless the plan
-    states the module that makes them. `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: the graph
-    is what torch.export records for them. Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat,
-    as layers do, become one function of the generated program. A parameter that is sharded by an axis that shards the first dim of an
-    input is gathered for use, unless that axis is named tp. `target` is "cuda" where the parameters are there, else "cpu".
+    Parameters that are DTensors state theirs themselves. A module that `fully_shard` prepared needs no plan. Its `example_inputs` are those
+    of one rank: tensors with the first dim of the first one have that many rows on each rank. Results have the rank's rows; a loss is that
+    of all rows. All other shardings are inferred; outputs are replicated unless the plan states the module that makes them.
+
+    `example_inputs` are the arguments of a call, a tuple, or a dict of keyword arguments: the graph is what torch.export records for them.
+    Sizes are fixed, but for `dynamic_shapes`, which is torch.export's. Modules that repeat, as layers do, become one function of the
+    generated program. A parameter that is sharded by an axis that shards the first dim of an input is gathered for use, unless that axis is
+    named tp. `target` is "cuda" where the parameters are there, else "cpu".
 
     With `training` what is returned is a TrainingModule, whose results have gradients. With `optimizer` it is a TrainingStep: one program
     of forward and backward pass and the step of the optimizer in place, by the gradients of the one scalar that the module returns. Any
@@ -99,7 +104,11 @@ def compile(
     named = isinstance(example_inputs, Mapping)
     args, kwargs = ((), dict(example_inputs)) if named else (tuple(example_inputs), {})
     placed = mesh_of(mesh)
-    dims = {key: value.ndim for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
+    axes, rows = data_axes(module, placed), 0
+    if axes and not states_inputs(plan or {}, module, kwargs):
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, rows = of_all_ranks(leaves, prod(dict(placed.axes)[axis] for axis in axes))
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
     training = training or optimizer is not None
     if optimizer is None and (clip_grad_norm is not None or accumulate != 1):
         raise ProgramError("hostweave.torch.compile: clip_grad_norm= and accumulate= are of a step; pass optimizer=, too")
@@ -111,11 +120,13 @@ def compile(
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
     register((args, kwargs))
     graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
-    if not named:
-        names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-        leaves = pytree.tree_leaves(args)
-        dims = {name: leaf.ndim for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
-    stated = layouts(plan or {}, module, dims, placed)
+    names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    given = dict(zip(names, pytree.tree_leaves((args, kwargs)), strict=True)) if not named else kwargs
+    tensors = {name: leaf for name, leaf in given.items() if isinstance(leaf, torch.Tensor)}
+    dims = {name: tensor.ndim for name, tensor in tensors.items()}
+    by_rows = Layouts(rows=rows, axes_of_rows=axes if rows else ())
+    by_rows.inputs = {name: of_rows for name, tensor in tensors.items() if (of_rows := by_rows.of_rows(tensor))}
+    stated = layouts(plan or {}, module, dims, placed, by_rows)
     if fp8 is not None:
         scale_linears(graph_of.graph, scaled_linears(fp8, module, stated))
     graph = read(graph_of, stated, placed, training)

@@ -6,7 +6,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch._decomp import decomposition_table
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.autograd.function import _SingleLevelFunction
-from torch.distributed.tensor import DTensor
 from torch.export import ExportedProgram, default_decompositions, export
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -26,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch.composed import COMPOSED
+from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
 from hostweave.torch.ops import ops
 from hostweave.torch.repeats import Repeats, watched
@@ -56,7 +55,7 @@ def exported(
     repeats = Repeats(module)
     try:
         with (
-            _on_global_tensors(module),
+            on_global_tensors(module),
             _of_known_derivatives(module) if training else nullcontext(),
             torch.set_grad_enabled(training),
             warnings.catch_warnings(),
@@ -74,7 +73,9 @@ def exported(
                 _mark_detached(program.graph)
             program = program.run_decompositions(dict(before_derivatives() if training else decompositions()))
             repeats.write_out(program.graph)
-            return _without_empty_parts(program), repeats.how, repeats.names_read(reads)
+            program, names = _without_empty_parts(program), repeats.names_read(reads)
+        cast_parameters(program, module)
+        return program, repeats.how, names
     except ProgramError:
         raise
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
@@ -132,41 +133,6 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
     of softplus as it is composed is NaN where exp(x) is infinite."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return {op: rule for op, rule in decompositions().items() if op in COMPOSED or op.has_kernel_for_dispatch_key(composite)}
-
-
-@contextmanager
-def _on_global_tensors(module: nn.Module) -> Iterator[None]:
-    """While it lasts, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook makes DTensors."""
-    mode, stand_ins = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor]()
-    with ExitStack() as stack:
-        for part in module.modules():
-            held: Any
-            for held in (part._parameters, part._buffers):
-                for name, tensor in list(held.items()):
-                    if isinstance(tensor, DTensor):
-                        if id(tensor) not in stand_ins:
-                            stand_ins[id(tensor)] = _stand_in(tensor, mode)
-                        stack.callback(held.__setitem__, name, tensor)
-                        held[name] = stand_ins[id(tensor)]
-            for hooks in (part._forward_pre_hooks, part._forward_hooks):
-                for number, hook in list(hooks.items()):
-                    if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
-                        stack.callback(_put_back, hooks, dict(hooks))
-                        del hooks[number]
-        yield
-
-
-def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    """The hooks that were there before, in their order, and then those that the module has got since."""
-    now = {**before, **hooks}
-    hooks.clear()
-    hooks.update(now)
-
-
-def _stand_in(tensor: Any, mode: FakeTensorMode) -> Any:
-    with mode:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.to_local().device)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 @contextmanager

@@ -95,9 +95,10 @@ class Joint:
 
     @property
     def _of_results(self) -> list[Axes | None]:
-        """The shardings of results: replicated, but for those of modules that the plan states."""
+        """The shardings of results: replicated, but for those of modules that the plan states, and for rows of ranks."""
         stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
-        return [None if as_stated else () for as_stated in stated]
+        of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
+        return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 
     def backward_graph(self, forward: Graph, types: list[TensorType]) -> Graph:
         """Graph of the gradients of parameters and arguments, from saved values and gradients of results.
@@ -226,7 +227,20 @@ def joint_of(outer: Graph, wanted: list[bool], of_loss: bool = False) -> Joint:
         why = "no result depends on what requires grad"
         raise ProgramError(f"training: {why}; let parameters or example_inputs require it, or compile without training=True")
     _simplify(made)
+    _average(made.graph, outer, [node for node, has in zip(results, differentiable, strict=True) if has])
     return Joint(outer, sources, origins, results, differentiable, made, len(dropouts), needs_gradient)
+
+
+def _average(graph: Any, outer: Graph, results: list[Node]) -> None:
+    """Divides the gradients of results that have the rows of a rank: losses of ranks are averaged, as `fully_shard` does."""
+    ranks = math.prod(dict(outer.mesh.axes)[axis] for axis in outer.layouts.axes_of_rows)
+    tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents_")]
+    for tangent, result in zip(tangents, results, strict=True):
+        if outer.layouts.of_rows(result.meta["val"]) and tangent.users:
+            with graph.inserting_before(min(tangent.users, key=list(graph.nodes).index)):
+                mean = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, 1 / ranks))
+            mean.meta["val"] = tangent.meta["val"]
+            tangent.replace_all_uses_with(mean, delete_user_cb=lambda user, own=mean: user is not own)
 
 
 def _losses(results: list[Node]) -> list[Node]:

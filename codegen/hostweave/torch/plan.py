@@ -4,13 +4,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hostweave.base.errors import ProgramError
+from hostweave.torch.distributed import has_rows
 from hostweave.types.mesh import Mesh
 
 Axes = tuple[tuple[str, ...], ...]  # of each dim, the mesh axes that shard it
@@ -24,6 +27,12 @@ class Layouts:
     inputs: dict[str, Axes] = field(default_factory=dict)
     outputs: dict[str, Axes] = field(default_factory=dict)
     data: set[str] = field(default_factory=set)  # the mesh axes that shard batches: what they shard of parameters is gathered for use
+    rows: int = 0  # of a module that fully_shard prepared: the rows of all ranks together, by which results are sharded, too
+    axes_of_rows: tuple[str, ...] = ()
+
+    def of_rows(self, value: Any) -> Axes:
+        """The sharding of an argument or a result by its rows; none if it has no dim of rows."""
+        return (self.axes_of_rows, *(() for _ in value.shape[1:])) if self.axes_of_rows and has_rows(value, self.rows) else ()
 
 
 def mesh_of(mesh: Any) -> Mesh:
@@ -36,12 +45,12 @@ def mesh_of(mesh: Any) -> Mesh:
     return Mesh(**{name: mesh.size(i) for i, name in enumerate(names)})
 
 
-def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh) -> Layouts:
-    """Layouts that the plan states for this module. `dims` has the number of dims of each input, by name.
+def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int], mesh: Mesh, found: Layouts | None = None) -> Layouts:
+    """Layouts that the plan states for this module, added to those `found` before. `dims` has the number of dims of each input, by name.
 
     An entry that matches nothing, two that state different shardings of one tensor, and words that fit no tensor raise ProgramError.
     """
-    found = Layouts()
+    found = found or Layouts()
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
@@ -89,6 +98,12 @@ def without_inputs(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str
     return {
         pattern: value for pattern, value in plan.items() if "." in pattern or not fnmatch_any(dims, pattern) or fnmatch_any(words, pattern)
     }
+
+
+def states_inputs(plan: Mapping[str, Any], module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """True if the plan has an entry for an argument of the module."""
+    names = {*kwargs, *signature(module.forward).parameters}
+    return len(without_inputs(plan, module, dict.fromkeys(names, 0))) < len(plan)
 
 
 def fnmatch_any(names: Iterable[str], pattern: str) -> bool:
@@ -180,13 +195,17 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
 
 def _of_placements(parameter: DTensor, mesh: Mesh, name: str) -> Axes:
     names = parameter.device_mesh.mesh_dim_names
-    known = [axis for axis, _ in mesh.axes]
+    known, inner = [axis for axis, _ in mesh.axes], list[tuple[str, int]]()
     if not names or any(axis not in known for axis in names):
         raise ProgramError(f"{name} is a DTensor on a mesh of dims {names}; name them as the axes of {mesh}")
     result: list[tuple[str, ...]] = [() for _ in range(parameter.ndim)]
     for axis, placement in zip(names, parameter.placements, strict=True):
         if isinstance(placement, Shard):
             result[placement.dim] += (axis,)
+        elif isinstance(placement, _StridedShard):  # which a later axis shards first, as `fully_shard` does behind `parallelize_module`
+            inner.append((axis, placement.dim))
         elif not isinstance(placement, Replicate):
             raise ProgramError(f"{name} is a DTensor with the placement {placement} along {axis}; redistribute it to Shard or Replicate")
+    for axis, dim in reversed(inner):
+        result[dim] += (axis,)
     return tuple(result)

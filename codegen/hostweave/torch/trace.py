@@ -101,7 +101,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
-        return value if path else resharded(value, ())
+        return value if path else resharded(value, graph.layouts.of_rows(node.meta["val"]))
     axes = graph.results[number]
     return value if axes is None else resharded(value, axes)
 

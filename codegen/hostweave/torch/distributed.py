@@ -1,0 +1,159 @@
+"""Modules as torch.distributed prepares them: `parallelize_module`, then `fully_shard`.
+
+Their hooks gather and cast DTensors. A program does both itself, so the hooks are set aside while a module is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from hostweave.base.errors import ProgramError
+from hostweave.types.mesh import Mesh
+
+_OURS = -1  # the number of a hook that stands in for one of fully_shard: numbers of torch begin with 0
+
+
+def states(module: nn.Module) -> dict[str, Any]:
+    """The state of `fully_shard`, by the path of each module that it was called on."""
+    return {path: part._get_fsdp_state() for path, part in module.named_modules() if isinstance(part, FSDPModule)}
+
+
+def data_axes(module: nn.Module, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes over which `fully_shard` shards or replicates parameters; none for a module that it was not called on.
+
+    Raises ProgramError if they are no axes of the mesh, and for settings of `fully_shard` that change gradients.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    for path, state in states(module).items():
+        for group in state._fsdp_param_groups:
+            axes = tuple(group.mesh_info.mesh.mesh_dim_names or ())
+            if not axes or any(axis not in dict(mesh.axes) for axis in axes):
+                raise ProgramError(f"{path or 'the module'}: fully_shard has a mesh of dims {axes}; name them as the axes of {mesh}")
+            if group.gradient_divide_factor is not None:
+                why = "set_gradient_divide_factor is not compiled"
+                raise ProgramError(f"{path or 'the module'}: {why}; leave it out, and multiply the loss instead")
+            found.setdefault(axes, path)
+    if len(found) > 1:
+        (one, path), (other, at) = list(found.items())[:2]
+        raise ProgramError(f"fully_shard has the axes {one} for {path or 'the module'} and {other} for {at}; use the same for all")
+    return next(iter(found), ())
+
+
+def of_all_ranks(leaves: Sequence[Any], count: int) -> tuple[list[Any], int]:
+    """Arguments of as many rows as `count` ranks have together, and the number of rows.
+
+    Rows are the first dim of the first tensor. Tensors with another first dim stay as they are.
+    """
+    rows = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim), 0)
+    return [torch.cat([leaf] * count) if has_rows(leaf, rows) else leaf for leaf in leaves], rows * count
+
+
+def has_rows(leaf: Any, rows: int) -> bool:
+    """True for a tensor with so many rows."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
+
+
+# --- while a module is exported ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_global_tensors(module: nn.Module) -> Iterator[None]:
+    """While it lasts, parameters and buffers that are DTensors are fake tensors of their global shapes, and no hook makes DTensors.
+
+    Where a MixedPrecisionPolicy has a `param_dtype`, they have that dtype, and arguments are cast to it.
+    """
+    mode, stand_ins, dtypes = FakeTensorMode(allow_non_fake_inputs=True), dict[int, torch.Tensor](), _dtypes(module)
+    with ExitStack() as stack:
+        for part in module.modules():
+            held: Any
+            for held in (part._parameters, part._buffers):
+                for name, tensor in list(held.items()):
+                    if isinstance(tensor, DTensor):
+                        if id(tensor) not in stand_ins:
+                            stand_ins[id(tensor)] = _stand_in(tensor, mode, dtypes.get(id(tensor), tensor.dtype))
+                        stack.callback(held.__setitem__, name, tensor)
+                        held[name] = stand_ins[id(tensor)]
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                for number, hook in list(hooks.items()):
+                    if getattr(hook, "__module__", "").startswith(("torch.distributed.tensor", "torch.distributed.fsdp")):
+                        stack.callback(_put_back, hooks, dict(hooks))
+                        del hooks[number]
+        for path, state in states(module).items():
+            _cast_around(module.get_submodule(path), state._mp_policy, stack)
+        yield
+
+
+def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    """The hooks that were there before, in their order, and then those that the module has got since."""
+    now = {**before, **hooks}
+    hooks.clear()
+    hooks.update(now)
+
+
+def _stand_in(tensor: Any, mode: FakeTensorMode, dtype: torch.dtype) -> Any:
+    with mode:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.to_local().device)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _dtypes(module: nn.Module) -> dict[int, torch.dtype]:
+    """The dtype in which each parameter is used, by its id, where `fully_shard` casts it."""
+    found = {}
+    for state in states(module).values():
+        dtype = state._mp_policy.param_dtype
+        for group in state._fsdp_param_groups if dtype else ():
+            found.update({id(one.sharded_param): dtype for one in group.fsdp_params if one.sharded_param.is_floating_point()})
+    return found
+
+
+def _cast_around(part: nn.Module, policy: Any, stack: ExitStack) -> None:
+    """Casts arguments and results of a module while the stack lasts, as its policy has it."""
+    if policy.param_dtype and policy.cast_forward_inputs:
+        part._forward_pre_hooks[_OURS] = _casts(policy.param_dtype)[0]
+        part._forward_pre_hooks_with_kwargs[_OURS] = True
+        stack.callback(part._forward_pre_hooks.pop, _OURS)
+        stack.callback(part._forward_pre_hooks_with_kwargs.pop, _OURS)
+    if policy.output_dtype:
+        part._forward_hooks[_OURS] = _casts(policy.output_dtype)[1]
+        stack.callback(part._forward_hooks.pop, _OURS)
+
+
+@cache
+def _casts(dtype: torch.dtype) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Hooks that cast floats among arguments and results; the same for all modules, so that layers stay alike."""
+
+    def cast(values: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, values)
+
+    return lambda _, args, kwargs: (cast(args), cast(kwargs)), lambda _, args, result: cast(result)
+
+
+def cast_parameters(program: ExportedProgram, module: nn.Module) -> None:
+    """Gives parameters their own dtypes again, and casts each one before its first use, in the layer of that."""
+    dtypes, tensors = _dtypes(module), dict(module.named_parameters(remove_duplicate=False))
+    by_name = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        tensor: Any = tensors.get(spec.target or "") if spec.kind is InputKind.PARAMETER else None
+        node: Any = by_name.get(spec.arg.name)
+        if tensor is None or dtypes.get(id(tensor), tensor.dtype) == tensor.dtype or not node.users:
+            continue
+        used = node.meta["val"]
+        order = {user: number for number, user in enumerate(program.graph.nodes)}
+        first = min(node.users, key=order.__getitem__)
+        with program.graph.inserting_before(first):
+            cast = program.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": used.dtype})
+        cast.meta = {key: first.meta[key] for key in ("nn_module_stack", "stack_trace") if key in first.meta} | {"val": used}
+        node.meta["val"] = used.to(tensor.dtype)
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user, own=cast: user is not own)
