@@ -174,6 +174,41 @@ def test_mixed_precision() -> None:
         torch.testing.assert_close(parameter, other, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {"clip_grad_norm": 0.1, "accumulate": 2})],
+    ids=["plain", "clipped"],
+)
+def test_a_scaled_loss(ranks: int, options: dict[str, Any]) -> None:
+    """Steps with gradients that are not finite change nothing, the first one too, and the scale goes up and down as torch's does."""
+    torch.manual_seed(0)
+    module = Mlp()
+    want, calls = copy.deepcopy(module), options.get("accumulate", 1)
+    optimizers = [OF_TORCH["adam"](one.parameters()) for one in (module, want)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) for _ in range(2)]
+    step = compiled(module, optimizers[0], ranks, scaler=scalers[0], **options)
+    for number in range(7):
+        for call in range(calls):
+            x = torch.randn(4, 8) * (1e30 if number in (0, 4) and call == 0 else 1)  # of which the square is infinite
+            loss = want(x)
+            scalers[1].scale(loss).backward()
+            torch.testing.assert_close(step(x), loss.detach(), rtol=1e-4, atol=1e-5)
+        if "clip_grad_norm" in options:
+            scalers[1].unscale_(optimizers[1])
+            nn.utils.clip_grad_norm_(want.parameters(), options["clip_grad_norm"])
+        for does in (scalers[1].step, lambda one: one.zero_grad()):
+            does(optimizers[1])
+        scalers[1].update()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        assert len(optimizers[0].state) == len(optimizers[1].state), number
+        for one, other in zip(module.parameters(), want.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(dict(optimizers[0].state[one]), dict(optimizers[1].state[other]), rtol=1e-3, atol=1e-5)
+    assert scalers[0].get_scale() == 2.0**14  # down twice, up twice
+    with pytest.raises(ProgramError, match=r"scaler: 2\.0 is no torch\.amp\.GradScaler; pass one, or leave scaler= out"):
+        compiled(module, optimizers[0], ranks, scaler=2.0)
+
+
 def test_state_from_before() -> None:
     """A step that begins where torch ended, of an optimizer whose first step is another computation."""
     torch.manual_seed(0)
@@ -220,7 +255,7 @@ def test_what_is_refused(make: Make, message: str) -> None:
 
 def test_options_of_a_step() -> None:
     module = Mlp()
-    with pytest.raises(ProgramError, match="clip_grad_norm= and accumulate= are of a step; pass optimizer=, too"):
+    with pytest.raises(ProgramError, match="clip_grad_norm=, accumulate= and scaler= are of a step; pass optimizer=, too"):
         compiled(module, None, training=True, clip_grad_norm=1.0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.raises(ProgramError, match="accumulate=0 is no number of calls; pass an int from 1 on"):

@@ -55,6 +55,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
     fp8: str | Mapping[str, str] | None = None,
 ) -> CompiledModule:
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
@@ -80,7 +81,8 @@ def compile(
     of forward and backward pass and the step of the optimizer in place, by the gradients of the one scalar that the module returns. Any
     torch.optim.Optimizer whose step is ATen ops on a parameter, its gradient and its state is recorded from its own code.
     `clip_grad_norm` scales all gradients so that their norm is at most that, as torch.nn.utils.clip_grad_norm_ does. With `accumulate=N`
-    the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean.
+    the gradients of N calls are added, and each N-th call updates; divide the loss by N for their mean. `scaler` is a torch.amp.GradScaler:
+    a call that updates does what its `scale`, `unscale_`, `step` and `update` do, for gradients of 16 bits.
 
     With `fp8=` the linears whose weights the plan states are products of 8-bit floats. "row" and "tensor" have a scale for each row or
     tensor. "block" has one for 128 elements of activations and for 128 x 128 of weights. `fp8={"q_proj": "row"}` names linears by patterns,
@@ -110,8 +112,8 @@ def compile(
         leaves, rows = of_all_ranks(leaves, prod(dict(placed.axes)[axis] for axis in axes))
         args, kwargs = pytree.tree_unflatten(leaves, structure)
     training = training or optimizer is not None
-    if optimizer is None and (clip_grad_norm is not None or accumulate != 1):
-        raise ProgramError("hostweave.torch.compile: clip_grad_norm= and accumulate= are of a step; pass optimizer=, too")
+    if optimizer is None and (clip_grad_norm is not None or accumulate != 1 or scaler is not None):
+        raise ProgramError("hostweave.torch.compile: clip_grad_norm=, accumulate= and scaler= are of a step; pass optimizer=, too")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is no number of calls; pass an int from 1 on")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -143,7 +145,7 @@ def compile(
         wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))]
         joint = joint_of(graph, wanted, optimizer is not None)
         if optimizer is not None:
-            return TrainingStep(module, graph_of, joint, program_of, optimizer, clip_grad_norm, accumulate)
+            return TrainingStep(module, graph_of, joint, program_of, optimizer, clip_grad_norm, accumulate, scaler)
         return TrainingModule(module, graph_of, joint, program_of)
     model = CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
     if hasattr(module, "generate"):

@@ -79,13 +79,17 @@ class Joint:
         graph.labels = [*(["y"] if len(self.results) == 1 else ("" for _ in self.results)), *self.saved.values()]
         return graph
 
-    def step_graph(self) -> Graph:
-        """Graph of the results and then of the parameters' gradients. The one scalar result is the loss."""
+    def step_graph(self, scale: str = "") -> Graph:
+        """Graph of the results and then of the parameters' gradients. The one scalar result is the loss.
+
+        `scale` names an argument by which the loss is multiplied for the gradients.
+        """
         origins = self._origins(self.whole)
         for node in origins:
             if node.name.startswith("tangents_"):
                 of = node.meta["val"]
-                origins[node] = Origin("constant", node.name, torch.ones(of.shape, dtype=of.dtype, device=of.device))
+                one = Origin("constant", node.name, torch.ones(of.shape, dtype=of.dtype, device=of.device))
+                origins[node] = Origin("argument", scale) if scale else one
         graph = Graph(self.whole.graph, origins, self._layouts(), self.outer.mesh)
         given = [(node, origin) for node, origin in zip(graph.returned[len(self.results) :], self.origins, strict=True) if node is not None]
         of_gradients, graph.placed = self._of_gradients(given)

@@ -20,11 +20,13 @@ from hostweave.torch.aten import cast, dtype_of
 from hostweave.torch.compiled import Part, tensor_of
 from hostweave.torch.graph import Graph, Update, name_of
 from hostweave.torch.joint import Joint
+from hostweave.torch.loss_scale import SCALE, LossScale, unscaled
 from hostweave.torch.optimizer import GRADIENT, PARAMETER, Recorded
 from hostweave.torch.training import Compile, Differentiated
 from hostweave.types.tensor import Dim, TensorType
 
 _SUM = "sum"  # the end of the names of sums of gradients
+_ODD = "not_finite"  # how many elements of gradients are not finite, in a step that scales its loss
 _IS_FIRST = "is_first"  # an input of the program that adds gradients: 1 where there are none before
 
 
@@ -75,7 +77,8 @@ class TrainingStep(Differentiated):
     step, such as learning rates, are computed by the code of the optimizer at each call. Otherwise it is a CompiledModule.
 
     With `accumulate=N` the gradients of N calls are added, and the last of them updates. `grad_norm` is the norm of all gradients before
-    they were clipped, of the last update with `clip_grad_norm`.
+    they were clipped, of the last update with `clip_grad_norm`. With `scaler` a call that updates first scales and unscales the gradients.
+    It changes no parameter and no state if some are not finite, and then updates the scale.
     """
 
     def __init__(
@@ -87,8 +90,12 @@ class TrainingStep(Differentiated):
         optimizer: torch.optim.Optimizer,
         clip_grad_norm: float | None = None,
         accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
     ):
-        self._joint, self._optimizer, self._clip, self._accumulate, graph = joint, optimizer, clip_grad_norm, accumulate, joint.step_graph()
+        self._joint, self._optimizer, self._clip, self._accumulate = joint, optimizer, clip_grad_norm, accumulate
+        device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        self._scale = LossScale.of(scaler, device)
+        graph = joint.step_graph(SCALE if self._scale else "")
         self.grad_norm: torch.Tensor | None = None
         self._added, self._sums = 0, dict[str, torch.Tensor]()
         self._updated = _updated(module, joint, graph, optimizer)
@@ -97,7 +104,7 @@ class TrainingStep(Differentiated):
         graph.update = self._update(graph)
         parts = [Part(graph, module, partial(compile, end="_step"), joint.numbers_of(graph))]
         if accumulate > 1:
-            graph = joint.step_graph()
+            graph = joint.step_graph(SCALE if self._scale else "")
             graph.update = self._addition(graph)
             parts.append(Part(graph, module, partial(compile, end="_accumulate"), joint.numbers_of(graph)))
         super().__init__(module, exported, joint, *parts)
@@ -120,8 +127,17 @@ class TrainingStep(Differentiated):
     def _step(self, given: Sequence[Any], group: Group | None) -> list[Any]:
         """The results of the module; updates parameters and state."""
         part = self._part
+        had_state = [bool(self._optimizer.state.get(one.parameter)) for one in self._updated]
         numbers, hosts = self._next()
-        made = part({**part.taken(given), **self._entries(), **self._sums_now(), **numbers}, group)
+        made = part({**part.taken(given), **self._entries(), **self._sums_now(), **self._scale_now(), **numbers}, group)
+        count, self._added = len(self._joint.results), 0
+        if self._clip is not None:
+            self.grad_norm = made[count]
+        if self._scale and self._scale.update(made[count + (self._clip is not None)]):
+            for one, before in zip(self._updated, had_state, strict=True):
+                if not before:  # of which the program has taken zeros
+                    self._optimizer.state.pop(one.parameter)
+            return made[:count]
         for one, host in zip(self._updated, hosts, strict=True):
             increment_version(one.parameter)  # which torch does not see written
             state = self._optimizer.state[one.parameter]
@@ -133,16 +149,12 @@ class TrainingStep(Differentiated):
             if list(state) != one.recorded.order:
                 self._optimizer.state[one.parameter] = {key: state[key] for key in one.recorded.order}
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedules of learning rates ask
-        self._added = 0
-        count = len(self._joint.results)
-        if self._clip is not None:
-            self.grad_norm = made[count]
         return made[:count]
 
     def _add(self, given: Sequence[Any], group: Group | None) -> list[Any]:
         """The results of the module; adds the gradients to the sums."""
         is_first = torch.tensor(float(self._added == 0)).to(self._device)
-        made = self._adding({**self._adding.taken(given), **self._sums_now(), _IS_FIRST: is_first}, group)
+        made = self._adding({**self._adding.taken(given), **self._sums_now(), **self._scale_now(), _IS_FIRST: is_first}, group)
         self._added += 1
         return made[: len(self._joint.results)]
 
@@ -194,6 +206,9 @@ class TrainingStep(Differentiated):
             self._sums = {f"{one.name}_{_SUM}": torch.zeros_like(_local(one.parameter)) for one in self._updated}
         return self._sums
 
+    def _scale_now(self) -> dict[str, torch.Tensor]:
+        return {SCALE: self._scale.now()} if self._scale else {}
+
     # --- the programs -------------------------------------------------------------------------------------------------
 
     def _alike_in_numbers(self) -> list[list[_Updated]]:
@@ -232,7 +247,7 @@ class TrainingStep(Differentiated):
             dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
             types |= {name: dtype_of(dtype)[()] for name in names.values()}
         written = [f"{one.name}{end}" for one in self._updated for end in one.written]
-        first = self._count_of_results(graph) + (self._clip is not None)
+        first = self._count_of_results(graph) + (self._clip is not None) + (self._scale is not None)
         return Update(types, {name: number for number, name in enumerate(written, first)}, len(self._updated), self._compute)
 
     def _addition(self, graph: Graph) -> Update:
@@ -253,13 +268,16 @@ class TrainingStep(Differentiated):
         """New parameters and state. Layers that have the same parameters are updated by calls of one function."""
         if self._accumulate > 1:
             gradients = [inputs[f"{one.name}_{_SUM}"] + g for one, g in zip(self._updated, gradients, strict=True)]
-        norm: list[hw.Tensor] = []
+        tensors, norm, found_odd = dict(inputs), list[hw.Tensor](), list[hw.Tensor]()
+        if self._scale:
+            gradients, odd = unscaled(gradients, inputs[SCALE])
+            found_odd, tensors[_ODD] = [odd], odd
         if self._clip is not None:
             wide = [cast(g, torch.float32) if g.dtype != hw.f64 else g for g in gradients]
             norm = [hw.sqrt(sum((hw.sum(g * g) for g in wide[1:]), hw.sum(wide[0] * wide[0])))]
             scale = hw.minimum(self._clip / (norm[0] + 1e-6), 1.0)  # as torch.nn.utils.clip_grad_norm_
             gradients = [hw.astype(one * scale, g.dtype) for one, g in zip(wide, gradients, strict=True)]
-        tensors = {**inputs, **{f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self._updated, gradients, strict=True)}}
+        tensors |= {f"{one.name}_{GRADIENT}": gradient for one, gradient in zip(self._updated, gradients, strict=True)}
         found: dict[str, hw.Tensor] = {}
         names: dict[str, None] = {}
         for layers in self._alike(tensors):
@@ -274,7 +292,7 @@ class TrainingStep(Differentiated):
             for layer in layers:
                 made = iter(function(**{own: tensors[name] for own, name in self._names_in(layer).items()}))
                 found |= {f"{one.name}{end}": next(made) for one in layer for end in one.written}
-        return norm + [found[f"{one.name}{end}"] for one in self._updated for end in one.written]
+        return norm + found_odd + [found[f"{one.name}{end}"] for one in self._updated for end in one.written]
 
     def _alike(self, tensors: Mapping[str, hw.Tensor]) -> Iterable[list[list[_Updated]]]:
         """Groups the updated parameters by layer, and the layers by equal updates."""
@@ -289,6 +307,7 @@ class TrainingStep(Differentiated):
     def _names_in(self, layer: Sequence[_Updated]) -> dict[str, str]:
         """Maps the operands of a layer's update to inputs of the program."""
         given = {f"{one.own}{end}": f"{one.name}{end}" for one in layer for end in (*one.entries.values(), f"_{GRADIENT}")}
+        given |= {_ODD: _ODD} if self._scale else {}
         return given | {name: name for one in layer for name in self._numbers[self._kind_of[one.name]].values()}
 
     def _update_of(self, layer: Sequence[_Updated]) -> Callable[..., tuple[hw.Tensor, ...]]:
@@ -306,7 +325,8 @@ class TrainingStep(Differentiated):
                 }
                 numbers = {at: given[name] for at, name in self._numbers[self._kind_of[one.name]].items()}
                 results = one.recorded.step.compute(wide, numbers)
-                made += [cast(results[key], dtypes[key]) for key, end in one.entries.items() if end in one.written]
+                new = {key: cast(results[key], dtypes[key]) for key, end in one.entries.items() if end in one.written}
+                made += [hw.where(given[_ODD] > 0, values[key], value) if self._scale else value for key, value in new.items()]
             return tuple(made)
 
         return update
