@@ -50,7 +50,7 @@ def programs_of(ranks: int) -> dict[str, Fusion]:
 
 
 def lowered(fusion: Fusion) -> HostProgram:
-    return compiled(fusion)._host
+    return compiled(fusion).host
 
 
 def compiled(program: Fusion | HostProgram, target: str = "cpu", options: Options | None = None) -> hw.Program:

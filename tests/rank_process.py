@@ -127,9 +127,9 @@ def run_all(rank: Rank, which: str) -> None:
     both = ("peer", "one_sided") if rank.target == "cpu" else ("peer",)  # one_sided needs a recent NCCL on CUDA
     for (name, fusion), transport in ((item, by) for item in programs.items() for by in (both if item[0] in EXCHANGES else ("auto",))):
         program = hw.compile(fusion, target=rank.target, options=hw.Options(transport=transport))
-        sizes = sizes_of(program._host, more=1)
+        sizes = sizes_of(program.host, more=1)
         calls = [integer_arrays(fusion, sizes, seed) for seed in range(3)]
-        is_told = program._host.uneven or any(value.type.mesh for value in fusion.inputs)  # local shapes do not determine the sizes
+        is_told = program.host.uneven or any(value.type.mesh for value in fusion.inputs)  # local shapes do not determine the sizes
         known = sizes if is_told else None
         if name not in OF_SOME:
             nothing = dict.fromkeys(sizes, 0)
@@ -140,7 +140,7 @@ def run_all(rank: Rank, which: str) -> None:
             rank.check(fusion, arrays, result)
         if fusion.name == IN_WINDOWS and (rank.torch is None or rank.target == "cuda"):
             rank.check(fusion, calls[0], program(*rank.in_window(fusion, calls[0]), sizes=known))
-            assert any(other.compiled.host.windows for other in program._running.in_windows.values())
+            assert any(other.compiled.host.windows for other in program.variants)
         program.close()
     say(f"rank {rank.group.rank} of {rank.group.count}: {len(programs)} programs are right")
 
@@ -192,7 +192,7 @@ def run_graphs(rank: Rank) -> None:
         for call in range(2, 20):
             which = 3 if call == 18 and rank.group.rank else call * (rank.group.rank + 1) % 3
             rank.check(fusion, values, program(*sets[which], out=out))
-        (local,) = (one for running, one in rank.group.programs.items() if running is program._running)
+        (local,) = (one for running, one in rank.group.programs.items() if running.compiled is program.compiled)
         assert local._common_graphs.agreed
         assert local._native.graphs == (4 if rank.group.rank else 3)
         program.close()

@@ -20,7 +20,7 @@ from hostweave.transports.transport import NAMES as TRANSPORTS
 
 # From the top down. Passes and users share `options`.
 FLOORS = (
-    ("__main__", "api", "cli", "compiled", "pipeline", "running", "torch"),
+    ("__main__", "api", "cli", "compiled", "pipeline", "running", "torch", "variants"),
     ("runtime",),
     ("targets",),
     ("build",),

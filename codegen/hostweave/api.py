@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # see Program._running
     from hostweave.runtime.local import Captured
     from hostweave.runtime.session import Timing
     from hostweave.timeline.report import Report
+    from hostweave.variants import Variants
 
 
 @checked
@@ -83,7 +84,7 @@ class Program:
     """
 
     def __init__(self, compiled: Compiled, running: Running | None = None, bound: Bound | None = None):
-        self._compiled, self._made, self._bound = compiled, running, bound
+        self.compiled, self._made, self._bound = compiled, running, bound
         self._making = renewed(threading.Lock())
 
     def __repr__(self) -> str:
@@ -100,44 +101,49 @@ class Program:
     @property
     def target(self) -> Target:
         """Target that the program is compiled for."""
-        return self._compiled.target
+        return self.compiled.target
+
+    @property
+    def host(self) -> HostProgram:
+        """The host program, after all passes. Its text is `host_ir`."""
+        return self.compiled.host
 
     @property
     def name(self) -> str:
         """Name of the traced function."""
-        return self._host.name
+        return self.host.name
 
     @property
     def mesh(self) -> Mesh:
         """Mesh of the ranks that the program runs on."""
-        return self._host.mesh
+        return self.host.mesh
 
     @property
     def fusion_ir(self) -> str:
         """Text of the fusion as traced. Raises ProgramError if the program was compiled from host IR."""
-        if not isinstance(self._compiled.given, Fusion):
+        if not isinstance(self.compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR and has no fusion IR; see host_ir")
-        return str(self._compiled.given)
+        return str(self.compiled.given)
 
     @cached_property
     def host_ir(self) -> str:
         """Text of the host IR, after all passes."""
-        return str(self._host)
+        return str(self.host)
 
     @property
     def figures(self) -> Machine:
         """The figures of the machine that the compiler has chosen by, and that predictions are by."""
-        return self._compiled.options.figures
+        return self.compiled.options.figures
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """Overlap choices of the compiler for reshards next to matmuls, with the alternatives and their times. See `explain`."""
-        return self._host.choices
+        return self.host.choices
 
     @property
     def sources(self) -> Mapping[str, str]:
         """Generated files as a mapping from path to text, the same for both targets."""
-        return self._compiled.sources
+        return self.compiled.sources
 
     @property
     def source(self) -> str:
@@ -147,12 +153,12 @@ class Program:
     @property
     def folder(self) -> Path:
         """Folder with the sources, the compiler's log and the built module. Builds the module first if needed."""
-        return self._compiled.folder
+        return self.compiled.folder
 
     @property
     def module(self) -> ModuleType:
         """Program as a Python extension module, compiled and loaded if needed. Raises BuildError as `build` does."""
-        return self._compiled.module
+        return self.compiled.module
 
     def explain(self) -> str:
         """Explains the compiler's choices.
@@ -163,11 +169,11 @@ class Program:
 
         Example: `print(hw.compile(f, options=hw.Options(sizes={"M": 8192, "K": 8192, "N": 7168})).explain())`.
         """
-        if not isinstance(self._compiled.given, Fusion):
+        if not isinstance(self.compiled.given, Fusion):
             raise ProgramError(f"{self.name}: was compiled from host IR, where nothing is chosen; see host_ir")
         stages: list[Fusion] = []
-        lower(self._compiled.given, self._compiled.options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
-        return explained(stages[-1], self._host, self._compiled.options)
+        lower(self.compiled.given, self.compiled.options, lambda _, stage: stages.append(stage) if isinstance(stage, Fusion) else None)
+        return explained(stages[-1], self.host, self.compiled.options)
 
     @checked
     def predict(
@@ -192,7 +198,7 @@ class Program:
         from hostweave.timeline.predict import predicted
 
         figures = machine or self.figures
-        made = self._compiled if ranks is None else self._compiled.on_ranks(ranks, figures)
+        made = self.compiled if ranks is None else self.compiled.on_ranks(ranks, figures)
         made, known = made.for_call("predict", sizes or {})
         return made.report(predicted(made.host, known, figures))
 
@@ -215,14 +221,14 @@ class Program:
 
         Example: `program.check(M=8192, N=4096)`.
         """
-        self._compiled.expect_sizes("check", sizes)
-        made = self._compiled if are_divided(self._host, sizes) else self._compiled.in_sequence
+        self.compiled.expect_sizes("check", sizes)
+        made = self.compiled if are_divided(self.host, sizes) else self.compiled.in_sequence
         return made.check({**minimal_sizes(made.host), **sizes})
 
     @property
     def unchecked(self) -> tuple[str, ...]:
         """Parts of the program that the check at compile time did not cover: lines that did not run, user kernels, or everything."""
-        return self._compiled.unchecked
+        return self.compiled.unchecked
 
     @checked
     def bind(self, **arrays: Any) -> Program:
@@ -238,7 +244,7 @@ class Program:
 
         Example: `model = program.bind(**weights)`, then `y = model(x)`.
         """
-        return Program(self._compiled, self._running, self._running.bind(self._bound, arrays))
+        return Program(self.compiled, self._running, self._running.bind(self._bound, arrays))
 
     def __call__(
         self,
@@ -402,11 +408,11 @@ class Program:
         """
         from hostweave.emit import export
 
-        if self._host.windows:
-            why = f"{', '.join(self._host.windows)}: is compiled for a window, which a group of Python makes"
+        if self.host.windows:
+            why = f"{', '.join(self.host.windows)}: is compiled for a window, which a group of Python makes"
             raise ProgramError(f"{self.name}: export: {why}; leave Options(windows=...) out")
         try:
-            export(self._host, Path(folder), *reference_of(self._compiled.given, self._compiled.options))
+            export(self.host, Path(folder), *reference_of(self.compiled.given, self.compiled.options))
         except OSError as error:
             why = f"{error.filename}: {error.strerror}"
             raise ArgumentError(f"{self.name}: export: {why}; give a folder that is yours to write") from None
@@ -414,6 +420,14 @@ class Program:
     def close(self) -> None:
         """Frees the memory and streams of the program on its devices. It cannot run again."""
         self._running.close()
+
+    @property
+    def variants(self) -> Variants[Running]:
+        """Variants of the program that calls have needed so far, as for sizes that chosen loops do not divide.
+
+        Example: `[one.compiled.variant for one in program.variants]` is `["in sequence"]` after such a call.
+        """
+        return self._running.variants
 
     @property
     def _running(self) -> Running:
@@ -428,9 +442,5 @@ class Program:
             from hostweave.running import Running
 
         with self._making:
-            self._made = self._made or Running(self._compiled)
+            self._made = self._made or Running(self.compiled)
             return self._made
-
-    @property
-    def _host(self) -> HostProgram:
-        return self._compiled.host

@@ -43,13 +43,19 @@ OPTIONS_OF_RUN = ("ranks", "warmups", "repetitions")  # parameters of methods th
 
 @dataclass(eq=False)
 class Compiled:
-    """A compiled program. A variant, for calls that this one cannot take, is another object of this class."""
+    """A compiled program. A variant, for calls that this one cannot take, is another object of this class: see `Variants`."""
 
     given: Fusion | HostProgram
     host: HostProgram
     target: Target
     options: Options
     unchecked: tuple[str, ...] = (NOTHING_CHECKED,)  # parts that the check at compile time did not cover
+    variant: str = ""  # what sets a variant apart from the program that the user compiled
+
+    @property
+    def title(self) -> str:
+        """Name of the program, and what sets it apart if it is a variant, for messages."""
+        return f"{self.host.name} {self.variant}".rstrip()
 
     def check(self, sizes: Sizes | None = None, is_asked: bool = True) -> tuple[str, ...]:
         """Proves the order of the ranks' operations, and compares the results with the fusion's. Returns the parts that are not covered."""
@@ -58,9 +64,9 @@ class Compiled:
         most = MOST_ELEMENTS * (ASKED if is_asked else 1)
         return check(self.host, sizes, self.given, lambda: stages(self.given, self.options), most)
 
-    def otherwise(self, **options: Any) -> Compiled:
+    def otherwise(self, variant: str = "", **options: Any) -> Compiled:
         """The same program compiled with other options."""
-        return compiled(self.given, self.target.name, replace(self.options, **options))
+        return compiled(self.given, self.target.name, replace(self.options, **options), variant)
 
     @cached_property
     def in_sequence(self) -> Compiled:
@@ -68,7 +74,7 @@ class Compiled:
         made, ways = self, dict[str, str]()
         while loops := [choice.name for choice in made.host.choices if choice.taken.chunks]:
             ways |= dict.fromkeys(loops, IN_SEQUENCE)  # other choices may then form loops with the same matmuls
-            made = self.otherwise(ways=ways)
+            made = self.otherwise("in sequence", ways=ways)
         return made
 
     @cached_property
@@ -77,7 +83,7 @@ class Compiled:
         from hostweave.timeline.measure import marked
 
         program = marked(self.host)
-        return replace(self, given=program, host=program)
+        return replace(self, given=program, host=program, variant="with marks")
 
     def at_sizes(self, sizes: Mapping[str, int]) -> Compiled | None:
         """The same program with constants for these sizes; None if this is impossible."""
@@ -86,7 +92,8 @@ class Compiled:
         rest = {name: size for name, size in self.options.sizes.items() if name not in sizes}
         try:
             made = at_sizes(self.given, sizes, [parameter.type for parameter in self.host.outputs])
-            return compiled(made, self.target.name, replace(self.options, sizes=rest))
+            variant = f"at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+            return compiled(made, self.target.name, replace(self.options, sizes=rest), variant)
         except ProgramError:
             return None
 
@@ -148,7 +155,7 @@ class Compiled:
             from hostweave.build.program import build
 
         libraries = partial(self.target.runtime_libraries, wanted=self.host.libraries)
-        return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources)
+        return build(self.host.name, self.host.code, self.target.toolchain(), libraries, lambda: self.sources, self.title)
 
     def _load(self) -> ModuleType:
         with importing:
@@ -171,14 +178,16 @@ class Compiled:
             raise ArgumentError(f"{self.host.name}: {what}: {', '.join(large)}: no memory has so many elements; give the size of a call")
 
 
-def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Compiled:
+def compiled(given: Fusion | HostProgram, target: str, options: Options, variant: str = "") -> Compiled:
     """Lowers a program, verifies it after every pass, and proves it free of races as `options` say.
 
     Raises ProgramError if one of these fails, and for options that do not apply to the program.
     """
     begin = perf_counter()
     host = lower(given, options)
-    log.info("%s on %s: lowered to %d instructions in %.2f s", host.name, host.mesh, len(list(host.instructions())), perf_counter() - begin)
+    made = Compiled(given, host, find_target(target), options, variant=variant)
+    count, seconds = len(list(host.instructions())), perf_counter() - begin
+    log.info("%s on %s: lowered to %d instructions in %.2f s", made.title, host.mesh, count, seconds)
     for choice in host.choices:
         log.info("%s", choice)
     known = [choice.name for choice in host.choices]
@@ -187,11 +196,10 @@ def compiled(given: Fusion | HostProgram, target: str, options: Options) -> Comp
         raise ProgramError(f"{host.name}: Options: ways: {why}; what can be stated: {', '.join(known) or 'nothing, at these sizes'}")
     if unknown := [name for name in options.windows if name not in {p.name for p in (*host.inputs, *host.outputs)}]:
         raise ProgramError(f"{host.name}: Options: windows: there is no input or output {unknown[0]}; leave it out")
-    find_target(target).expect_kernels(host.user_kernels)
+    made.target.expect_kernels(host.user_kernels)
     for parameter in host.inputs:
         if parameter.name in OPTIONS_OF_RUN:
             raise ProgramError(f"{host.name}: input {parameter.name} has the name of an option of run or measure; choose another name")
-    made = Compiled(given, host, find_target(target), options)
     if options.check if options.check is not None else host.mesh.size <= MAX_CHECKED_RANKS:
         made.unchecked = made.check(is_asked=options.check is True)
     return made

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from hostweave.base.errors import ArgumentError, ExecutionError
 from hostweave.base.forks import renewed
@@ -16,7 +16,7 @@ from hostweave.base.interrupts import interruptibly, taken
 from hostweave.base.shortages import tells_shortages
 from hostweave.compiled import Compiled
 from hostweave.fusion_ir.ir import Fusion
-from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided, undivided
+from hostweave.host_ir.size_requirements import LoopsDoNotDivide, are_divided
 from hostweave.runtime.arguments import Bound, in_order
 from hostweave.runtime.call import Call, make_call
 from hostweave.runtime.group import Group, current
@@ -25,15 +25,13 @@ from hostweave.runtime.lines import name_users_lines
 from hostweave.runtime.local import LocalProgram, stream_of_call
 from hostweave.runtime.session import Session, Timing
 from hostweave.transports.transport import DEFAULT, NAMES, Transport, find_transport
-from hostweave.types.machine import Machine
+from hostweave.variants import Variants
 
 T = TypeVar("T")
 Arrays = Sequence[Any]
 Named = Mapping[str, Any]
 Sizes = Mapping[str, int]
 Given = tuple[Arrays, Named]  # by position, and by name
-
-_KEPT = 16  # maximum number of variants for particular sizes; each has its own memory
 
 _told: set[str] = set()
 
@@ -50,23 +48,13 @@ class Family:
 
 
 class Running:
-    """Device resources of a program, shared with all programs that bind its inputs, and its variants.
-
-    A variant computes the same for calls that the program itself cannot take. It is compiled at the first such call. All ranks
-    have the information that selects a variant, so all select the same one.
-    """
+    """Device resources of a program, shared with all programs that bind its inputs, and its variants."""
 
     def __init__(self, compiled: Compiled, family: Family | None = None):
         self._family = family or Family()
         self.compiled, self.name = compiled, compiled.host.name
         self._nothing_bound = Bound(compiled.host, compiled.target, {})
-        self.in_windows: dict[tuple[str, ...], Running] = {}  # variants for arguments of these names in windows
-        self.by_figures: dict[Machine, Running] = {}  # variants for ranks that lack access to each other's memory, or some transports
-        self._without_loops: Running | None = None  # variant for sizes that chosen loops do not divide
-        # Latest variants for sizes that ranks cannot share evenly, by group; by self for `run`.
-        self._at_sizes: WeakKeyDictionary[object, dict[tuple[tuple[str, int], ...], Running]] = WeakKeyDictionary()
-        self._compiled_at = lru_cache(_KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
-        self._with_marks: Running | None = None  # variant that measures when instructions run
+        self.variants = Variants(compiled, partial(Running, family=self._family))
         self._session: Session | None = None
         self._locals: WeakSet[LocalProgram] = WeakSet()  # one per rank of this process that has called it
         self._closed = False
@@ -85,10 +73,7 @@ class Running:
                 self._session = None
             for local in list(self._locals):
                 local.close()
-        others = (*self.by_figures.values(), *self.in_windows.values(), *(one for kept in self._at_sizes.values() for one in kept.values()))
-        for other in filter(None, (self._without_loops, self._with_marks, *others)):
-            if other is not self:
-                other.close()
+        self.variants.close()
 
     def _expect_open(self) -> None:
         if self._closed:
@@ -102,51 +87,16 @@ class Running:
 
     # --- variants ---
 
-    @property
-    def in_sequence(self) -> Running:
-        """The same program without the chosen chunk loops."""
-        with self._lock:
-            if self._without_loops is None:
-                made = self.compiled.in_sequence
-                self._without_loops = self if made is self.compiled else Running(made, self._family)
-            return self._without_loops
-
-    @property
-    def marked(self) -> Running:
-        """The same program with marks around its instructions."""
-        with self._lock:
-            self._with_marks = self._with_marks or Running(self.compiled.marked)
-            return self._with_marks
-
     def _or_in_sequence(self, call: Callable[[Running], T]) -> T:
         """Makes a call, with the program without chosen loops if these do not divide its sizes."""
         try:
             return call(self)
         except LoopsDoNotDivide:
-            return call(self.in_sequence)
+            return call(self.variants.in_sequence() or self)
 
     def _for_sizes(self, sizes: Sizes, group: Group | None = None) -> Running:
-        """Variant with constants for sizes that its ranks cannot share evenly; self if there are none, or if no such variant
-        exists.
-
-        Each group keeps the variants of its last few sizes. All of its ranks make the same calls, so they keep the same variants.
-        Others are freed when no call or captured call uses them.
-        """
-        divided = are_divided(self.compiled.host, sizes)
-        key = tuple(undivided((self if divided else self.in_sequence).compiled.host, sizes).items())
-        if not key:
-            return self
-        freed = None
-        with self._lock:
-            kept = self._at_sizes.setdefault(group if isinstance(group, Group) else self, {})
-            if (found := kept.pop(key, None)) is None:
-                made = self._compiled_at(key)
-                found = Running(made, self._family) if made else self
-            kept[key] = found
-            if len(kept) > _KEPT:
-                freed = kept.pop(next(iter(kept)))
-        del freed  # freed outside the lock
-        return found
+        """Variant with constants for sizes that its ranks cannot share evenly; self if there is none."""
+        return self.variants.at_sizes(sizes, group if isinstance(group, Group) else self) or self
 
     def _known(self, sizes: Sizes) -> Sizes:
         """Sizes that appear in the program by name."""
@@ -157,13 +107,6 @@ class Running:
         arrays = {name: array for name, (_, array) in held.arrays.items()} if held else {}
         return self.bind(None, arrays) if arrays else None
 
-    def _by(self, figures: Machine) -> Running:
-        """The same program for a machine whose figures say which memory ranks cannot access."""
-        with self._lock:
-            if figures not in self.by_figures:
-                self.by_figures[figures] = Running(self.compiled.otherwise(ways={}, machine=figures), self._family)
-            return self.by_figures[figures]
-
     def _for_windows(self, group: Group, bound: Bound, arrays: Arrays, out: Any) -> Running:
         """Variant for arguments in windows; self if peers access none of these."""
         host = self.compiled.host
@@ -172,13 +115,7 @@ class Running:
             return self
         outs = () if out is None else (out,) if len(host.outputs) == 1 else out
         names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
-        with self._lock:
-            if names and names not in self.in_windows:
-                made = self.compiled.otherwise(windows=names)
-                known = (self, *self.in_windows.values())  # a known variant may have the same windows
-                same = (one for one in known if one.compiled.host.windows == made.host.windows)
-                self.in_windows[names] = next(same, None) or Running(made, self._family)
-            return self.in_windows[names] if names else self
+        return (self.variants.for_windows(names) if names else None) or self
 
     @property
     def _lacks(self) -> str:
@@ -197,7 +134,7 @@ class Running:
         for transport in map(find_transport, NAMES):
             if transport.shares_memory and not all_have(transport):
                 figures = figures.without(transport.name, why)
-        return self._by(figures)
+        return self.variants.on(figures)
 
     # --- on this rank of a group ---
 
@@ -248,7 +185,7 @@ class Running:
         if divided:
             self._or_in_sequence(lambda one: one._local(group, bound, (), None).prepare(bound, divided))
         if rest:
-            self.in_sequence._local(group, bound, (), None).prepare(bound, rest)
+            (self.variants.in_sequence() or self)._local(group, bound, (), None).prepare(bound, rest)
 
     def _local(self, group: Group | None, bound: Bound, arrays: Arrays, stream: Any, out: Any = None) -> LocalProgram:
         """Program on this process's or thread's rank of a group, for a call with these arrays."""
@@ -261,7 +198,7 @@ class Running:
             raise ArgumentError(f"{self.name}: group={group!r} is no group; pass what hw.init or group.split gave")
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
-            return self._by(figures)._local(group, bound, arrays, stream)
+            return self.variants.on(figures)._local(group, bound, arrays, stream)
         if not group.can_meet and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.memory_transports):
             why = "communicators of the application map no memory"
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
@@ -330,7 +267,7 @@ class Running:
             raise ArgumentError(f"{self.name}: {what}: warmups={warmups!r}, repetitions={repetitions!r}: at least 0 and 1 are wanted")
 
         def measure(one: Running) -> tuple[Compiled, list[list[Timing]]]:
-            with_marks = one.marked if marks else one
+            with_marks = one.variants.marked() if marks else one
             made = with_marks._call_of(with_marks._rebound(held) if marks else held, *given)
             return one.compiled, interruptibly(lambda: with_marks._ready().measure(made, warmups, repetitions))
 

@@ -61,7 +61,7 @@ def test_exchanges_match_numpy(name: str, ranks: int, transport: str) -> None:
         pytest.skip(f"needs {fusion.mesh.size} GPUs, and there are {GPUS}")
     program = compiled(fusion, "cuda", Options(transport=transport))
     for times, more in ((1, 0), (8, 1), (1, 1 - ranks), (2, 0)):
-        calls = [integer_arrays(fusion, sizes_of(program._host, times, more), seed) for seed in range(4)]
+        calls = [integer_arrays(fusion, sizes_of(program.host, times, more), seed) for seed in range(4)]
         for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
             expect(fusion, arrays, results, exact=True)
 
@@ -122,7 +122,7 @@ def test_arrays_of_a_group_are_read_where_they_lie(name: str, ranks: int) -> Non
         assert torch.as_tensor(floats, device=f"cuda:{rank}").data_ptr() == torch.from_dlpack(floats).data_ptr()
 
     provider.run(rank)
-    assert any(other.compiled.host.windows for other in program._running.in_windows.values())
+    assert any(other.compiled.host.windows for other in program.variants)
 
 
 def test_closed_programs_leave_their_channel() -> None:

@@ -130,7 +130,7 @@ def test_rows_in_zigzag(ranks: int, way: str) -> None:
     fusion, options = in_zigzag(ranks, hw.bf16), Options(sizes={"B": 2, "S": 8 * ranks}, ways={"@in_zigzag %k_gathered": way})
     program = compiled(fusion, options=options)
     arrays = random_arrays(fusion, {"B": 2, "S": 8 * ranks}, seed=ranks)
-    assert sum(isinstance(i, ir.Attention) for i in tree.walk(program._host.body)) == 3
+    assert sum(isinstance(i, ir.Attention) for i in tree.walk(program.host.body)) == 3
     torch = pytest.importorskip("torch", reason="what these tests compare with: pip install torch")
     wanted = by_torch(*(torch.from_numpy(array.astype(np.float64)) for array in arrays.values()), "top_left")
     for got, want in zip(run_reference(fusion, arrays), wanted, strict=False):

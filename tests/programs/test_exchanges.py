@@ -44,10 +44,10 @@ def test_matches_numpy(name: str, ranks: int, options: Options) -> None:
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = compiled(fusion, options=options)
     for times, more in ((1, 0), (3, 1), (2, -1)):  # memory grows and is reused
-        arrays = integer_arrays(fusion, sizes_of(program._host, times, more), seed=times)
+        arrays = integer_arrays(fusion, sizes_of(program.host, times, more), seed=times)
         expect(fusion, arrays, program.run(**arrays, ranks=True), exact=True)
     for seed in range(4 if ranks < 8 else 1):
-        calls = [integer_arrays(fusion, sizes_of(program._host, 1, (1, 0, 1 - ranks)[seed % 3]), number) for number in range(3)]
+        calls = [integer_arrays(fusion, sizes_of(program.host, 1, (1, 0, 1 - ranks)[seed % 3]), number) for number in range(3)]
         with seeded(seed, check_dependencies=True):
             for arrays, results in zip(calls, program.run_in_flight(calls, poison=True), strict=True):
                 expect(fusion, arrays, results, exact=True)

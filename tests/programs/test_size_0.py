@@ -26,7 +26,7 @@ def test_matches_numpy(target: str, ranks: int, name: str, transport: str) -> No
     """The first call has no memory yet; later calls have memory for other sizes."""
     fusion = fusion_of(name, ranks, 3, hw.bf16)
     program = hw.compile(fusion, target, options=hw.Options(transport=transport))
-    some = sizes_of(program._host)
+    some = sizes_of(program.host)
     none = dict.fromkeys(some, 0)
     for sizes in (none, *(some | {size: 0} for size in some), some, none):
         arrays = integer_arrays(fusion, sizes, seed=0)

@@ -170,7 +170,7 @@ def test_ranks_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     threads.run(on_rank)
     assert "launch_all_reduce" in program.host_ir
-    (made,) = program._running.by_figures.values()
+    (made,) = program.variants
     assert made is not None
     assert "launch_all_reduce" not in str(made.compiled.host)
 

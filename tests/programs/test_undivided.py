@@ -12,7 +12,7 @@ import pytest
 from compiled_fusions import compiled, expect, integer_arrays
 
 import hostweave as hw
-from hostweave import running
+from hostweave import variants
 from hostweave.base.errors import OverlapWarning
 from hostweave.fusion_ir.ir import Fusion
 
@@ -113,24 +113,25 @@ def test_the_ranks_of_a_group() -> None:
 
 def test_the_last_variants_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group frees its least recently used variants, on all ranks at the same call, unless a captured call uses them."""
-    monkeypatch.setattr(running, "_KEPT", 2)
+    monkeypatch.setattr(variants, "KEPT", 2)
 
     @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
     def some(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(x, "M@a", 3) * 2
 
     program = hw.compile(some)
-    made: list[weakref.ref[running.Running]] = []
-    variant = running.Running._for_sizes
+    made: list[weakref.ref[Any]] = []
+    at_sizes = variants.Variants.at_sizes
 
-    def noted(self: running.Running, *arguments: Any) -> running.Running:
-        made.append(weakref.ref(variant(self, *arguments)))
-        return made[-1]()  # type: ignore[return-value]
+    def noted(self: variants.Variants[Any], *arguments: Any) -> Any:
+        if (found := at_sizes(self, *arguments)) is not None:
+            made.append(weakref.ref(found))
+        return found
 
-    monkeypatch.setattr(running.Running, "_for_sizes", noted)
+    monkeypatch.setattr(variants.Variants, "at_sizes", noted)
 
-    def alive() -> set[running.Running]:
-        return {one for ref in made if (one := ref()) and one is not program._running}
+    def alive() -> set[Any]:
+        return {one for ref in made if (one := ref())}
 
     sizes = (5, 6, 7, 5, 4, 6, 7, 5)
     for rows in sizes:
@@ -173,3 +174,18 @@ def test_a_stated_loop_over_rows_that_ranks_share_unevenly(rows: int) -> None:
     with pytest.warns(OverlapWarning, match=f"2 ranks do not share the {rows}") if rows % 2 else nullcontext():
         got = program.run(**arrays)
     np.testing.assert_array_equal(got, arrays["x"] @ arrays["w"])
+
+
+def test_compiling_a_variant_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    @hw.fusion(mesh=hw.Mesh(a=2, b=2), x=hw.f32["M@a,b", 3])
+    def doubled(x: hw.Tensor) -> hw.Tensor:
+        return hw.reshard(x, "M@a", 3) * 2
+
+    program = hw.compile(doubled)
+    caplog.set_level("INFO", logger="hostweave")
+    program.run(np.ones((5, 3), np.float32))
+    assert [one.compiled.title for one in program.variants] == ["doubled at M=5"]
+    told = [record.getMessage() for record in caplog.records]
+    for what in ("doubled at M=5 on mesh(a=2, b=2): lowered to", "compiling doubled at M=5"):
+        assert any(text.startswith(what) for text in told), told
+    program.close()

@@ -8,5 +8,5 @@ from hostweave.host_ir.tree import walk
 
 def gathers(*programs: hw.Program) -> int:
     """How many all-gathers calls of them make, but for those that are half of an all-reduce."""
-    instructions = [i for program in programs for i in walk(inlined(program._host).body)]
+    instructions = [i for program in programs for i in walk(inlined(program.host).body)]
     return sum(isinstance(i, AllGather) for i in instructions) - sum(isinstance(i, ReduceScatter) for i in instructions)

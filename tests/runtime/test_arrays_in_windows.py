@@ -103,7 +103,7 @@ def test_in_random_schedules() -> None:
 
 def test_the_ir_says_it() -> None:
     fusion, program = shared(2)
-    host = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "v", "w", "h")))._host
+    host = hw.compile(fusion, options=hw.Options(transport="peer", windows=("x", "v", "w", "h"))).host
     assert host.windows == ("x", "w", "v", "h")
     assert HostProgram.parse(str(host)) == host
     check(host)
@@ -114,7 +114,7 @@ def test_the_ir_says_it() -> None:
     with pytest.raises(ProgramError) as caught:
         hw.compile(HostProgram.parse(elsewhere))
     assert "%v lies in no window, and @layer takes %w in one: allocate it there" in str(caught.value)
-    assert not program._host.windows
+    assert not program.host.windows
 
 
 def test_captured_calls_and_calls_with_views() -> None:
@@ -142,7 +142,7 @@ def test_captured_calls_and_calls_with_views() -> None:
         np.testing.assert_array_equal(program(second, eye), want + 1)
 
     provider.run(rank)
-    assert [names for names, other in program._running.in_windows.items() if other.compiled is not program._compiled] == [("x",)]
+    assert [one.compiled.variant for one in program.variants] == ["for x in windows"]
 
 
 def test_how_long_memory_lives() -> None:

@@ -271,7 +271,7 @@ def summed_only_here(x):
 
 def test_messages_name_the_users_line() -> None:
     """Checks a failing call and a place in a report; each line is named once."""
-    module = hw.compile(summed_only_here)._compiled.module
+    module = hw.compile(summed_only_here).compiled.module
     lines = Path(str(module.__file__)).with_name("program.cpp").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, start=1) if "ncclAllReduce" in line)
     users = re.search(r"// (test_hangs\.py:\d+)  return hw\.sum\(x, axis=0\)", "\n".join(lines))

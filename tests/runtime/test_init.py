@@ -292,7 +292,7 @@ def test_outputs_that_overlap(library: str) -> None:
         return array if library == "numpy" else SimpleNamespace(__dlpack__=array.__dlpack__, __dlpack_device__=array.__dlpack_device__)
 
     program, group = hw.compile(pair), hw.init(Here())
-    outputs = [p.name for p in program._host.outputs]
+    outputs = [p.name for p in program.host.outputs]
     shape = (4, 2)  # 32 bytes
     for x, w, y, z, overlap in (
         (0, 32, 64, 96, None),
@@ -392,7 +392,7 @@ def test_an_error_in_a_librarys_stream_is_not_the_callers() -> None:
             raise TypeError("in the library")
 
     arguments = Arguments(
-        AG_MATMUL._host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False, windows=Windows(SimpleNamespace())
+        AG_MATMUL.host, find_target("cuda"), rank=0, device=0, native_table=list, meets=False, windows=Windows(SimpleNamespace())
     )
     with pytest.raises(TypeError, match=r"^in the library$"):
         arguments.handle(None, Broken())

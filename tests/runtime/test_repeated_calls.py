@@ -55,7 +55,7 @@ def test_arrays_are_checked_once(checks: list[str], of: Callable[[Any], Any]) ->
         model(x, kept, out=(None, out))
         np.testing.assert_array_equal(kept, i * np.asarray(x))
         np.testing.assert_array_equal(out, x)
-    assert checks == ["x", "kept", PROGRAM._host.outputs[1].name]
+    assert checks == ["x", "kept", PROGRAM.host.outputs[1].name]
     other = x * 2
     total, scaled = model(other, kept)  # another input, and new outputs
     assert total is kept
@@ -119,7 +119,7 @@ def test_no_array_is_kept_alive_and_few_sets_are_known(checks: list[str]) -> Non
         seen = [weakref.ref(array) for array in (x, kept, w, *PROGRAM(x, kept, w))]
     del x, kept, w
     assert all(one() is None for one in seen)
-    (program,) = (one for one in hw.init().programs.values() if one._host is PROGRAM._host)
+    (program,) = (one for one in hw.init().programs.values() if one._host is PROGRAM.host)
     assert all(len(table.taken) <= 64 for table in program._arguments.tables.values())
 
 

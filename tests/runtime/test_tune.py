@@ -172,4 +172,4 @@ def test_ranks_that_cannot_agree() -> None:
     program = hw.compile(mlp, options=hw.Options(tune=True))
     message = r"^mlp: tune: the ranks of group 'g' have nowhere to meet; use a provider with a store, or leave it out$"
     with pytest.raises(ArgumentError, match=message):
-        LocalProgram(program._host, program.target, lambda: program.module, program._compiled.options, Group(), 0)  # type: ignore[arg-type]
+        LocalProgram(program.host, program.target, lambda: program.module, program.compiled.options, Group(), 0)  # type: ignore[arg-type]

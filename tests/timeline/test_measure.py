@@ -63,7 +63,7 @@ def test_marks_are_around_all_that_works() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_with_marks_is_as_right_as_without(name: str) -> None:
-    host = compiled(PROGRAMS[name])._host
+    host = compiled(PROGRAMS[name]).host
     with_marks = marked(host)
     assert HostProgram.parse(str(with_marks)) == with_marks
     check(with_marks, minimal_sizes(with_marks))
@@ -79,7 +79,7 @@ def test_a_program_that_is_not_measured_has_no_marks() -> None:
     program.timeline(x, w, repetitions=1)
     assert program.source == before
     assert "mark" not in before
-    assert "HW_CHECK(hw::mark(stream));" in program._running.marked.compiled.sources["program.cpp"]
+    assert "HW_CHECK(hw::mark(stream));" in program.variants.marked().compiled.sources["program.cpp"]
 
 
 # --- on the CPU target ------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     assert len(program.measure(calls[-1], **weights, warmups=0, repetitions=1)) == ranks
     assert len(program.run_in_flight([{"x": calls[-1], **weights}] * 2)) == 2
     program.check(M=some[-1])
-    own = program._compiled.given.inputs
+    own = program.compiled.given.inputs
 
     def on_rank(rank: int) -> list[np.ndarray]:
         hw.init(provider=threads)
@@ -214,7 +214,7 @@ def test_sizes_that_loops_do_not_divide(ranks: int) -> None:
     for x, blocks in zip([*calls, calls[-1]], zip(*threads.run(on_rank), strict=True), strict=True):
         np.testing.assert_array_equal(np.concatenate(blocks), expected({**given, "x": x})[0])
     assert any(choice.taken.chunks for choice in program.choices)
-    assert not any(choice.taken.chunks for choice in program._compiled.in_sequence.host.choices)
+    assert not any(choice.taken.chunks for choice in program.compiled.in_sequence.host.choices)
     with pytest.raises(
         ArgumentError, match="layer: wg: K is 15 here and 16 in x; pass arrays that agree"
     ):  # same message as the sequential program
@@ -304,7 +304,7 @@ def test_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hw.compile(gathered, options=replace(options, sizes={"M": 256, "K": 16}))  # nothing is chosen without it
     monkeypatch.setattr(search, "current", lambda: SimpleNamespace(in_process=False, rank=1, count=2))
     with pytest.raises(ProgramError, match="runs all ranks in one process, and this one is rank 1 of 2; "):
-        search.search(found._host, options.sizes, ("another",), lambda _: found)
+        search.search(found.host, options.sizes, ("another",), lambda _: found)
     (file,) = tmp_path.glob("choices/*.json")
     file.write_text("{}}")
     with pytest.raises(ArgumentError, match=r"holds no choices \(.*\); remove it, and they are searched again"):
@@ -381,7 +381,7 @@ def test_ranks_out_of_reach(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(y, (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
     assert " peer" in program.host_ir
-    (variant,) = program._running.by_figures.values()
+    (variant,) = program.variants
     made = Program(variant.compiled)
     assert "peer" not in made.host_ir
     assert f"two-sided transport alone: {why}" in made.explain()
@@ -397,7 +397,7 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays()
     h = np.maximum(given["x"], 0)
     np.testing.assert_array_equal(chosen.run(**given)[0], (h @ given["wg"]) * (h @ given["wu"]) @ given["wd"])
-    assert chosen._running.by_figures
+    assert [one.compiled.variant for one in chosen.variants] == ["without some transports"]
     refused = rf'layer: ranks cannot reach each other: {OLD_DRIVER}; compile with transport="two_sided"'
     with pytest.raises(ExecutionError, match=refused):
         stated.run(**given)
@@ -405,7 +405,7 @@ def test_an_old_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def on_rank() -> None:
         index = hw.init(provider=threads).rank
-        own = {p.name: np.ascontiguousarray(p.type.shard(given[p.name], index, stated.mesh)) for p in stated._compiled.host.inputs}
+        own = {p.name: np.ascontiguousarray(p.type.shard(given[p.name], index, stated.mesh)) for p in stated.compiled.host.inputs}
         with pytest.raises(ExecutionError, match=refused):
             stated(**own)
 

@@ -72,7 +72,7 @@ def test_two_dims() -> None:
     program = hw.compile(product)
     for got, want in zip(program.run(**arrays), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    type = program._host.outputs[0].type
+    type = program.host.outputs[0].type
     assert str(type) == "f32[S@zigzag(cp), T@zigzag(dp)]"
     np.testing.assert_array_equal(type.unshard([type.shard(wanted[0], rank, mesh) for rank in range(6)], mesh), wanted[0])
 
@@ -114,7 +114,7 @@ def test_a_rank_has_its_pieces_of_an_exported_project(tmp_path: Path) -> None:
         return x + y
 
     program = hw.compile(added)
-    assert multiples(program._host) == {"S": 4}
+    assert multiples(program.host) == {"S": 4}
     program.export(tmp_path)
     assert "{sizes.S, 2, r, true}" in (tmp_path / "main.cpp").read_text()
 

@@ -42,11 +42,12 @@ def build(
     toolchain: Toolchain,
     runtime_libraries: Callable[[Toolchain], tuple[Library, ...]],
     render: Callable[[], Sources],
+    title: str = "",
 ) -> Path:
     """Folder with the sources and the module of a program, linked with the runtime libraries of the target.
 
-    `render` returns the sources; it is called only if they are needed. Raises BuildError if the installation is incomplete or the
-    compiler fails.
+    `render` returns the sources; it is called only if they are needed. `title` names the program in reports of progress. Raises
+    BuildError if the installation is incomplete or the compiler fails.
     """
     require_native()
     edited = _edited_sources(name, host_ir, render)
@@ -54,7 +55,7 @@ def build(
     generator = map(stamp_of, (PACKAGE, TEMPLATES, RUNTIME))
     made_with = toolchain.stamp, *(str(library.path) for library in libraries)
     entry = name_of(name, host_ir, *generator, *made_with, *(part for item in (edited or {}).items() for part in item))
-    with progress(f"compiling {name}"), ThreadPoolExecutor(len(libraries)) as pool:
+    with progress(f"compiling {title or name}"), ThreadPoolExecutor(len(libraries)) as pool:
         made = [pool.submit(carried(library.make)) for library in libraries]
 
         def built() -> tuple[Library, ...]:

@@ -55,7 +55,7 @@ _adding = renewed(threading.Lock())
 
 def jax_call(program: Program) -> Callable[..., Any]:
     """The program as a JAX function. Raises MissingPackage without JAX, ArgumentError if JAX cannot call this program."""
-    name, host = program.name, program._host
+    name, host = program.name, program.host
     jax = optional("jax", f"{name}: as_jax_ffi")
     if donated := [output.memory for output in host.outputs if output.memory]:
         raise ArgumentError(f"{name}: as_jax_ffi: donates {', '.join(donated)}; a function of JAX does not change its arguments")

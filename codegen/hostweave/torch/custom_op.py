@@ -30,7 +30,7 @@ def as_torch_op(program: Program, name: str) -> Any:
     namespace, _, op = name.partition("::")
     if hasattr(getattr(torch.ops, namespace), op):
         raise ArgumentError(f"as_torch_op: there is an op {name} already; choose another name")
-    host = program._host
+    host = program.host
     if donated := [output.memory for output in host.outputs if output.memory]:
         raise ArgumentError(f"as_torch_op: {program.name} donates {', '.join(donated)}; an op of torch does not change its inputs")
     types = {dtype: of for of, dtype in DTYPES.items()}

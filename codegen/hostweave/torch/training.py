@@ -98,7 +98,7 @@ class TrainingModule(Differentiated):
     def __init__(self, module: nn.Module, exported: ExportedProgram, joint: Joint, compile: Compile):
         graph = joint.forward_graph()
         forward = Part(graph, module, partial(compile, end=""), joint.numbers_of(graph))
-        backward_graph = joint.backward_graph(graph, [output.type for output in forward.program._host.outputs])
+        backward_graph = joint.backward_graph(graph, [output.type for output in forward.program.host.outputs])
         self._backward = Part(backward_graph, module, partial(compile, end="_backward"), joint.numbers_of(backward_graph))
         super().__init__(module, exported, joint, forward, self._backward)
         self._lock = threading.Lock()
@@ -174,7 +174,7 @@ class TrainingModule(Differentiated):
         gather.__name__ = f"{self.program.name}_gather"
         given: dict[str, Any] = {**types}
         fusion = hw.fusion(mesh=self.program.mesh, **given)(gather)
-        options = replace(self.program._compiled.options, sizes={}, ways={})  # which are of the module
+        options = replace(self.program.compiled.options, sizes={}, ways={})  # which are of the module
         return compile_program(fusion, target=self.program.target.name, options=options)
 
 

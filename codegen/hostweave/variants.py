@@ -1,0 +1,109 @@
+"""Variants of a program: the same computation, compiled for calls that the program itself cannot take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from functools import lru_cache
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+from hostweave.base.forks import renewed
+from hostweave.compiled import Compiled
+from hostweave.host_ir.size_requirements import are_divided, undivided
+from hostweave.types.machine import Machine
+
+KEPT = 16  # maximum number of variants for particular sizes in a group; each has its own memory
+
+Constants = tuple[tuple[str, int], ...]
+
+
+class Runner(Protocol):
+    """Object that runs a program, and holds its resources."""
+
+    compiled: Compiled
+
+    def close(self) -> None: ...
+
+
+R = TypeVar("R", bound=Runner)
+
+
+class Variants(Generic[R]):
+    """Variants of one program. A variant is compiled when a call first needs it, which the logger `hostweave` reports.
+
+    All ranks have the information that selects a variant, so all select the same one. `Compiled.variant` says what sets a variant
+    apart. Iterating gives all variants that exist.
+    """
+
+    def __init__(self, compiled: Compiled, running: Callable[[Compiled], R]):
+        """`running` makes the object that runs a variant."""
+        self._compiled, self._running = compiled, running
+        self._made: dict[Hashable, R | None] = {}  # None if the program itself is this variant
+        # Latest variants for sizes that ranks cannot share evenly, by group; by the caller's object for `run`.
+        self._at_sizes: WeakKeyDictionary[object, dict[Constants, R | None]] = WeakKeyDictionary()
+        self._compiled_at = lru_cache(KEPT)(lambda sizes: compiled.at_sizes(dict(sizes)))
+        self._lock = renewed(threading.Lock())
+
+    def __iter__(self) -> Iterator[R]:
+        kept = (one for of_group in self._at_sizes.values() for one in of_group.values())
+        return filter(None, dict.fromkeys((*self._made.values(), *kept)))
+
+    def close(self) -> None:
+        """Frees the resources of all variants."""
+        for variant in list(self):
+            variant.close()
+
+    def in_sequence(self) -> R | None:
+        """The program without the chosen chunk loops; None if it has none."""
+        made = self._compiled.in_sequence
+        return self._get("in sequence", lambda: made) if made is not self._compiled else None
+
+    def marked(self) -> R:
+        """The program with marks around its instructions."""
+        return self._get("marked", lambda: self._compiled.marked)
+
+    def on(self, machine: Machine) -> R:
+        """The program for a machine whose figures say which memory ranks cannot access."""
+        return self._get(machine, lambda: self._compiled.otherwise("without some transports", ways={}, machine=machine))
+
+    def for_windows(self, names: tuple[str, ...]) -> R | None:
+        """The program for arguments of these names in windows; None if windows change nothing in it."""
+        with self._lock:
+            if names not in self._made:
+                made = self._compiled.otherwise(f"for {', '.join(names)} in windows", windows=names)
+                known = {one.compiled.host.windows: one for one in filter(None, self._made.values())}  # one may have the same windows
+                same = made.host.windows == self._compiled.host.windows
+                self._made[names] = None if same else known.get(made.host.windows) or self._running(made)
+            return self._made[names]
+
+    def at_sizes(self, sizes: Mapping[str, int], owner: object) -> R | None:
+        """The program with constants for sizes that its ranks cannot share evenly.
+
+        None if there are no such sizes, or if no such program exists. Each owner, which is a group or the runner of all ranks,
+        keeps the variants of its last few sizes. All ranks of a group make the same calls, so they keep the same variants. Others
+        are freed when no call or captured call uses them.
+        """
+        divided = are_divided(self._compiled.host, sizes)
+        constants = tuple(undivided((self._compiled if divided else self._compiled.in_sequence).host, sizes).items())
+        if not constants:
+            return None
+        freed = None
+        with self._lock:
+            kept = self._at_sizes.setdefault(owner, {})
+            if constants in kept:
+                found = kept.pop(constants)
+            else:
+                made = self._compiled_at(constants)
+                found = self._running(made) if made else None
+            kept[constants] = found
+            if len(kept) > KEPT:
+                freed = kept.pop(next(iter(kept)))
+        del freed  # freed outside the lock
+        return found
+
+    def _get(self, key: Hashable, compile: Callable[[], Compiled]) -> R:
+        with self._lock:
+            if (found := self._made.get(key)) is None:
+                found = self._made[key] = self._running(compile())
+            return found
