@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hostweave.base.errors import ExecutionError, ProgramError
+from hostweave.base.errors import ArgumentError, ExecutionError, ProgramError
 from hostweave.check.match_collectives import Meeting, meetings
 from hostweave.check.operations import Access, Instances, Operation
 from hostweave.check.simulate import instantiate
@@ -20,6 +20,8 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import inlined
+from hostweave.host_ir.size_requirements import not_empty
 from hostweave.types.mesh import Sizes, shares
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import bind_sizes, block_of, holds, shape_of_global
@@ -39,7 +41,11 @@ def interpret(program: ir.HostProgram, arrays: Mapping[str, Array | Sequence[Arr
     local = {p.name: _blocks(program, p, arrays[p.name]) for p in program.inputs}
     shapes = {p.name: _global_shape(program, p, arrays[p.name]) for p in program.inputs}
     bound = bind_sizes(program.name, program.mesh, {p.name: p.type for p in program.inputs}, shapes, program.uneven)
-    instances = instantiate(program, {**bound, **(sizes or {})})
+    bound = {**bound, **(sizes or {})}
+    for kind, size in not_empty(inlined(program)):
+        if size.bind(bound) == 0:
+            raise ArgumentError(f"{program.name}: {kind} of no elements along {size}")
+    instances = instantiate(program, bound)
     try:
         met = {part: meeting for meeting in meetings(instances) for part in meeting.parts}
     except ProgramError as error:

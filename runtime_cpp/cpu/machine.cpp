@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "communicator.h"
@@ -58,7 +59,13 @@ const char* Machine::configure(const hw_cpu_config& wanted) {
   history.clear();
   posted_.clear();
   for (auto& [stream, owner] : streams_) stream->rank_in_picker = 0;
-  if (!seeded()) start_workers();
+  if (seeded()) return nullptr;
+  try {
+    start_workers();
+  } catch (const std::system_error&) {  // no memory for all threads: those that started must end before they are destroyed
+    stop_workers();
+    throw;
+  }
   return nullptr;
 }
 

@@ -1,6 +1,7 @@
 // Parallel mode: a pool of workers that runs stream heads as they become ready.
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "machine.h"
 
@@ -14,7 +15,11 @@ void Machine::start_workers() {
 Machine::Blocked::Blocked() {
   const Lock lock(get().mutex);
   ++get().blocked_workers_;
-  get().start_workers();
+  try {
+    get().start_workers();
+  } catch (const std::system_error& error) {
+    get().fail(std::string("no thread takes over from one that waits for another process: ") + error.what());
+  }
 }
 
 Machine::Blocked::~Blocked() {

@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interpret import interpret
 from random_fusions import IGNORED, OUTER_OPS, Donating, Generator, MakeOp, computes, parts
 
 import hostweave as hw
+from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.reference import run_reference
 from hostweave.options import Options
+from hostweave.pipeline import lower
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import TensorType
 
@@ -82,6 +86,18 @@ def is_right(seed: int) -> bool:
 @pytest.mark.filterwarnings(*IGNORED)
 def test_random_edges(seeds: range) -> None:
     assert sum(map(is_right, seeds)) > 0.4 * len(seeds)
+
+
+@pytest.mark.parametrize("op", [hw.argmax, hw.max, hw.min])
+def test_a_dim_without_elements_is_refused_in_functions_too(op: Any) -> None:
+    """NumPy would raise its own error, or return a number that no rank computes."""
+    last = hw.block(x=hw.f32["M", "N"])(lambda x: op(x + 1, 1))
+    fusion = hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"])(lambda x: last(x))
+    x = np.ones((4, 0), np.float32)
+    with pytest.raises(ArgumentError, match=r"of no elements along axis=\(1,\); pass at least one"):
+        run_reference(fusion, {"x": x})
+    with pytest.raises(ArgumentError, match="of no elements along N"):
+        interpret(lower(fusion), {"x": x})
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -16,7 +16,7 @@ from hostweave.base.shortages import remedy_of, tells_shortages
 from hostweave.build.make import run_together
 
 SCRIPT = """
-import os, resource, sys
+import os, resource, sys, threading
 import numpy as np
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
@@ -72,6 +72,17 @@ def test_limits_of_a_process(what: str, more: int, when: str, remedy: str, tmp_p
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     (said,) = done.stdout.splitlines() or [done.stderr]
     assert remedy in said
+
+
+def test_the_device_has_memory_for_one_of_its_threads(tmp_path: Path) -> None:
+    """The thread that started must end, or whoever waits for its end holds the device forever."""
+    if (os.cpu_count() or 1) < 2:
+        pytest.skip("the device has one thread on a machine with one core")
+    script = f"import threading\nthreading.stack_size(1 << 20)\n{SCRIPT}"  # the device's threads have stacks of 128 MiB
+    environment = {**os.environ, "HOSTWEAVE_CACHE": str(tmp_path / "cache"), "MALLOC_ARENA_MAX": "1"}
+    command = ["prlimit", f"--stack={128 << 20}:", sys.executable, "-c", script, "AS", str(200 << 20), "load"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert THREADS in done.stdout, done.stderr
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hostweave.base.errors import ArgumentError
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
-from hostweave.fusion_ir.ops.attributes import INDEX
+from hostweave.fusion_ir.ops.attributes import AXES, INDEX
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import DType, bind_sizes
@@ -22,7 +22,7 @@ Array = NDArray[Any]
 def run_reference(fusion: Fusion, arrays: Mapping[str, Array]) -> tuple[Array, ...]:
     """Outputs for global inputs. Floats are float64, rounded only where the program casts. Integers and bools keep their dtype.
 
-    Raises ArgumentError if an input is missing or does not fit its type.
+    Raises ArgumentError if an input is missing or does not fit its type, or if a dim has no elements for `max`, `min` or `argmax`.
     """
     inputs = {value.name: value.type for value in fusion.inputs}
     for name, type in inputs.items():
@@ -69,6 +69,8 @@ def _run(op: Op, values: Mapping[str, Any], sizes: Mapping[str, int], arithmetic
         return arithmetic.kernel(op, tensors)
     operands = [values[o] if isinstance(o, str) else arithmetic.np.asarray(o, tensors[-1].dtype) for o in op.operands]
     definition, type = OPS[op.kind], op.result.type
+    if (combine := definition.combine) and not combine.identity and 0 in [operands[0].shape[axis] for axis in op[AXES]]:
+        raise ArgumentError(f"{op.result.name}: {op.kind} of no elements along axis={op[AXES]}; pass at least one")
     stated = definition.stated_type(lambda: tuple(size.bind(sizes) for size in type.shape), arithmetic.dtype(type.dtype))
     keywords: dict[str, Any] = {**bound_attributes(op, sizes), **stated}
     if op.callee:

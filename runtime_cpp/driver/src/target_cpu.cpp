@@ -34,6 +34,7 @@ void configure(const Schedule& schedule, int ranks) {
   config.buffered_sends = schedule.buffered_sends;
   config.check_dependencies = schedule.check_dependencies;
   config.timeout_seconds = schedule.timeout_seconds;
+  last.reset();  // a failure leaves the device between two configurations
   check(hw_cpu_configure(&config));
   last = schedule;
   last_ranks = ranks;
