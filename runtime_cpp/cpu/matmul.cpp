@@ -81,7 +81,7 @@ std::string shape(const Layout& layout) { return std::to_string(layout.rows) + "
 bool is_8_bit(const Layout& layout) { return layout.type == CUDA_R_8F_E4M3 || layout.type == CUDA_R_8F_E5M2; }
 
 // Restrictions of cuBLASLt on Hopper for 8-bit floats.
-const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b) {
+const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b, const Layout& d) {
   const auto of_blocks = [](std::int32_t mode) {
     return mode == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F || mode == CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
   };
@@ -89,6 +89,8 @@ const char* why_not_scaled(const Desc& desc, const Layout& a, const Layout& b) {
   if (desc.transpose_a == CUBLAS_OP_N || desc.transpose_b != CUBLAS_OP_N) return "of 8-bit floats that are not TN";
   if (desc.mode_a != desc.mode_b && !(of_blocks(desc.mode_a) && of_blocks(desc.mode_b))) return "with these two scale modes";
   if (a.rows % 16 != 0 || a.cols % 16 != 0 || a.ld % 16 != 0 || b.ld % 16 != 0) return "of 8-bit floats in no multiples of 16";
+  if (desc.mode_b == CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F && b.cols % 4 != 0) return "with scales of blocks of such rows";
+  if (desc.epilogue & CUBLASLT_EPILOGUE_BIAS && d.type == CUDA_R_32F) return "of 8-bit floats with a bias of f32";
   return a.batch_count > 1 ? "of batches of 8-bit floats" : nullptr;
 }
 
@@ -99,7 +101,7 @@ cublasStatus_t check(const Desc& desc, const Layout& a, const Layout& b, const L
   const bool scaled = is_8_bit(a) && is_8_bit(b) && narrow(c) && c.type == d.type;
   const bool all_narrow = narrow(a) && narrow(b) && narrow(c) && narrow(d);
   if (scaled) {
-    if (const char* const why = why_not_scaled(desc, a, b)) return blas_not_supported(std::string("cublasLtMatmul ") + why);
+    if (const char* const why = why_not_scaled(desc, a, b, d)) return blas_not_supported(std::string("cublasLtMatmul ") + why);
   } else if (!all_double && !all_narrow)
     return blas_not_supported("cublasLtMatmul of these types");
   if ((desc.compute == CUBLAS_COMPUTE_64F) != all_double) return blas_not_supported("cublasLtMatmul with this compute type");

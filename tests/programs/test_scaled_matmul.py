@@ -191,6 +191,41 @@ def test_the_compiler_chooses_a_loop() -> None:
     assert "bf16[M, 8192]" not in text
 
 
+@pytest.mark.parametrize("kind", ["vectors", "blocks"])
+@pytest.mark.parametrize("algorithm", ["", "ring", "put"])
+def test_numbers_of_rows_that_blocks_lack(algorithm: str, kind: str) -> None:
+    """With scales of blocks along rows, cuBLASLt multiplies multiples of 4 rows. Others are padded, also where a loop adds to a sum."""
+    of_a, of_b = scales_of(kind, M, K, N)
+
+    @hw.fusion(
+        mesh=hw.Mesh(x=2),
+        a=hw.f8e4m3["M", f"{K}@x"],
+        w=hw.f8e4m3[N, f"{K}@x"],
+        s=hw.f32["M", f"{of_a[1]}@x"],
+        t=hw.f32[f"{of_b[0]}@x", of_b[1]],
+    )
+    def summed(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor) -> hw.Tensor:
+        y = hw.reshard(hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32), "M@x" if algorithm else "M", N)
+        return y.stream(0, 2, algorithm=algorithm) if algorithm else y
+
+    program = hw.compile(summed)
+    for m in (2, 8, 10, 24) if algorithm else (0, 1, 3, 4, 17):
+        given = arrays(kind, m=m)
+        near(program.run(**given), exact(given), terms=3) if m else program.run(**given)
+
+
+def test_a_bias_in_f32() -> None:
+    """cuBLASLt reads the bias of a product of 8-bit floats as bf16 if the result is f32, so a kernel adds it."""
+
+    @hw.fusion(a=hw.f8e4m3["M", K], w=hw.f8e4m3[N, K], s=hw.f32["M", 1], t=hw.f32[1, N], b=hw.f32[N])
+    def ended(a: hw.Tensor, w: hw.Tensor, s: hw.Tensor, t: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
+        return hw.relu(hw.scaled_matmul(a, w.T, s, t, out_dtype=hw.f32) + b)
+
+    assert " bias " not in str(lower(ended, Options()))
+    given = arrays("row")
+    near(hw.compile(ended).run(**given, b=np.full(N, 3, np.float32)), np.maximum(exact(given) + 3, 0), terms=2)
+
+
 # --- epilogues, layouts, errors---------------------------------------------------------------------------------------------
 
 
@@ -272,6 +307,6 @@ def test_compiles_and_links_for_cuda() -> None:
     for kind in KINDS:
         program = hw.compile(product(2, kind, "K"), target="cuda")
         assert "warning" not in (program.folder / "build.log").read_text()
-        mode = {"tensor": "SCALAR", "row": "OUTER_VEC"}.get(kind)
-        assert (f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source) == bool(mode)
-        assert ("composed" in program.explain()) == (not mode)
+        for mode in {"tensor": ["SCALAR"], "row": ["OUTER_VEC"], "vectors": ["VEC128"]}.get(kind, ["VEC128", "BLK128x128"]):
+            assert f"CUBLASLT_MATMUL_MATRIX_SCALE_{mode}_32F" in program.source
+        assert "composed" not in program.explain()

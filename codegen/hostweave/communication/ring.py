@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from hostweave.base.errors import ProgramError
 from hostweave.communication import put
@@ -96,10 +97,9 @@ class _Sums(_PassedOn):
         raise ProgramError(f"reshard: {why}", self.op.location)
 
     def step(self, steps: Steps) -> None:
-        b, term, matmul = self.b, self.values.operand(self.op, 0, steps), self.matmul
-        assert matmul is not None
-        added = replace(matmul, accumulate=(matmul.dst,))
-        event = self.arrivals(steps, lambda: b.emit(matmul), lambda: b.emit(added))
+        term, multiply = self.values.operand(self.op, 0, steps), self.multiply
+        assert multiply is not None
+        event = self.arrivals(steps, partial(multiply, False), partial(multiply, True))
         self.pass_on(term, self.op.tensors[0], steps, event)
 
     def after_join(self) -> None:

@@ -8,7 +8,7 @@ the loop, in a step, and after the loop.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +18,6 @@ from hostweave.communication.steps import Dataflow, Steps, rank_in_group
 from hostweave.communication.values import Values
 from hostweave.fusion_ir.ir import ROTATIONS, Op
 from hostweave.fusion_ir.resharding import ReshardStep, step_of
-from hostweave.host_ir import ir
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.expr import Expr, Var
 from hostweave.transports.transport import Transport
@@ -72,7 +71,7 @@ class Schedule:
 class Lowering:
     """Lowering of the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
 
-    matmul: ir.Matmul | None = None  # the matmul that computes `adds`, emitted by the schedule
+    multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to what the buffer holds
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, in_loop: Set[str], reduction: Reduction):
         """`in_loop` holds the names of values that ops of the loop compute."""

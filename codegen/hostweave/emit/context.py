@@ -89,7 +89,7 @@ class ProgramContext:
         self.exchanges: dict[str, str] = {}  # channel member -> exchange member, for kernels that reduce terms of other ranks
         self.routes: dict[ir.Routes, tuple[str, list[str]]] = {}  # name and lines of each table
         self.plans: dict[PlanKey, Plan] = {}
-        self.uses_of_plan: dict[PlanKey, set[Mesh]] = {}
+        self.uses_of_plan: dict[PlanKey, set[tuple[Mesh, str]]] = {}  # mesh, and condition of sizes in C++
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
@@ -143,7 +143,9 @@ class ProgramContext:
             self.flags[ranks] = self.members.of(f"on_{mesh.label}", str(mesh)), mesh
         return self.flags[ranks][0]
 
-    def flag_of_plan(self, key: PlanKey) -> str:
-        """Flag of the ranks that need a plan, or nothing if these are not the ranks of one submesh."""
-        ranks = {frozenset(mesh.all_ranks) for mesh in self.uses_of_plan[key]}
-        return self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
+    def condition_of_plan(self, key: PlanKey) -> str:
+        """Condition for which a plan is needed: the flag of the ranks of one submesh, and one condition of sizes. Empty if always."""
+        ranks = {frozenset(mesh.all_ranks) for mesh, _ in self.uses_of_plan[key]}
+        flag = self.flags[ranks.pop()][0] if len(ranks) == 1 and ranks.issubset(self.flags) else ""
+        sizes = {condition for _, condition in self.uses_of_plan[key]}
+        return " && ".join(filter(None, (flag, sizes.pop() if len(sizes) == 1 else "")))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from hostweave.emit.plans import EitherAttention, Named, attention_made_with, at
 from hostweave.emit.products import copied, copy_kernel, fill_kernel
 from hostweave.fusion_ir.user_kernel import UserKernel, elements, local_size
 from hostweave.host_ir import ir, tree
-from hostweave.host_ir.expr import Const, Coordinate, Expr
+from hostweave.host_ir.expr import Const, Coordinate, Expr, Symbol, leaves, opposite
 from hostweave.transports.transport import Transport
 from hostweave.types.blocks import Cut, Cuts
 from hostweave.types.size import Size, product
@@ -57,6 +58,7 @@ class Emitter:
         self.used: set[str] = set()  # parameters and temporaries that the emitted calls name
         self.stream, self.streams = CALLER, 1  # the current stream, and the number of streams in its pool
         self.in_group = False
+        self.sizes_given = ""  # condition of sizes under which the current instruction runs, in C++
         self.comments: list[str] = []  # source lines that were written last
         self.others = _other_names(program)
         self.calls: dict[str, int] = {}  # number of calls emitted so far, by function
@@ -272,7 +274,7 @@ class Emitter:
         if key not in plans:
             member = self.members.of(f"plan_{name}", f"plan {len(plans)}")
             plans[key] = Plan(member, *key)
-        self.context.uses_of_plan.setdefault(key, set()).add(self.integers.mesh)
+        self.context.uses_of_plan.setdefault(key, set()).add((self.integers.mesh, self.sizes_given))
         return plans[key].member
 
     def emit_attention(self, i: ir.Attention) -> str:
@@ -394,6 +396,7 @@ class Emitter:
         self.in_group = True
         body = self.body(i.body)
         self.in_group = False
+        self.sizes_given = ""  # condition of sizes under which the current instruction runs, in C++
         return body
 
     def in_block(self, i: ir.Get, what: str) -> str:
@@ -438,11 +441,21 @@ class Emitter:
 
     def emit_if(self, i: ir.If) -> str:
         condition = self.expr(i.condition)
-        with self.integers.given(i.condition):
+        with self.integers.given(i.condition), self.given_sizes(i.condition):
             body = self.body(i.body)
-        orelse = self.body(i.orelse)
+        with self.given_sizes(opposite(i.condition)):
+            orelse = self.body(i.orelse)
         is_chain = [type(one) for one in i.orelse] == [ir.If] and orelse.startswith("if (")  # no comment stands before the inner if
         return lay_out("branch", condition=condition, body=body, orelse=orelse, is_chain=is_chain)
+
+    @contextmanager
+    def given_sizes(self, condition: Expr) -> Iterator[None]:
+        """Notes a condition of sizes alone for the plans that are emitted inside the `with` block."""
+        before = self.sizes_given
+        if all(isinstance(leaf, Const | Symbol) for leaf in leaves(condition)):
+            self.sizes_given = " && ".join(filter(None, (before, self.expr(condition))))
+        yield
+        self.sizes_given = before
 
     def emit_on_mesh(self, i: ir.OnMesh) -> str:
         """Emits the body under the mesh's flag, or nothing if the body only allocates."""

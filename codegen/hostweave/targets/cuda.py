@@ -16,7 +16,7 @@ from hostweave.build import cuda, figures
 from hostweave.build.cache import get_or_make, name_of, root, stamp_of
 from hostweave.build.nvrtc import Nvrtc
 from hostweave.build.toolchain import Library, Toolchain, find_compiler
-from hostweave.fusion_ir.ops.scaled import BLOCKS, SCALINGS, TENSOR
+from hostweave.fusion_ir.ops.scaled import SCALINGS, TENSOR
 from hostweave.targets.target import Target, runtime_sources, sources_of
 from hostweave.transports.transport import NAMES, SIGNALS, Transport, find_transport
 from hostweave.types.machine import H200, Machine
@@ -121,12 +121,7 @@ def why_not(transport: Transport) -> str:
 
 
 def why_no_scales(scaling: str) -> str:
-    """Reason why cuBLASLt cannot multiply 8-bit floats with such scales here; "" if it can, or if there is no GPU to ask.
-
-    cuBLASLt 13.0 on an H100 refuses 1 row with scales of blocks; which numbers of rows it takes was not measured.
-    """
-    if scaling == BLOCKS:
-        return "cuBLASLt has no algorithm for scales of a block and some numbers of rows, such as 1"
+    """Reason why cuBLASLt cannot multiply 8-bit floats with such scales here; "" if it can, or if there is no GPU to ask."""
     if not cuda.gpus():
         return ""
     number = min(int(gpu.arch.removeprefix("sm_")) for gpu in cuda.gpus())

@@ -146,6 +146,8 @@ def why_no_epilogue(a: BufferType, b: BufferType, dst: BufferType) -> str:
     rows."""
     if dst.dtype.name == "f64":
         return "it is of f64"
+    if a.dtype.itemsize == 1 and dst.dtype.name == "f32":
+        return "cuBLASLt reads the bias of a product of 8-bit floats as bf16, and the result is f32"
     if len(b.shape) != 2:
         return "it is a batch of products"
     if not (_rows_follow(a) and _rows_follow(dst)):

@@ -284,7 +284,7 @@ class _Lowering:
         a, b, dst = self.stack_shards(op, steps, [*matrices, target])
         matmul = ir.Matmul(a, b, dst, precision="tf32" if self.options.tf32 and self.b.types[a].dtype == f32 else "")
         if self.lowering and op.result.name == self.lowering.adds:
-            self.lowering.matmul = matmul
+            self.lowering.multiply = lambda accumulates: self.b.emit(replace(matmul, accumulate=(dst,) * accumulates))
         elif self.b.types[dst].dtype.kind != "float":
             self.multiply_ints(op, a, b, dst, steps)
         elif is_matrix(self.b.types[dst]):
