@@ -168,9 +168,14 @@ def _layers(rank: int, ranks: int) -> Iterator[Calls]:
         }
         if rank == 0:
             print(programs[OURS].explain())
-        calls |= {name: partial(call, x, *narrow, *scales) for name, call in _torch_layers().items()}
-        wanted = calls["torch.compile"]()
-        _expect_near_of_8_bits(next(iter(calls.values()))(), wanted)
+        got = next(iter(calls.values()))()
+        for name, call in _torch_layers().items():
+            try:
+                _expect_near_of_8_bits(got, call(x, *narrow, *scales))
+            except RuntimeError as error:  # the same on all ranks
+                print(f"{name} does not run: {str(error).splitlines()[0]}") if rank == 0 else None
+                continue
+            calls[name] = partial(call, x, *narrow, *scales)
         yield calls
         for program in programs.values():
             program.close()
@@ -203,8 +208,7 @@ def _torch_layers() -> dict[str, Callable[..., Any]]:
 
     def mlp(x: Any, wg: Any, wu: Any, wd: Any, sg: Any, su: Any, sd: Any) -> Any:
         a, s = _quantized(x)
-        a = all_gather_tensor(a.view(torch.uint8), 0, group).view(torch.float8_e4m3fn)
-        s = all_gather_tensor(s, 0, group)
+        a, s = all_gather_tensor(a, 0, group), all_gather_tensor(s, 0, group)
         h = torch.nn.functional.silu(product(a, wg, s, sg)) * product(a, wu, s, su)
         b, t = _quantized(h)
         return reduce_scatter_tensor(product(b, wd, t, sd), "sum", 0, group)
