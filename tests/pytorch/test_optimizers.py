@@ -24,6 +24,7 @@ class Lion(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.start = torch.zeros_like  # an attribute that no checkpoint has
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -34,7 +35,7 @@ class Lion(torch.optim.Optimizer):
                 p.data.mul_(1 - group["lr"] * group["weight_decay"])
                 state, (first, second) = self.state[p], group["betas"]
                 if len(state) == 0:
-                    state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
+                    state["step"], state["exp_avg"] = 0, self.start(p)
                 state["step"] += 1
                 m = state["exp_avg"]
                 p.add_(m.clone().mul_(first).add(p.grad, alpha=1 - first).sign_(), alpha=-group["lr"])

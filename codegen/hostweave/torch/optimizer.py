@@ -10,7 +10,6 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
@@ -144,7 +143,8 @@ _REMEDY = "leave optimizer= out, and call backward() and step()"
 
 def _alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, state: Mapping[str, Any]) -> Any:
     """The same optimizer with one parameter and without its hooks."""
-    shadow = copy(optimizer)
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)  # copy() leaves out all attributes but those that are saved
     shadow.param_groups = [{**group, "params": [parameter], **{key: False for key in _OFF if key in group}}]
     shadow.state = defaultdict(dict, {parameter: dict(state)} if state else {})
     shadow._optimizer_step_pre_hooks, shadow._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
