@@ -28,6 +28,15 @@ class Loss(nn.Module):
         return (x + self.down(torch.relu(self.up(self.norm(x))))).square().mean()
 
 
+class Broken(Loss):
+    """The same. Its graph breaks behind the first linear."""
+
+    def forward(self, x: Any) -> Any:
+        hidden = self.up(self.norm(x))
+        torch._dynamo.graph_break()
+        return (x + self.down(torch.relu(hidden))).square().mean()
+
+
 def joined() -> tuple[hw.Group, torch.device]:
     """The group of the ranks, over that of torch, and this rank's device."""
     on_gpus = torch.cuda.is_available()
@@ -36,6 +45,21 @@ def joined() -> tuple[hw.Group, torch.device]:
     if on_gpus:
         torch.cuda.set_device(group.local_rank)
     return group, torch.device("cuda", group.local_rank) if on_gpus else torch.device("cpu")
+
+
+def train_in_regions(want: nn.Module, mesh: Any, x: torch.Tensor) -> None:
+    """The backend of torch.compile, with ops on local parts and a graph break: these run eagerly, on DTensors and on parts of them."""
+    alone, module = copy.deepcopy(want), Broken().to(x.device)
+    module.load_state_dict(want.state_dict())
+    parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    compiled = torch.compile(module, backend="hostweave")
+    for _ in range(2):
+        alone(x).backward()
+        compiled(x).backward()
+        for parameter, other in zip(module.parameters(), alone.parameters(), strict=True):
+            gradient: Any = parameter.grad
+            full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            torch.testing.assert_close(full, other.grad, rtol=1e-3, atol=1e-4)
 
 
 def main() -> None:
@@ -74,6 +98,7 @@ def main() -> None:
         for parameter, other in zip(module.parameters(), alone.parameters(), strict=True):
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             torch.testing.assert_close(full.detach(), other.detach(), rtol=1e-3, atol=1e-4)
+    train_in_regions(want, mesh, x)
     group.check()
     if group.rank == 0:
         print("trained", flush=True)

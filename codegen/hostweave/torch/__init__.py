@@ -13,6 +13,7 @@ from hostweave.base.errors import optional
 
 optional("torch", "hostweave.torch")
 
+import inspect
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -21,24 +22,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hostweave.api import Program
-from hostweave.api import compile as compile_program
 from hostweave.base.errors import ProgramError
 from hostweave.options import Options
 from hostweave.torch.caches import register
 from hostweave.torch.compiled import CompiledModule as CompiledModule
-from hostweave.torch.compiled import Part
 from hostweave.torch.custom_op import as_torch_op as as_torch_op
 from hostweave.torch.distributed import data_axes, of_all_ranks
 from hostweave.torch.exported import exported
 from hostweave.torch.generation import Generation
-from hostweave.torch.graph import Graph, read
-from hostweave.torch.joint import joint_of
-from hostweave.torch.layers import snake_case
 from hostweave.torch.plan import Layouts, layouts, mesh_of, states_inputs, without_inputs
+from hostweave.torch.programs import compiled
+from hostweave.torch.regions import ModelInRegions as ModelInRegions
 from hostweave.torch.scaled import scale_linears, scaled_linears
 from hostweave.torch.step import TrainingStep as TrainingStep
-from hostweave.torch.trace import state_written, traced
 from hostweave.torch.training import TrainingModule as TrainingModule
 
 
@@ -57,7 +53,8 @@ def compile(
     accumulate: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     fp8: str | Mapping[str, str] | None = None,
-) -> CompiledModule:
+    fullgraph: bool = True,
+) -> Any:
     """Compiles the forward pass of a module for the ranks of a mesh, with `training` its backward pass, with `optimizer` a whole step.
 
     `mesh` is an hw.Mesh, or a DeviceMesh with named dims. `plan` states shardings by name, with wildcards; a pattern may leave out the
@@ -87,6 +84,9 @@ def compile(
     With `fp8=` the linears whose weights the plan states are products of 8-bit floats. "row" and "tensor" have a scale for each row or
     tensor. "block" has one for 128 elements of activations and for 128 x 128 of weights. `fp8={"q_proj": "row"}` names linears by patterns,
     as the plan does. The program quantises activations and weights to f8e4m3, so weights stay as they are. Gradients are f8e5m2.
+
+    With `fullgraph=False` ops that are missing, branches on values and side effects break the graph. What is returned is a ModelInRegions,
+    which runs the regions between as programs and the rest eagerly. Its `explain` tells what fell out.
 
     Raises ProgramError for a module that torch.export does not take, and for a plan that does not fit the module. Ops that are not
     supported are listed all at once, with the lines that use them.
@@ -118,9 +118,16 @@ def compile(
         raise ProgramError(f"hostweave.torch.compile: accumulate={accumulate!r} is no number of calls; pass an int from 1 on")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ProgramError(f"hostweave.torch.compile: clip_grad_norm={clip_grad_norm!r} is no norm; pass a number above 0")
+    step = None if optimizer is None else (optimizer, clip_grad_norm, accumulate, scaler)
     if training and dynamic_shapes:
         raise ProgramError("hostweave.torch.compile: dynamic_shapes is for inference; with training=True compile once for each size")
     register((args, kwargs))
+    if not fullgraph:
+        if optimizer is not None or fp8 is not None or dynamic_shapes is not None:
+            raise ProgramError("hostweave.torch.compile: optimizer=, fp8= and dynamic_shapes= are of one graph; leave fullgraph=False out")
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        dims = {name: value.ndim for name, value in given.items() if isinstance(value, torch.Tensor)}
+        return ModelInRegions(module, placed, layouts(plan or {}, module, dims, placed), target=target, options=options)
     graph_of, how, reads = exported(module, args, kwargs, dynamic_shapes, training)
     names = [spec.arg.name for spec in graph_of.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
     given = dict(zip(names, pytree.tree_leaves((args, kwargs)), strict=True)) if not named else kwargs
@@ -131,24 +138,8 @@ def compile(
     stated = layouts(plan or {}, module, dims, placed, by_rows)
     if fp8 is not None:
         scale_linears(graph_of.graph, scaled_linears(fp8, module, stated))
-    graph = read(graph_of, stated, placed, training)
-    graph.traced, graph.reads = how, reads
-    name = snake_case(type(module).__name__)
-    state_written(graph, name, options or Options())
-    first = next(iter(module.parameters()), None)
-    target, options = target or ("cuda" if first is not None and first.is_cuda else "cpu"), options or Options()
-
-    def program_of(graph: Graph, end: str = "") -> Program:
-        return compile_program(traced(graph, f"{name}{end}", options), target=target, options=options)
-
-    if training:
-        wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))]
-        joint = joint_of(graph, wanted, optimizer is not None)
-        if optimizer is not None:
-            return TrainingStep(module, graph_of, joint, program_of, optimizer, clip_grad_norm, accumulate, scaler)
-        return TrainingModule(module, graph_of, joint, program_of)
-    model = CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
-    if hasattr(module, "generate"):
+    model = compiled((graph_of, how, reads), module, stated, placed, (args, kwargs), target, options, training, step)
+    if not training and hasattr(module, "generate"):
         of_module = without_inputs(plan or {}, module, dims)
         model.generation = Generation(
             module, lambda given, sizes: compile(module, mesh, of_module, given, target=target, options=options, dynamic_shapes=sizes)

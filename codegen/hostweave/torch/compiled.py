@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 from hostweave.api import Program
 from hostweave.base.errors import ArgumentError, SizeError
 from hostweave.runtime.arrays import library_of
-from hostweave.runtime.group import Group
+from hostweave.runtime.group import Group, init
 from hostweave.runtime.group import current as current_group
 from hostweave.runtime.local import Captured
+from hostweave.runtime.providers import Threads
 from hostweave.targets.cuda import handle_of
 from hostweave.torch.caches import continued
 from hostweave.torch.graph import Graph
@@ -176,33 +177,12 @@ class Folded:
         return [tensor._version for *_, tensor in self._places if not tensor.is_inference()]
 
 
-class CompiledModule(nn.Module):
-    """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
+class Delegating(nn.Module):
+    """A module with the parameters, buffers, submodules, state dict, mode and other attributes of another."""
 
-    It has the parameters, buffers, submodules, state dict and other attributes of the module that it was compiled of.
-
-    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks, as the plan shards
-    inputs, and replicated ones by default. Without a group all ranks run in this process, on global tensors. Parameters are read where they
-    lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
-    """
-
-    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
-        """A call computes `graph` by the program of `part`. The `others` are of it, too."""
+    def __init__(self, module: nn.Module):
         super().__init__()
         vars(self).update(_module=module, _parameters=module._parameters, _buffers=module._buffers, _modules=module._modules)
-        self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
-        self._varying = self._sizes()
-        self.generation: Any = None  # of a module of transformers, the programs that generate sequences
-        self._places = [place_of(module, of) for of in graph.parameters.values()]
-        self._memory = [memory_of(tensor) for *_, tensor in self._places]
-        self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
-        self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
-        self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
-
-    @property
-    def program(self) -> Program:
-        """The compiled program, with its source and `check`."""
-        return self._part.program
 
     def __getattr__(self, name: str) -> Any:
         module = vars(self).get("_module")
@@ -210,7 +190,7 @@ class CompiledModule(nn.Module):
 
     @property
     def training(self) -> bool:
-        """The mode of the module. A call raises in another mode than that of the compilation."""
+        """The mode of the module. A call of a CompiledModule raises in another mode than that of the compilation."""
         return self._module.training  # type: ignore[no-any-return]
 
     @training.setter
@@ -225,6 +205,35 @@ class CompiledModule(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads the state of the module, which the program reads where it is."""
         return self._module.load_state_dict(*args, **kwargs)
+
+
+class CompiledModule(Delegating):
+    """A module that was compiled, made by `hostweave.torch.compile`. It is called as the module is, and returns what it returns.
+
+    It has the parameters, buffers, submodules, state dict and other attributes of the module that it was compiled of.
+
+    In a process or thread that has joined a group (`hw.init`) a call runs this rank: arguments are local blocks, as the plan shards
+    inputs, and replicated ones by default. Without a group all ranks run in this process, on global tensors. Parameters are read where they
+    lie, so what optimizers or `load_state_dict` write is seen. `program` is the compiled hw.Program, with its source and `check`.
+    """
+
+    def __init__(self, module: nn.Module, exported: ExportedProgram, graph: Graph, part: Part, *others: Part):
+        """A call computes `graph` by the program of `part`. The `others` are of it, too."""
+        super().__init__(module)
+        self._graph, self._specs, self._part, self._ranges = graph, exported.call_spec, part, exported.range_constraints
+        self._varying = self._sizes()
+        self.alone_on: torch.device | None = None  # of a program of one rank that runs whatever group this process has joined
+        self.generation: Any = None  # of a module of transformers, the programs that generate sequences
+        self._places = [place_of(module, of) for of in graph.parameters.values()]
+        self._memory = [memory_of(tensor) for *_, tensor in self._places]
+        self._parts = [(of._modules, name, held) for of in module.modules() for name, held in of._modules.items()]
+        self._training, self._state, self._autocast = module.training, State(module, graph.reads), _autocast()
+        self._folded = Folded(module, {name for of in (graph, part.graph, *(one.graph for one in others)) for name in of.folded})
+
+    @property
+    def program(self) -> Program:
+        """The compiled program, with its source and `check`."""
+        return self._part.program
 
     def generate(self, inputs: Any = None, **kwargs: Any) -> Any:
         """Sequences, as `generate` of transformers gives them, whose arguments it takes; the programs run a static cache.
@@ -249,7 +258,7 @@ class CompiledModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes the module's results. Call the module itself instead, which also runs hooks."""
-        arrays, group = self._checked(args, kwargs), current_group()
+        arrays, group = self._checked(args, kwargs), self._group()
         written = self._written(arrays, group)
         made = self._finished(self._part({**arrays, **written}, group), written)
         continued((args, kwargs), made)
@@ -264,7 +273,7 @@ class CompiledModule(nn.Module):
 
         Example: `step = model.capture(x)`, then `x.copy_(new)` and `y = step()`.
         """
-        arrays, group = self._checked(args, kwargs), current_group()
+        arrays, group = self._checked(args, kwargs), self._group()
         if group is None:
             why = "without a group all ranks run in this process, on copies of what is passed, and nothing of that is captured"
             raise ArgumentError(f"{self._name}: capture: {why}; call hw.init on each rank, in a process or thread of its own")
@@ -280,6 +289,10 @@ class CompiledModule(nn.Module):
             call.launch(stream)
 
         return Captured(launch, arrays, lambda: returned)
+
+    def _group(self) -> Group | None:
+        """The group of the ranks that run a call; None if all ranks are in this process."""
+        return current_group() if self.alone_on is None else alone(self.alone_on)
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Arguments of a call that the program takes, by name. Raises ArgumentError if the call cannot be made."""
@@ -446,6 +459,12 @@ class CompiledModule(nn.Module):
                     f"{name}: {node.name} is {leaf!r}, and was {self._graph.constants.get(node)!r} at compile; compile it again"
                 )
         return arrays
+
+
+def alone(device: torch.device) -> Group:
+    """A group of this thread alone, on a GPU or on the CPU."""
+    name = f"alone on {device}"
+    return current_group(name) or init(Threads(1), name, device=device.index)
 
 
 def _words_of(sizes: range) -> str:

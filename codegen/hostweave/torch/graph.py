@@ -26,6 +26,7 @@ from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 
 ATTENTION = "scaled_dot_product_attention.default"
+RESHARD = "hostweave.reshard.default"  # which states the sharding of a value
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Graph:
             names = dict.fromkeys(op.removeprefix("transformers.").partition(".")[0] for op in counts)
             remedy = "; ".join(_INSTEAD[name] for name in names if name in _INSTEAD)
             remedy = remedy or "write them with other ops, or as an hw.kernel in a fusion"
-            raise ProgramError(f"ops that are not supported: {listed}; {remedy}")
+            raise refused(ProgramError(f"ops that are not supported: {listed}; {remedy}"), missing)
 
     def type_of(self, node: Node, axes: Axes | None = None) -> TensorType:
         """The type of a node's value, with these mesh axes."""
@@ -243,6 +244,12 @@ class Graph:
         """The type of each input of the fusion, by name, with the sharding that the plan states."""
         stated = {**{name: self.layouts.parameters.get(of) for name, of in self.parameters.items()}, **self.layouts.inputs}
         return {name: self.type_of(node, stated.get(name)) for node, name in self.names.items()}
+
+
+def refused(error: ProgramError, nodes: list[Node]) -> ProgramError:
+    """The error, with the nodes that it is of; those of an inner error stay."""
+    vars(error).setdefault("nodes", nodes)
+    return error
 
 
 _BY_MASK = "how many elements are true is known only at a call: use torch.where(mask, x, 0), or the first k by topk or argsort"

@@ -24,7 +24,19 @@ from hostweave.base.errors import ProgramError
 from hostweave.torch.aten import TABLE
 from hostweave.torch.derivatives import Derivatives
 from hostweave.torch.exported import decompositions
-from hostweave.torch.graph import ATTENTION, Graph, Origin, modules_of, name_of, name_of_constant, op_of, repeated, rotated, word_of_mask
+from hostweave.torch.graph import (
+    ATTENTION,
+    RESHARD,
+    Graph,
+    Origin,
+    modules_of,
+    name_of,
+    name_of_constant,
+    op_of,
+    repeated,
+    rotated,
+    word_of_mask,
+)
 from hostweave.torch.layers import Layer, Path, paths_of_layers
 from hostweave.torch.ops import Silu, composed_attention, matmul, ops
 from hostweave.torch.plan import Axes, Layouts, text_of
@@ -99,8 +111,9 @@ class Joint:
 
     @property
     def _of_results(self) -> list[Axes | None]:
-        """The shardings of results: replicated, but for those of modules that the plan states, and for rows of ranks."""
-        stated = [any(path in self.outer.layouts.outputs for path in modules_of(node)) for node in self.results]
+        """The shardings of results: replicated, but for those that the plan or the module states, and for rows of ranks."""
+        outputs = self.outer.layouts.outputs
+        stated = [op_of(node) == RESHARD or any(path in outputs for path in modules_of(node)) for node in self.results]
         of_rows = [self.outer.layouts.of_rows(node.meta["val"]) for node in self.results]
         return [None if as_stated else axes for as_stated, axes in zip(stated, of_rows, strict=True)]
 

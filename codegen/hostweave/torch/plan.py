@@ -54,7 +54,7 @@ def layouts(plan: Mapping[str, Any], module: nn.Module, dims: Mapping[str, int],
     tensors = dict(tensors_of(module))
     for name, parameter in tensors.items():
         if isinstance(parameter, DTensor):
-            found.parameters[name] = _of_placements(parameter, mesh, name)
+            found.parameters[name] = placed_axes(parameter, mesh, name)
     names_of: dict[int, list[str]] = {}  # a tensor that is tied has several
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -193,7 +193,8 @@ def _of_style(style: ParallelStyle, name: str, module: nn.Module, axis: str) -> 
         )
 
 
-def _of_placements(parameter: DTensor, mesh: Mesh, name: str) -> Axes:
+def placed_axes(parameter: DTensor, mesh: Mesh, name: str) -> Axes:
+    """The mesh axes that shard each dim of a parameter that is a DTensor. Raises ProgramError for a sum."""
     names = parameter.device_mesh.mesh_dim_names
     known, inner = [axis for axis, _ in mesh.axes], list[tuple[str, int]]()
     if not names or any(axis not in known for axis in names):

@@ -26,12 +26,14 @@ from hostweave.passes.fusion.propagate_sharding import propagate_sharding
 from hostweave.torch.aten import Result, computed, full, resharded
 from hostweave.torch.graph import (
     ATTENTION,
+    RESHARD,
     Graph,
     consecutive,
     location,
     modules_of,
     name_of,
     op_of,
+    refused,
     repeated,
     rotated,
     shape_of,
@@ -101,7 +103,7 @@ def _placed(graph: Graph, value: hw.Tensor, node: Node, number: int) -> hw.Tenso
         return value
     if graph.results is None:
         path = next((path for path in reversed(modules_of(node)) if path in graph.layouts.outputs), None)
-        return value if path else resharded(value, graph.layouts.of_rows(node.meta["val"]))
+        return value if path or op_of(node) == RESHARD else resharded(value, graph.layouts.of_rows(node.meta["val"]))
     axes = graph.results[number]
     return value if axes is None else resharded(value, axes)
 
@@ -153,8 +155,11 @@ def _run(graph: Graph, values: Values, node: Any) -> None:
         op, args = "hostweave.update.default", [*update]
     anything = next(value for value in values.values() if isinstance(value, hw.Tensor))
     with stated_location(location(node)):
-        args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
-        made = _stated(graph, node, computed(op, node, args, kwargs, shape_of, anything))
+        try:
+            args, kwargs = pytree.tree_map_only(Node, lambda n: _value(graph, values, n, node), (args, kwargs))
+            made = _stated(graph, node, computed(op, node, args, kwargs, shape_of, anything))
+        except ProgramError as error:
+            raise refused(error, [node]) from error.__cause__
     if isinstance(made, hw.Tensor) and made._op is not None and made._variable is None and (word := _word(node)):
         made._variable = word
     values[node] = made

@@ -17,7 +17,6 @@ from hostweave.api import Program
 from hostweave.api import compile as compile_program
 from hostweave.base.errors import ArgumentError
 from hostweave.runtime.group import Group
-from hostweave.runtime.group import current as current_group
 from hostweave.torch.compiled import CompiledModule, Part, tensor_of
 from hostweave.torch.joint import SEEDS, Joint
 from hostweave.torch.ops import keep, kept
@@ -112,7 +111,7 @@ class TrainingModule(Differentiated):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, with gradients. Raises ArgumentError for others than it was compiled for."""
         passed, given = self._leaves(args, kwargs)
-        made = _Step.apply(self, current_group(), *given)  # type: ignore[no-untyped-call]
+        made = _Step.apply(self, self._group(), *given)  # type: ignore[no-untyped-call]
         return self._ended(passed, made)
 
     def _compute(self, group: Group | None, given: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,0 +1,59 @@
+"""The programs of an exported module: one of its forward pass, those of a forward and backward pass, or one of a whole step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from hostweave.api import Program
+from hostweave.api import compile as compile_program
+from hostweave.options import Options
+from hostweave.torch.compiled import CompiledModule, Part
+from hostweave.torch.graph import Graph, read
+from hostweave.torch.joint import joint_of
+from hostweave.torch.layers import snake_case
+from hostweave.torch.plan import Layouts
+from hostweave.torch.step import TrainingStep
+from hostweave.torch.trace import state_written, traced
+from hostweave.torch.training import TrainingModule
+from hostweave.types.mesh import Mesh
+
+
+def compiled(
+    exported: tuple[ExportedProgram, dict[str, str], dict[str, set[str]]],
+    module: nn.Module,
+    layouts: Layouts,
+    mesh: Mesh,
+    given: tuple[Any, Any],
+    target: str | None = None,
+    options: Options | None = None,
+    training: bool = False,
+    step: tuple[torch.optim.Optimizer, float | None, int, torch.amp.GradScaler | None] | None = None,
+) -> CompiledModule:
+    """Compiles a module that was exported for arguments, positional and by keyword.
+
+    `step` has the optimizer, clip_grad_norm, accumulate and scaler of a whole step.
+    """
+    graph_of, how, reads = exported
+    graph = read(graph_of, layouts, mesh, training)
+    graph.traced, graph.reads = how, reads
+    name = snake_case(type(module).__name__)
+    settings = options or Options()
+    state_written(graph, name, settings)
+    tensors = [*module.parameters(), *(leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))]
+    device = target or ("cuda" if tensors and tensors[0].is_cuda else "cpu")
+
+    def program_of(graph: Graph, end: str = "") -> Program:
+        return compile_program(traced(graph, f"{name}{end}", settings), target=device, options=settings)
+
+    if not training:
+        return CompiledModule(module, graph_of, graph, Part(graph, module, program_of))
+    wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(given)]
+    joint = joint_of(graph, wanted, step is not None)
+    if step is not None:
+        return TrainingStep(module, graph_of, joint, program_of, *step)
+    return TrainingModule(module, graph_of, joint, program_of)
