@@ -75,7 +75,8 @@ def test_each_dtype(dtype: hw.DType, value: float, wanted: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[hw.Tensor], Any], str]] = {
-    "unknown": (lambda x: hw.zeros("Q"), "no input has a dim Q"),
+    "unknown": (lambda x: hw.zeros("Q"), "zeros: no input has a dim Q, so nothing tells its size; give it to an input, or write an int"),
+    "unknown end": (lambda x: hw.arange("Q"), "arange: no input has a dim Q"),
     "sharding": (lambda x: hw.zeros(("M@x",)), "zeros: not a size: 'M@x'"),
     "empty": (lambda x: hw.zeros(0), "zeros: a dim has at least one element, not 0"),
     "fraction": (
@@ -101,3 +102,9 @@ def test_what_is_refused(case: str) -> None:
         computed(function)
     assert message in str(caught.value)
     assert "test_constants.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [hw.zeros, hw.ones, hw.arange, lambda size: hw.full(size, 1)])
+def test_outside_of_a_fusion_the_name_is_the_users(make: Callable[[int], Any]) -> None:
+    with pytest.raises(hw.errors.ProgramError, match=r"(zeros|ones|arange|full): no function is being traced; call it in the function"):
+        make(3)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from math import prod
 
-from hostweave.base.errors import ProgramError
 from hostweave.communication.exchanges import Exchange
 from hostweave.communication.packing import Reduction, contiguous_source, group, packed_destination, packed_source, temporary
 from hostweave.communication.posted import collectives_on
@@ -96,11 +95,6 @@ def _by_reading(b: Builder, flow: Dataflow, op: Op, src: Buffer, dst: Buffer, nu
     waits are pending.
     """
     source, target, blocks = flow.types[op.tensors[0]], op.result.type, op[BLOCKS]
-    if any(_cuts(flow, op)):
-        ranks_of = [len(type.mesh_in(flow.mesh).all_ranks) for type in (source, target)]
-        why = f"transport {b.carrying(SIGNALS).name}: {ranks_of[0]} ranks and {ranks_of[1]}"
-        remedy = 'shard a dim alike on both meshes, write its size as an int that divides, or use transport="auto"'
-        raise ProgramError(f"{op.kind}: {why} share a dim of {source} in blocks that may differ in size; {remedy}", op.location)
     world = tuple(name for name, _ in flow.mesh.axes)
     with b.on(None):
         ranks = Exchange(b, world)

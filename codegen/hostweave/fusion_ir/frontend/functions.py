@@ -206,7 +206,7 @@ def arange(start: SizeLike, stop: SizeLike | None = None, step: int = 1, dtype: 
         what = "there is none" if count else "their number cannot be written as a size; count up from 0 and compute"
         raise ProgramError.here(f"arange: of the numbers from {start} to before {end} by {step} {what}")
     counted = dtype if dtype.kind in ("int", "uint") else i32
-    numbers = record("iota", target=TensorType(counted, (Dim(count),)))
+    numbers = record("iota", target=TensorType(counted, (Dim(count),)), written="arange")
     numbers = numbers if step == 1 else numbers * step
     numbers = numbers if start == 0 else numbers + start
     return numbers if counted == dtype else astype(numbers, dtype)
@@ -222,7 +222,8 @@ def _constant(name: str, shape: SizeLike | Sequence[SizeLike], value: Scalar, dt
         if value != value or value in (float("inf"), -float("inf")) or int(value) != value or not least <= value <= most:
             raise ProgramError.here(f"{name}: {dtype} has no {value!r}; give an int from {least} to {most}, or a floating dtype")
     sizes = (shape,) if isinstance(shape, int | str | Size) else shape
-    return record("fill", target=TensorType(dtype, tuple(Dim(_size_of(dim, name)) for dim in sizes)), value=value + 0)
+    type = TensorType(dtype, tuple(Dim(_size_of(dim, name)) for dim in sizes))
+    return record("fill", target=type, written=name, value=value + 0)
 
 
 def _expect_dtype(name: str, dtype: object) -> None:

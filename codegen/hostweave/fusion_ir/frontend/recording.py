@@ -23,6 +23,11 @@ Made = TypeVar("Made")
 class Recorder(Protocol):
     """A trace: it writes ops down."""
 
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of the sizes that the inputs determine."""
+        ...
+
     def record(self, op: Op, operands: Sequence[Tensor | Scalar], known: Sequence[Tensor], target: TensorType | None) -> Tensor: ...
 
 
@@ -48,12 +53,13 @@ def record(
     beside: Tensor | None = None,
     callee: Fusion | None = None,
     user_kernel: UserKernel | None = None,
+    written: str = "",
     **values: AttributeValue,
 ) -> Tensor:
     """Records one op and returns its result. `target` is the part of the result's type that the user states.
 
     `beside` is a tensor of the same function, for an op without operands. Without `beside` such an op belongs to the function being traced.
-    `callee` is the function of a call, and `user_kernel` the C++ of a kernel.
+    `callee` is the function of a call, and `user_kernel` the C++ of a kernel. `written` names an op without operands in errors.
 
     Raises ProgramError if an operand is no tensor of this fusion, or operands do not fit.
     """
@@ -67,7 +73,10 @@ def record(
     known = [operand for operand in (*operands, beside) if operand is not None and not isinstance(operand, int | float)]
     if not known and not operands and target is not None:
         if (trace := being_traced.get()) is None:
-            raise ProgramError(f"{kind}: no function is being traced; call it in the function of an hw.fusion", location)
+            raise ProgramError(f"{written or kind}: no function is being traced; call it in the function of an hw.fusion", location)
+        if unknown := [name for size in target.shape for name in size.symbols if name not in trace.symbols]:
+            why = f"no input has a dim {unknown[0]}, so nothing tells its size; give it to an input, or write an int"
+            raise ProgramError(f"{written or kind}: {why}", location)
         return trace.record(Op(kind, (), Value("", target), attributes(**values), location), operands, (), target)
     if not known:
         raise ProgramError(f"{kind}: no operand is a tensor; compute with Python numbers instead", location)

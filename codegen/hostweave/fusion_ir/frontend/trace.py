@@ -268,6 +268,12 @@ class _Trace:
         self.types: dict[str, TensorType] = {}
         self.is_traced = False
 
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of the sizes that the inputs determine."""
+        inputs = (tensor.type for tensor in self.tensors.values() if not tensor._op)
+        return frozenset(name for type in inputs for size in type.shape for name in size.symbols)
+
     def add(self, op: Op | None, type: TensorType, pinned: bool, name: str | None = None) -> Tensor:
         number = str(len(self.tensors))
         self.types[number] = type

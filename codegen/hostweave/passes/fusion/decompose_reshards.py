@@ -20,6 +20,8 @@ from hostweave.fusion_ir.rewriting import consumers, eliminate_dead_code
 from hostweave.fusion_ir.sharding import Axes, layout, with_axes
 from hostweave.options import Options
 from hostweave.passes.fusion.insert_reshards import SUFFIXES
+from hostweave.transports.transport import MESSAGES, SIGNALS
+from hostweave.types.blocks import shared_dims
 from hostweave.types.size import Size
 from hostweave.types.tensor import Dim, TensorType
 from hostweave.types.zigzag import Zigzag, inverse, order_of_pieces
@@ -35,7 +37,8 @@ def decompose_reshards(fusion: Fusion, options: Options) -> Fusion:
 class _Decomposition(Emitter):
     def __init__(self, fusion: Fusion, options: Options):
         super().__init__(fusion)
-        self.sizes, self.types = options.sizes, {name: value.type for name, value in fusion.values().items()}
+        self.options, self.sizes = options, options.sizes
+        self.types = {name: value.type for name, value in fusion.values().items()}
         self.producer: dict[str, int] = {}  # value -> position of its op in `ops`
         self.consumers = consumers(fusion)
         self.same: dict[str, str] = {}  # result of a reshard without effect, or of a repeated one -> the value to use
@@ -59,6 +62,9 @@ class _Decomposition(Emitter):
         if zigzag_changes(self.types[source], op.result.type):
             self.through_rank_order(op, source)
             return
+        if op.result.type.mesh != self.types[source].mesh and not op.result.stream and (uneven := self.unread(source, op.result.type)):
+            self.remove(op, self.through_whole_dims(op, source, uneven))
+            return
         steps = plan(self.types[source], op.result.type, self.mesh, self.sizes, op.location)
         if not steps:
             self.remove(op, source)
@@ -72,6 +78,21 @@ class _Decomposition(Emitter):
         self.emit(steps[-1].op(source, type, op.result, self.mesh, op.location))
         if not op.result.stream:
             self.done[source, op.result.type] = op.result.name
+
+    def unread(self, source: str, wanted: TensorType) -> list[int]:
+        """Dims whose blocks on two meshes differ in size, if ranks move blocks by reading: a reader knows one size for all."""
+        transport = self.options.transport_carrying(MESSAGES, SIGNALS)
+        if not transport or transport.carries >= MESSAGES:
+            return []
+        return [number for number, dim in enumerate(shared_dims(self.types[source], wanted, self.mesh)) if dim.is_uneven(())]
+
+    def through_whole_dims(self, op: Op, source: str, dims: list[int]) -> str:
+        """Moves to another mesh with these dims whole: gathered before, and cut after."""
+        ends = (replace(type, partial=None) for type in (self.types[source], op.result.type))
+        given, wanted = (reduce(lambda type, dim: with_axes(type, dim, ()), dims, type) for type in ends)
+        for type in (given, wanted, op.result.type):
+            source = self.resharded(op, source, type)
+        return source
 
     def through_rank_order(self, op: Op, source: str) -> None:
         """Reshards to or from zigzag: the pieces are reordered where a rank holds all of them."""
