@@ -94,6 +94,17 @@ def test_passes_are_those_of_the_list_and_call_no_others() -> None:
         assert imported.isdisjoint(names), f"{path.stem} imports another pass"
 
 
+def test_each_pass_has_a_test_file_that_names_it() -> None:
+    """The folders of the tests are those of the package."""
+    tests = Path(__file__).parent
+    folders = {apply.__name__: Path(*apply.__module__.split(".")[1:-1]) for apply in PASSES}
+    assert [name for name, folder in folders.items() if not (tests / folder / f"test_{name}.py").is_file()] == []
+    packages = {path.parent.relative_to(PACKAGE) for path in modules()}
+    others = {"conformance", "golden", "gpu", "programs", "pytorch", "runtime_cpp"}  # of whole programs, and of C++
+    mine = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")} - {Path(), *map(Path, others)}
+    assert mine <= packages
+
+
 def test_what_a_reshard_does_is_worked_out_before_it_is_decomposed() -> None:
     """Later passes read the steps from the op."""
     early = {"insert_reshards.py", "decompose_reshards.py"}

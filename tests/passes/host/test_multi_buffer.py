@@ -1,0 +1,34 @@
+"""The pass multi_buffer: a buffer of which each iteration uses one chunk has one slot per stream."""
+
+from __future__ import annotations
+
+from fusions_from_files import all_fusions, pipelines
+from stages_of_passes import changes
+
+from hostweave.options import Options
+from hostweave.passes.host.multi_buffer import multi_buffer
+
+TWO_STREAMS = Options(streams=2)
+
+
+def test_a_chunk_that_is_used_in_two_iterations_gets_slots() -> None:
+    """Rows arrive one iteration before the matmul that reads them."""
+    assert (
+        changes(multi_buffer, pipelines(4, 4)["two_stages_streamed"], TWO_STREAMS)
+        == """\
+- %arrived = allocate bf16[M, K]
++ %arrived = allocate bf16[2, M/4, K]
+- %arrived_j = chunk %arrived[0: %j of 4]
++ %arrived_j = select %arrived[0: %j % 2]
+- %arrived_i = chunk %arrived[0: %i of 4]
++ %arrived_i = select %arrived[0: %i % 2]
+"""
+    )
+
+
+def test_as_many_streams_as_chunks_save_nothing() -> None:
+    assert changes(multi_buffer, pipelines(4, 4)["two_stages_streamed"]) == ""
+
+
+def test_a_buffer_of_one_stream_block_is_left_to_privatize_per_stream() -> None:
+    assert changes(multi_buffer, all_fusions(2, 4)["ag_matmul"], TWO_STREAMS) == ""

@@ -1,0 +1,50 @@
+"""The pass multiply_few_rows: matmuls with few rows and the kernel that uses them become one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stages_of_passes import changes
+
+import hostweave as hw
+from hostweave.host_ir.ir import FEW_ROWS
+from hostweave.passes.host.multiply_few_rows import multiply_few_rows
+
+
+def gated(rows: int | str) -> hw.Fusion:
+    @hw.fusion(x=hw.f32[rows, "K"], wg=hw.f32["K", "N"], wu=hw.f32["K", "N"])
+    def gated(x: Any, wg: Any, wu: Any) -> Any:
+        return hw.maximum(hw.matmul(x, wg), 0) * hw.matmul(x, wu)
+
+    return gated
+
+
+def body(rows: int | str) -> list[str]:
+    """Instructions that the pass adds; others stay where they are."""
+    added = [line.removeprefix("+ ") for line in changes(multiply_few_rows, gated(rows)).splitlines() if line.startswith("+ ")]
+    return [line for line in added if line.startswith(("launch", "matmul", "if", "fork", "join", "stream"))]
+
+
+def test_a_symbolic_number_of_rows_is_a_condition() -> None:
+    assert body("T") == [
+        f"if T <= {FEW_ROWS} {{",
+        "launch @maximum_multiply_y_of_few_rows %x, %wg, %wu -> %y",
+        "fork beside first 1",
+        "stream beside[0] {",
+        "matmul %x, %wu -> %matmul_wu",
+        "join beside first 1",
+    ]
+
+
+@pytest.mark.parametrize(("rows", "fuses"), [(1, True), (FEW_ROWS, True), (FEW_ROWS + 1, False)])
+def test_a_known_number_of_rows_decides(rows: int, fuses: bool) -> None:
+    assert body(rows) == (["launch @maximum_multiply_y_of_few_rows %x, %wg, %wu -> %y"] if fuses else [])
+
+
+def test_one_matmul_keeps_its_epilogue() -> None:
+    @hw.fusion(x=hw.f32["T", "K"], w=hw.f32["K", "N"])
+    def one(x: Any, w: Any) -> Any:
+        return hw.maximum(hw.matmul(x, w), 0) * 2
+
+    assert changes(multiply_few_rows, one) == ""

@@ -1,0 +1,48 @@
+"""The pass reduce_in_kernels: small all-reduces become part of the kernel that reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stages_of_passes import changes
+
+import hostweave as hw
+from hostweave.passes.host.reduce_in_kernels import reduce_in_kernels
+from hostweave.types.machine import H200
+
+
+def reduced(rows: int) -> hw.Fusion:
+    @hw.fusion(mesh=hw.Mesh(x=2), p=hw.f32["2@x", rows, 64])
+    def reduced(p: Any) -> Any:
+        return hw.maximum(hw.sum(p, 0), 0)
+
+    return reduced
+
+
+def test_a_small_one_goes_into_its_consumer() -> None:
+    assert (
+        changes(reduce_in_kernels, reduced(4))
+        == """\
+- kernel @maximum_y(%sum_p: f32[4, 64]) {
++ kernel @maximum_y_of_terms(%p: f32[4, 64]) {
++ %sum_p: f32[4, 64] = all_reduce(%p, axes=(x), reduction=sum)
+- %sum_p = allocate f32[4, 64]
+- all_reduce sum %sum_p_partial -> %sum_p on x
+- launch @maximum_y %sum_p -> %y
++ launch_all_reduce @maximum_y_of_terms %sum_p_partial -> %y on x
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (1 << 20, hw.Options()),
+        (4, hw.Options(transport="two_sided")),
+        (4, hw.Options(machine=H200.without_peers("the ranks are on several hosts"))),
+    ],
+    ids=["large", "two-sided", "no peer memory"],
+)
+def test_others_stay(rows: int, options: hw.Options) -> None:
+    assert changes(reduce_in_kernels, reduced(rows), options) == ""
