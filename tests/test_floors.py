@@ -20,7 +20,13 @@ from hostweave.transports.transport import NAMES as TRANSPORTS
 
 # From the top down. Passes and users share `options`.
 FLOORS = (
-    ("__main__", "api", "cli", "compiled", "pipeline", "running", "torch", "variants"),
+    ("__main__",),
+    ("cli", "torch"),
+    ("api",),
+    ("running",),
+    ("variants",),
+    ("compiled",),
+    ("pipeline",),
     ("runtime",),
     ("targets",),
     ("build",),
@@ -42,9 +48,12 @@ FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floo
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Parts of the package that a file imports, including imports inside functions and for type checking."""
+    """Parts of the package that a file imports, including imports inside functions, for type checking, and by `import_module`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+            modules = [name.value] if isinstance(name, ast.Constant) else []
+        elif isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"

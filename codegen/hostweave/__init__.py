@@ -85,6 +85,14 @@ def _imported(module: str) -> ModuleType:
         return import_module(module)
 
 
+def _call_of_torch(_: type[Tensor], function: Any, __: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Lets torch functions accept tensors of a fusion. Torch calls this; the core does not import torch."""
+    return _imported("hostweave.torch.functions").call(function, args, kwargs or {})
+
+
+Tensor.__torch_function__ = classmethod(_call_of_torch)  # type: ignore[attr-defined]
+
+
 def __dir__() -> list[str]:
     return _PUBLIC
 

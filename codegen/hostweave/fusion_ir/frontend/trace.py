@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from itertools import count
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -187,11 +186,6 @@ class Tensor:
             if name.startswith("_"):  # libraries probe for such names and expect AttributeError
                 raise AttributeError(name)
             raise UnknownAttribute(f"x.{name}: a tensor of a fusion has no {name}; {instead_of(name)}", Location.of_caller())
-
-    @classmethod
-    def __torch_function__(cls, function: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Lets torch functions accept tensors of a fusion. Torch calls this; the core does not import torch."""
-        return import_module("hostweave.torch.functions").call(function, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
         why = "NumPy cannot compute with a tensor of a fusion; use operators and functions of hostweave, and make arrays inputs"
