@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hostweave.analysis.facts import conditions_are_open, kernels_are_single, nothing_is_freed, updates_are_in_place
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import map_functions, needs_ranks, on_one_device
@@ -95,8 +96,19 @@ PASSES: tuple[Callable[[Any, Options], Any], ...] = (
     fold_conditions,
 )
 
+_STAGES = ("input", *(apply.__name__ for apply in PASSES))
+
 # These passes see the whole program. Every other pass runs on each function as a program of its own, then on the main body.
 WHOLE: tuple[Callable[[Any, Options], Any], ...] = (overlap_communication, lower_to_host, reduce_in_kernels)
+
+# Facts of the host IR, each with the pass from which on it holds, and the pass before which it ends. `LEVELS` lists those of the fusion
+# IR. A program that a user gives as host IR need not have them.
+FACTS: tuple[tuple[Callable[[HostProgram], None], Callable[..., Any], Callable[..., Any] | None], ...] = (
+    (kernels_are_single, lower_to_host, multiply_few_rows),
+    (nothing_is_freed, lower_to_host, plan_memory),
+    (updates_are_in_place, copy_updated, None),
+    (conditions_are_open, fold_conditions, None),
+)
 
 Observer = Callable[[str, Fusion | HostProgram], None]
 
@@ -168,6 +180,8 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
     if isinstance(program, HostProgram):
         if program != before:
             verify_host(program)
+            for fact in facts_at(name):
+                fact(program)
     elif program != before or name in LEVELS:
         verify_fusion(program, after=level_of(name))
     if observe:
@@ -176,8 +190,14 @@ def _verified(name: str, program: Fusion | HostProgram, before: Fusion | HostPro
 
 def level_of(stage: str) -> str:
     """Last level of LEVELS that applies at a stage of a fusion."""
-    stages = ["input", *(apply.__name__ for apply in PASSES)]
-    return next(name for name in stages[stages.index(stage) :: -1] if name in LEVELS)
+    return next(name for name in _STAGES[_STAGES.index(stage) :: -1] if name in LEVELS)
+
+
+def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
+    """Facts that hold of the host IR after a pass."""
+    at = _STAGES.index(stage)
+    ends = {None: len(_STAGES), **{apply: at for at, apply in enumerate(PASSES, 1)}}
+    return [fact for fact, first, end in FACTS if stage != "input" and ends[first] <= at < ends[end]]
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:

@@ -1,0 +1,56 @@
+"""Facts of the host IR that hold from one pass on, or until another. `pipeline.py` lists them, and verifies them after each pass.
+
+Each raises ProgramError if it does not hold.
+"""
+
+from collections.abc import Iterator
+
+from hostweave.analysis.def_use import def_use
+from hostweave.analysis.kernel_indices import NotOneKernel, iteration, updated
+from hostweave.base.errors import ProgramError
+from hostweave.host_ir import ir, tree
+from hostweave.host_ir.calls import bodies
+from hostweave.host_ir.expr import Const
+from hostweave.types.size import Size
+
+
+def kernels_are_single(program: ir.HostProgram) -> None:
+    """Each kernel has one index space, so that one launch computes it."""
+    for kernel in program.kernels:
+        try:
+            iteration(kernel)
+        except NotOneKernel as why:
+            raise ProgramError(f"kernel @{kernel.name}: {why}; split it", kernel.ops[-1].location) from None
+
+
+def nothing_is_freed(program: ir.HostProgram) -> None:
+    """Memory lives to the end, so that passes move and fuse instructions without regard to bytes that others have taken over."""
+    for i in _instructions(program):
+        if names := tree.names(i, "free"):
+            raise ProgramError(f"%{names[0]} is freed before its memory is planned; leave that to plan_memory", i.location)
+
+
+def updates_are_in_place(program: ir.HostProgram) -> None:
+    """A launch or call that updates an operand has it in the memory of the result."""
+    kernels = {kernel.name: kernel for kernel in program.kernels}
+    for part in bodies(program):
+        uses = def_use(part)
+        for i in tree.walk(part.body):
+            read, written = tree.names(i, "read"), tree.names(i, "write")
+            for number, at in updated(i, kernels, program.functions):
+                if uses.root(read[number]) != uses.root(written[at]):
+                    why = f"%{written[at]} updates %{read[number]}, which is in other memory"
+                    raise ProgramError(f"{why}; copy it to %{written[at]} first", i.location)
+
+
+def conditions_are_open(program: ir.HostProgram) -> None:
+    """No condition is constant, and no loop runs once."""
+    for i in _instructions(program):
+        if isinstance(i.condition_of_body, Const) or isinstance(i.chosen_by, Const):
+            raise ProgramError("the condition is constant; write the body that it selects", i.location)
+        if i.trips == Size():
+            raise ProgramError("the loop runs once; write its body", i.location)
+
+
+def _instructions(program: ir.HostProgram) -> Iterator[tree.Instruction]:
+    return (i for body in (program.body, *(function.body for function in program.functions)) for i in tree.walk(body))
