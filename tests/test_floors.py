@@ -160,6 +160,8 @@ def test_transports_are_asked_and_not_compared() -> None:
     known = {"emit/names.py", "runtime/providers.py", "cli/main.py", "api.py"}
     found = {str(path.relative_to(PACKAGE)) for path in modules() if words.search(path.read_text())}
     assert {name for name in found - known if not name.startswith(there)} == set()
+    registers = {path.relative_to(PACKAGE).parts[0] for path in modules() if "registers_arena" in path.read_text()}
+    assert registers == {"transports", "emit"}  # what follows from it for schedules and machines has questions of its own
 
 
 # Uses of a class that have no trait: epilogues of cuBLASLt, shared plans, fusion of launches, transposes among views. All else reads

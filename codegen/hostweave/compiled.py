@@ -18,7 +18,7 @@ from hostweave.base.progress import log
 from hostweave.build.toolchain import MODULE_FILE
 from hostweave.check.check import MOST_ELEMENTS, check
 from hostweave.check.sizes import usual_sizes
-from hostweave.communication.schedules import reach_memory
+from hostweave.communication.schedules import need_optional_transport
 from hostweave.fusion_ir.choice import IN_SEQUENCE
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.fusion_ir.rewriting import at_sizes, on_mesh
@@ -130,7 +130,7 @@ class Compiled:
     @property
     def reaches_memory(self) -> bool:
         """True if the compiler chose loops or kernels in which ranks access each other's memory."""
-        return reach_memory(self.host.choices, self.options) or any(kernel.exchanges for kernel in self.host.kernels)
+        return need_optional_transport(self.host.choices, self.options) or any(kernel.exchanges for kernel in self.host.kernels)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:

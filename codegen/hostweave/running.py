@@ -111,7 +111,7 @@ class Running:
         """Variant for arguments in windows; self if peers access none of these."""
         host = self.compiled.host
         may_lie = not self.compiled.options.windows and isinstance(self.compiled.given, Fusion)
-        if not may_lie or not host.memory_transports:
+        if not may_lie or not host.optional_transports:
             return self
         outs = () if out is None else (out,) if len(host.outputs) == 1 else out
         names = group.windows.names(bound, (*zip(bound.free, arrays, strict=False), *zip(host.outputs, outs, strict=False)))
@@ -123,7 +123,7 @@ class Running:
         return max((self.compiled.target.why_not(channel.transport) for channel in self.compiled.host.channels), default="")
 
     def _without(self, why: str, all_have: Callable[[Transport], bool] = lambda _: False) -> Running:
-        """Returns the same program without the transports that share memory, except for those that all ranks have.
+        """Returns the same program without the optional transports, except for those that all ranks have.
 
         All ranks know the reason. Raises ExecutionError if the user stated the transport.
         """
@@ -132,7 +132,7 @@ class Running:
         _tell_once(f"hostweave: {self.name} overlaps less than it could: {why}")
         figures = self.compiled.options.figures
         for transport in map(find_transport, NAMES):
-            if transport.shares_memory and not all_have(transport):
+            if transport.is_optional and not all_have(transport):
                 figures = figures.without(transport.name, why)
         return self.variants.on(figures)
 
@@ -199,13 +199,13 @@ class Running:
         if group.hosts > 1 and self.compiled.reaches_memory:
             figures = self.compiled.options.figures.without_peers("the ranks are on several hosts")
             return self.variants.on(figures)._local(group, bound, arrays, stream)
-        if not group.can_meet and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.memory_transports):
+        if not group.can_meet and group.count > 1 and not all(one.has_communicator for one in self.compiled.host.optional_transports):
             why = "communicators of the application map no memory"
             return self._without(why, lambda transport: transport.has_communicator)._local(group, bound, arrays, stream)
         if group.windows.made and (other := self._for_windows(group, bound, arrays, out)) is not self:
             return other._local(group, bound, arrays, stream)
         local = group.programs.get(self) or self._made_local(group, stream, arrays)
-        if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.memory_transports):
+        if local.out_of_reach and (self.compiled.reaches_memory or self.compiled.host.optional_transports):
             return self._without(local.out_of_reach)._local(group, bound, arrays, stream)
         return local
 
@@ -278,7 +278,7 @@ class Running:
 
     def _here(self) -> Running:
         """Returns self, or the program on the next transport if the ranks of this process cannot use this one."""
-        why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.memory_transports else "")
+        why = self._lacks or (interruptibly(self._ready).out_of_reach if self.compiled.host.optional_transports else "")
         return self._without(why)._here() if why else self
 
     def sizes_of(self, held: Bound | None, arrays: Arrays, named: Named, whole: bool = False) -> dict[str, int]:

@@ -344,7 +344,7 @@ OLD_DRIVER = "the driver has no stream memory operations"
 
 
 def why_not(transport: Transport) -> str:
-    return OLD_DRIVER if transport.shares_memory else ""
+    return OLD_DRIVER if transport.is_optional else ""
 
 
 @pytest.mark.parametrize("why", ["the ranks are on several hosts", "NCCL finds 2 sets of ranks", OLD_DRIVER])

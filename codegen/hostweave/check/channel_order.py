@@ -98,7 +98,7 @@ def _shape(operations: tuple[Operation, ...]) -> tuple[object, ...]:
 def unordered_instructions(program: ir.HostProgram) -> set[tree.Instruction]:
     """The communications, and groups of them, that some rank may run at the same time as one with which they take turns."""
     used = [program.channel(name) for name in {i.channel for i in tree.walk(program.body) if isinstance(i, ir.Communication)}]
-    if sum(channel.takes_turns for channel in used) < 2 and not program.memory_transports:
+    if sum(channel.takes_turns for channel in used) < 2 and not program.has_signals:
         return set()
     shorter = replace(program, body=tuple(_without_repeated_calls(program.body)))
     pairs = (pair for sizes in sizes_to_check(program) for pair in unordered(instantiate(shorter, sizes)))

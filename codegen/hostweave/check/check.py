@@ -52,7 +52,7 @@ def check(
     streams of its rank as one queue, in the order of issue, and if signals do not add up. It then ends in a CUDA graph, too, whose
     branches may run as one queue in any order that its edges allow.
     """
-    calls = 2 if program.memory_transports else 1
+    calls = 2 if program.has_signals else 1
     results = None
     if fusion:
         from hostweave.check.results.results import Results  # with NumPy, which the rest does not need

@@ -29,6 +29,8 @@ PUTS = "puts"  # stream of all puts, gets, signals and waits of a rank
 class _Loop(Lowering, Signals):
     """Communication of one loop. The owner in `steps` is known only inside the loop."""
 
+    needs_count = True
+
     def __init__(self, *known: Any):
         Lowering.__init__(self, *known)
         Signals.__init__(self, self.b, self.axes)

@@ -113,6 +113,8 @@ class _Sums(_PassedOn):
 class _SumsByPuts(_Sums):
     """The same ring with puts: the previous rank puts to this rank's sums after a signal that they may be written."""
 
+    needs_count = True
+
     def begin(self) -> None:
         peers, sums = Signals(self.b, self.axes), self.values.buffer_of(self.op.tensors[0])
         peers.signal_to((self.rank - 1) % self.size, sums)

@@ -44,11 +44,10 @@ class Schedule:
         return tuple(needs for needs, _ in self.lowerings)
 
     def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        """True if it can do a reshard with a transport. `is_counted` tells if the number of steps is known.
-
-        Shared memory must have the same layout on all ranks, so such a reshard must be on all ranks.
-        """
-        return not transport.shares_memory or (is_on_all_ranks and is_counted and change.reduction in ("", "sum"))
+        """True if it can do a reshard with a transport. `is_counted` tells if the number of steps is known."""
+        needs_count = self.lowering(transport).needs_count
+        is_done = not needs_count or (is_counted and change.reduction in ("", "sum"))
+        return is_done and transport.takes_shards(are_even=True, are_on_all_ranks=is_on_all_ranks)
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
         """Numbers of chunks that the cost model tries."""
@@ -62,15 +61,15 @@ class Schedule:
         own, slower = chunks // overlap.ranks, kernels_beside(overlap.ranks)
         return overlap.in_chunks(machine, chunks, own, transfer, slower, BESIDE_KERNELS, added)
 
-    def lowering(self, b: Builder) -> type[Lowering]:
-        """Returns the class that lowers it on the preferred transport."""
-        transport = b.carrying(*self.needs)
+    def lowering(self, transport: Transport) -> type[Lowering]:
+        """Returns the class that lowers it on a transport."""
         return next(lowering for needs, lowering in self.lowerings if needs <= transport.carries)
 
 
 class Lowering:
     """Lowering of the reshard of one loop. In a loop by shard, `steps` has no owner yet."""
 
+    needs_count: ClassVar[bool] = False  # only for a known number of steps; of the reductions only sums
     multiply: Callable[[bool], None] | None = None  # emits the matmul that computes `adds`; if true, it adds to what the buffer holds
 
     def __init__(self, b: Builder, flow: Dataflow, values: Values, op: Op, steps: Steps, in_loop: Set[str], reduction: Reduction):

@@ -25,9 +25,9 @@ def schedules_of(kind: str, options: Options) -> Iterator[tuple[Schedule, Transp
 
 
 def choosable(kind: str, options: Options, is_even: bool) -> Iterator[Schedule]:
-    """Schedules that the compiler may choose on the machine of the options. Shared memory requires shards of one size."""
+    """Schedules that the compiler may choose on the machine of the options."""
     for schedule, transport in schedules_of(kind, options):
-        if not transport.why_not(options.figures) and (is_even or not transport.shares_memory):
+        if not transport.why_not(options.figures) and transport.takes_shards(is_even, are_on_all_ranks=True):
             yield schedule
 
 
@@ -35,9 +35,9 @@ def find_schedule(kind: str, name: str) -> Schedule:
     return next(schedule for schedule in SCHEDULES if (schedule.kind, schedule.name) == (kind, name))
 
 
-def reach_memory(choices: Iterable[Choice], options: Options) -> bool:
-    """True if the chosen way uses memory that ranks share."""
-    return any(choice.taken.chunks and transport_of(choice.taken, options).shares_memory for choice in choices)
+def need_optional_transport(choices: Iterable[Choice], options: Options) -> bool:
+    """True if a chosen way needs a transport that ranks may be unable to use."""
+    return any(choice.taken.chunks and transport_of(choice.taken, options).is_optional for choice in choices)
 
 
 def transport_of(way: Way, options: Options) -> Transport:

@@ -5,8 +5,7 @@ from hostweave.communication.cost import BESIDE_KERNELS, Overlap, communication,
 from hostweave.communication.schedule import Lowering, Schedule
 from hostweave.communication.steps import Steps
 from hostweave.communication.transfers import send_and_receive
-from hostweave.fusion_ir.resharding import ReshardStep
-from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS, Transport
+from hostweave.transports.transport import COLLECTIVES, MESSAGES, SIGNALS
 from hostweave.types.machine import Machine
 
 
@@ -23,9 +22,6 @@ class _Move(Lowering):
 
 class _Slices(Schedule):
     chunking = "across_shards"
-
-    def fits(self, change: ReshardStep, transport: Transport, is_counted: bool, is_on_all_ranks: bool) -> bool:
-        return not transport.shares_memory or is_on_all_ranks
 
     def chunks(self, ranks: int) -> tuple[int, ...]:
         return self.tried

@@ -163,7 +163,7 @@ class Program:
     @property
     def window_channels(self) -> list[str]:
         """Members of the channels whose transport accesses memory of other ranks."""
-        return [channel.member for channel in self.channels if channel.ir.transport.shares_memory]
+        return [channel.member for channel in self.channels if channel.ir.transport.registers_arena]
 
     @property
     def prepares_together(self) -> bool:

@@ -26,7 +26,7 @@ from hostweave.host_ir.instructions.control import *  # noqa: F403
 from hostweave.host_ir.instructions.views import *  # noqa: F403
 from hostweave.host_ir.instructions.windows import *  # noqa: F403
 from hostweave.host_ir.tree import Body, Instruction, T, walk
-from hostweave.transports.transport import Transport
+from hostweave.transports.transport import SIGNALS, Transport
 from hostweave.types.mesh import Mesh
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, TensorType
@@ -237,9 +237,14 @@ class HostProgram:
         return next(channel for channel in self.channels if channel.name == name)
 
     @property
-    def memory_transports(self) -> frozenset[Transport]:
-        """Transports of its channels on which ranks access each other's memory."""
-        return frozenset(channel.transport for channel in self.channels if channel.transport.shares_memory)
+    def optional_transports(self) -> frozenset[Transport]:
+        """Transports of its channels that ranks may be unable to use."""
+        return frozenset(channel.transport for channel in self.channels if channel.transport.is_optional)
+
+    @property
+    def has_signals(self) -> bool:
+        """True if ranks signal each other. Such counts go on from one call to the next."""
+        return any(channel.transport.carries >= SIGNALS for channel in self.channels)
 
     @property
     def libraries(self) -> frozenset[str]:

@@ -111,7 +111,7 @@ class LocalProgram:
     def _why_out_of_reach(self) -> str:
         """First reason of any rank why peers cannot reach each other's memory. Only some channels may be affected."""
         why = str(self._group.waiting(lambda: self.module.out_of_reach(self._member)))
-        if not self._host.memory_transports:
+        if not self._host.optional_transports:
             return why
         return next(filter(None, self._gathered("reach", why, self._waits_for, self._group.timeout)), "")
 

@@ -12,7 +12,7 @@ TRANSPORT = Transport(
     posts_in_group=1,
     holds_multiprocessors=False,
     is_rendezvous=False,
-    shares_memory=True,
+    registers_arena=True,
     graphs_apart=True,
     since=(2, 29),
 )

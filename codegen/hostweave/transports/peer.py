@@ -12,6 +12,6 @@ TRANSPORT = Transport(
     posts_in_group=1,
     holds_multiprocessors=False,
     is_rendezvous=False,
-    shares_memory=True,
+    registers_arena=True,
     has_communicator=False,
 )

@@ -37,7 +37,7 @@ class Transport:
     # its kernels occupy multiprocessors until the peers arrive, so kernels of a channel run one at a time, in issue order
     holds_multiprocessors: bool
     is_rendezvous: bool  # a communication ends only after all participants have started it
-    shares_memory: bool = False  # ranks access each other's memory, so a program's arena is registered with its channels
+    registers_arena: bool = False  # a program's arena is registered with its channels, because ranks access each other's memory
     graphs_apart: bool = False  # signals of CUDA graphs have counters of their own: either all ranks capture a call, or none
     has_communicator: bool = True  # an existing communicator of the application can serve as its channel
     since: tuple[int, ...] = ()  # first version of the library that has the calls, if not all have them
@@ -46,7 +46,16 @@ class Transport:
 
     def why_not(self, machine: Machine) -> str:
         """Reason for which ranks of a machine cannot use this transport; "" if they can."""
-        return dict(machine.refused).get(self.name, machine.no_peers if self.shares_memory else "")
+        return dict(machine.refused).get(self.name, machine.no_peers if self.is_optional else "")
+
+    @property
+    def is_optional(self) -> bool:
+        """True if ranks may find at run time that they cannot use it, so that a program on another transport runs instead."""
+        return self.registers_arena
+
+    def takes_shards(self, are_even: bool, are_on_all_ranks: bool) -> bool:
+        """True if a chunk loop may move such shards. Registered memory has the same layout on all ranks."""
+        return not self.registers_arena or (are_even and are_on_all_ranks)
 
 
 def first_carrying(transports: Iterable[Transport], *needs: Set[str]) -> Transport | None:

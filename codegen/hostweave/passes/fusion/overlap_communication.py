@@ -74,9 +74,9 @@ def _overlapped(fusion: Fusion, options: Options) -> Fusion:
             ops.insert(earlier, transfers.taken(replace(op, result=replace(op.result, is_async=True)), is_beside=True))
         else:
             alone.append(op)
-    has_windows = bool(transfers.choices)  # or could have some
+    are_chosen = bool(transfers.choices)
     for op in alone:
-        if has_windows or op.result.name in transfers.chosen:
+        if are_chosen or op.result.name in transfers.chosen:
             ops[ops.index(op)] = transfers.taken(op, is_beside=False)
     ops = _sums_last(ops, alone)
     return replace(fusion, ops=tuple(ops), choices=(*fusion.choices, *transfers.choices))

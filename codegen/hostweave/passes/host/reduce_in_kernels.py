@@ -31,7 +31,7 @@ def reduce_in_kernels(program: ir.HostProgram, options: Options) -> ir.HostProgr
     """Puts small all_reduces into kernels. If the size is symbolic, a condition chooses at run time."""
     parts = bodies(program)
     beside = any(place.stream and isinstance(place.instruction, ir.Communication) for part in parts for place in def_use(part).places)
-    if options.transport != "auto" or options.figures.no_peers or beside or program.memory_transports:
+    if options.transport != "auto" or options.figures.no_peers or beside or program.has_signals:
         return program
     return joined([_Reducing(part, options).program() for part in parts])
 

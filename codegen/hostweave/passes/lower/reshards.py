@@ -28,7 +28,8 @@ class Reshards:
         made = {op.result.name for op in loop.ops}
         for op in loop.ops:
             if op.result.stream and op.result.stream.algorithm:
-                lowering = find_schedule(op.kind, op.result.stream.algorithm).lowering(self.b)
+                schedule = find_schedule(op.kind, op.result.stream.algorithm)
+                lowering = schedule.lowering(self.b.carrying(*schedule.needs))
                 self.scheduled[op.result.name] = lowering(self.b, self.flow, self.buffers, op, steps, made, self.reduction(op))
         return self.scheduled[loop.communication.result.name] if loop.communication else None
 
