@@ -47,6 +47,26 @@ def compute_type(dtype: DType) -> str:
     return dtype.cpp
 
 
+@dataclass(frozen=True)
+class Literal:
+    """A field of C++ templates: `{T:0.5}` is the literal in the compute type of a dtype."""
+
+    dtype: DType
+
+    def __format__(self, spec: str) -> str:
+        return number(float(spec), self.dtype)
+
+
+@dataclass(frozen=True)
+class CFunction:
+    """A field of C++ templates: `{std:exp}` is `expf` for a dtype that is computed in float."""
+
+    dtype: DType
+
+    def __format__(self, spec: str) -> str:
+        return spec + ("f" if compute_type(self.dtype) == "float" else "")
+
+
 def accumulator_type(dtype: DType) -> str:
     """C++ type of a reduction's accumulator, wide enough that the result is rounded or wraps only once."""
     return {"float": compute_type(dtype), "int": "int64_t"}.get(dtype.kind, "uint64_t")

@@ -10,13 +10,14 @@ from functools import cached_property
 
 from hostweave.analysis.kernel_indices import Iteration, NotOneKernel, iteration, reduced_indices
 from hostweave.base.errors import ProgramError
-from hostweave.emit.cpp import CppExprPrinter, accumulator_type, compute_type, number
+from hostweave.emit.cpp import CFunction, CppExprPrinter, Literal, accumulator_type, compute_type
 from hostweave.emit.kernel_loops import BY_LANE_PARTS, OF_BLOCKS, ONE, Dim, Loops, merged, stored
 from hostweave.emit.names import Names
 from hostweave.emit.sections import COUNTED, Section, shifted
 from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import COUNT, DESCENDING, MESH_AXES, OFFSET
+from hostweave.fusion_ir.ops.definition import OpDef
 from hostweave.host_ir import ir
 from hostweave.types.size import Size, product
 from hostweave.types.tensor import BufferType, bool_
@@ -24,7 +25,7 @@ from hostweave.types.tensor import BufferType, bool_
 LATE_BYTES = 16 << 10  # maximum bytes of rows that a block prefetches; they occupy registers
 
 # C functions of the op table, which kernels call without a qualifier.
-C_FUNCTIONS = frozenset(name + end for op in OPS.values() for name in re.findall(r"\bstd::(\w+)", op.cpp) for end in ("", "f"))
+C_FUNCTIONS = frozenset(name + end for op in OPS.values() for field, name in op.fields(op.cpp) if field == "std" for end in ("", "f"))
 
 
 Lines = tuple[str, ...]
@@ -163,13 +164,20 @@ class KernelEmitter:
 
     def functions(self) -> set[str]:
         """C functions that the kernel calls; no local variable may have their names."""
-        return {name for op in self.ops if op.tensors for name in re.findall(r"(\w+)\(", self.cpp(op))}
+        specs = {(spec, self.types[op.tensors[-1]].dtype) for op in self.ops for field, spec in self.fields(op) if field == "std"}
+        return {f"{CFunction(dtype):{spec}}" for spec, dtype in specs}
 
-    def cpp(self, op: Op) -> str:
-        """C++ of an op, with `T(1)` as a literal and `std::exp` as the C function, both in the compute type."""
+    def template(self, op: Op) -> str:
+        """C++ template of an op, for the dtype of its operands."""
+        return OPS[op.kind].cpp_for(self.types[op.tensors[-1]].dtype, self.is_small) if op.tensors else ""
+
+    def fields(self, op: Op) -> tuple[tuple[str, str], ...]:
+        return OpDef.fields(self.template(op))
+
+    def cpp(self, op: Op, operands: Iterable[str]) -> str:
+        """C++ of an op, with literals and C functions in the compute type."""
         dtype = self.types[op.tensors[-1]].dtype
-        text = re.sub(r"\bT\((-?[\d.]+)\)", lambda match: number(float(match[1]), dtype), OPS[op.kind].cpp_for(dtype, self.is_small))
-        return re.sub(r"\bstd::(\w+)", lambda match: match[1] + ("f" if compute_type(dtype) == "float" else ""), text)
+        return self.template(op).format(*operands, T=Literal(dtype), std=CFunction(dtype))
 
     def size_of_lane(self, name: str) -> str:
         """Size of the dim of a value that no loop iterates over."""
@@ -191,7 +199,7 @@ class KernelEmitter:
         """Operands of an op, each as often as the C++ of the op mentions it."""
         for i, operand in enumerate(op.operands):
             if isinstance(operand, str):
-                yield from [operand] * max(1, self.cpp(op).count(f"{{{i}}}"))
+                yield from [operand] * max(1, self.fields(op).count((str(i), "")))
 
     # --- bodies ---
 

@@ -186,7 +186,7 @@ class Section:
             return True
         if OPS[op.kind].combine:
             return not (self.kernel.reduces(op) or OPS[op.kind].locates or self.kernel.count(op))
-        return self.kernel.cpp(op) == "{0}"
+        return self.kernel.template(op) == "{0}"
 
     def expression(self, op: Op) -> tuple[str, DType]:
         """C++ of an op, and its dtype before the conversion to that of the result."""
@@ -212,7 +212,7 @@ class Section:
         if not OPS[op.kind].cpp:
             raise ProgramError(f"{op.kind}: no kernel computes this op", op.location)
         texts = [self.value(o) if isinstance(o, str) else _literal(o, type.dtype) for o, type in zip(op.operands, types, strict=True)]
-        return self.kernel.cpp(op).format(*texts), types[-1].dtype if op.kind == "astype" else dtype
+        return self.kernel.cpp(op, texts), types[-1].dtype if op.kind == "astype" else dtype
 
     def place(self, op: Op) -> tuple[str, str]:
         """Index at which an op reads its operand, and the condition that this rank holds it.

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from string import Formatter
 from typing import Any
 
 from hostweave.fusion_ir.index_map import ONE, IndexMap, aligned, numbered
@@ -54,7 +56,7 @@ class OpDef:
     attributes: tuple[Attribute[Any], ...] = ()
     target: str = ""  # part of the result's type that the user states: shape, dtype, type (both) or sharding
 
-    # C++ of one element, of operands {0}, {1}, ... of the compute type T: float or double, or the integer type itself.
+    # C++ of one element: operands {0}, {1}, ... and literals {T:0.5} in the compute type, functions of the C library {std:exp}.
     cpp: str = ""
     fast: tuple[str, str] | None = None  # function in `cpp`, and its replacement for elements of at most 16 bits
     cpp_of_ints: str = ""  # C++ for ints, if different
@@ -94,6 +96,12 @@ class OpDef:
         if dtype.kind != "float":
             return self.cpp_of_ints or self.cpp
         return self.cpp.replace(*self.fast) if self.fast and is_fast and dtype.itemsize <= 4 else self.cpp
+
+    @staticmethod
+    @cache
+    def fields(cpp: str) -> tuple[tuple[str, str], ...]:
+        """Fields of a C++ template, as pairs such as ("0", ""), ("T", "0.5") and ("std", "exp")."""
+        return tuple((name, spec or "") for _, name, spec, _ in Formatter().parse(cpp) if name is not None)
 
     def stated_type(self, shape: Callable[[], tuple[int, ...]], dtype: object) -> dict[str, Any]:
         """Parts of the result's type that `numpy` gets."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 OPS: dict[str, OpDef] = {}
 
-_FAST_EXP = ("std::exp", "hw::fast_exp")
+_FAST_EXP = ("{std:exp}", "hw::fast_exp")
 _WORDS = {FLOATS: "floats", SIGNED: "floats or signed ints", NUMBERS: "floats or ints", BOOLS: "bools", INTS: "ints", (): "any dtype"}
 _EXAMPLES = {BOOLS: "bool", INTS: "i32"}
 
@@ -78,7 +78,7 @@ def _rounding(kind: str, doc: str, function: str) -> Unary:
     def rounded(np: Any, x: Any) -> Any:
         return x if x.dtype.kind in "iu" else getattr(np, kind)(x)
 
-    return _unary(kind, doc, f"std::{function}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
+    return _unary(kind, doc, f"{{std:{function}}}({{0}})", rounded, kinds=NUMBERS, cpp_of_ints="{0}")
 
 
 def _binary(
@@ -164,14 +164,14 @@ fmod = _binary(
     cost=20,
 )
 atan2 = _binary(
-    "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "std::atan2({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
+    "atan2", "The angle of the point (b, a) in radians, from -pi to pi.", "{std:atan2}({0}, {1})", kinds=FLOATS, numpy="arctan2", cost=40
 )
 hypot = _binary(
-    "hypot", "The hypotenuse sqrt(a * a + b * b), computed without overflow of the squares.", "std::hypot({0}, {1})", kinds=FLOATS, cost=30
+    "hypot", "The hypotenuse sqrt(a * a + b * b), computed without overflow of the squares.", "{std:hypot}({0}, {1})", kinds=FLOATS, cost=30
 )
-copysign = _binary("copysign", "The absolute value of a with the sign of b.", "std::copysign({0}, {1})", kinds=FLOATS)
+copysign = _binary("copysign", "The absolute value of a with the sign of b.", "{std:copysign}({0}, {1})", kinds=FLOATS)
 OPS["pow"] = OpDef(
-    2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="std::pow({0}, {1})", cost=60, written="a ** b"
+    2, _arithmetic(FLOATS), elementwise, lambda np, a, b: np.power(a, b), cpp="{std:pow}({0}, {1})", cost=60, written="a ** b"
 )
 
 # --- unary ops --------------------------------------------------------------------------------------------------------
@@ -181,49 +181,49 @@ negative = _unary("negative", "The negation.", "-{0}", cpp_of_ints="hw::minus(0,
 abs = _unary(
     "abs",
     "The absolute value.",
-    "{0} > T(0) ? {0} : T(0) - {0}",
+    "{0} > {T:0} ? {0} : {T:0} - {0}",
     cpp_of_ints="{0} > 0 ? {0} : hw::minus(0, {0})",
     kinds=SIGNED,
     written="abs(x)",
 )
-reciprocal = _unary("reciprocal", "The reciprocal, 1 / x.", "T(1) / {0}", lambda np, x: 1 / x, cost=8)
-exp = _unary("exp", "The exponential function.", "std::exp({0})", fast=_FAST_EXP, cost=16)
-expm1 = _unary("expm1", "exp(x) - 1, accurate for x near 0.", "std::expm1({0})", cost=30)
-exp2 = _unary("exp2", "The power of 2 with exponent x.", "std::exp2({0})", cost=16)
-log1p = _unary("log1p", "The natural logarithm of 1 + x, accurate for x near 0.", "std::log1p({0})", cost=30)
-log2 = _unary("log2", "The logarithm to the base 2.", "std::log2({0})", cost=16)
-log10 = _unary("log10", "The logarithm to the base 10.", "std::log10({0})", cost=16)
-log = _unary("log", "The natural logarithm.", "std::log({0})", cost=16)
-sqrt = _unary("sqrt", "The square root.", "std::sqrt({0})", cost=12)
-rsqrt = _unary("rsqrt", "The reciprocal square root, 1 / sqrt(x).", "T(1) / std::sqrt({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
-sin = _unary("sin", "The sine of an angle in radians.", "std::sin({0})", cost=30)
-cos = _unary("cos", "The cosine of an angle in radians.", "std::cos({0})", cost=30)
-tan = _unary("tan", "The tangent of an angle in radians.", "std::tan({0})", cost=40)
-asin = _unary("asin", "The arc sine, in radians from -pi/2 to pi/2.", "std::asin({0})", _inverse("sin"), cost=30)
-acos = _unary("acos", "The arc cosine, in radians from 0 to pi.", "std::acos({0})", _inverse("cos"), cost=30)
-atan = _unary("atan", "The arc tangent, in radians from -pi/2 to pi/2.", "std::atan({0})", _inverse("tan"), cost=30)
-sinh = _unary("sinh", "The hyperbolic sine.", "std::sinh({0})", cost=30)
-cosh = _unary("cosh", "The hyperbolic cosine.", "std::cosh({0})", cost=30)
-asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "std::asinh({0})", _inverse("sinh"), cost=40)
-acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "std::acosh({0})", _inverse("cosh"), cost=40)
-atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "std::atanh({0})", _inverse("tanh"), cost=40)
-tanh = _unary("tanh", "The hyperbolic tangent.", "std::tanh({0})", cost=30)
-erf = _unary("erf", "The error function.", "std::erf({0})", _erf, fast=("std::erf", "hw::fast_erf"), cost=30)
-erfc = _unary("erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "std::erfc({0})", _erfc, cost=30)
+reciprocal = _unary("reciprocal", "The reciprocal, 1 / x.", "{T:1} / {0}", lambda np, x: 1 / x, cost=8)
+exp = _unary("exp", "The exponential function.", "{std:exp}({0})", fast=_FAST_EXP, cost=16)
+expm1 = _unary("expm1", "exp(x) - 1, accurate for x near 0.", "{std:expm1}({0})", cost=30)
+exp2 = _unary("exp2", "The power of 2 with exponent x.", "{std:exp2}({0})", cost=16)
+log1p = _unary("log1p", "The natural logarithm of 1 + x, accurate for x near 0.", "{std:log1p}({0})", cost=30)
+log2 = _unary("log2", "The logarithm to the base 2.", "{std:log2}({0})", cost=16)
+log10 = _unary("log10", "The logarithm to the base 10.", "{std:log10}({0})", cost=16)
+log = _unary("log", "The natural logarithm.", "{std:log}({0})", cost=16)
+sqrt = _unary("sqrt", "The square root.", "{std:sqrt}({0})", cost=12)
+rsqrt = _unary("rsqrt", "The reciprocal square root, 1 / sqrt(x).", "{T:1} / {std:sqrt}({0})", lambda np, x: 1 / np.sqrt(x), cost=20)
+sin = _unary("sin", "The sine of an angle in radians.", "{std:sin}({0})", cost=30)
+cos = _unary("cos", "The cosine of an angle in radians.", "{std:cos}({0})", cost=30)
+tan = _unary("tan", "The tangent of an angle in radians.", "{std:tan}({0})", cost=40)
+asin = _unary("asin", "The arc sine, in radians from -pi/2 to pi/2.", "{std:asin}({0})", _inverse("sin"), cost=30)
+acos = _unary("acos", "The arc cosine, in radians from 0 to pi.", "{std:acos}({0})", _inverse("cos"), cost=30)
+atan = _unary("atan", "The arc tangent, in radians from -pi/2 to pi/2.", "{std:atan}({0})", _inverse("tan"), cost=30)
+sinh = _unary("sinh", "The hyperbolic sine.", "{std:sinh}({0})", cost=30)
+cosh = _unary("cosh", "The hyperbolic cosine.", "{std:cosh}({0})", cost=30)
+asinh = _unary("asinh", "The inverse of the hyperbolic sine.", "{std:asinh}({0})", _inverse("sinh"), cost=40)
+acosh = _unary("acosh", "The inverse of the hyperbolic cosine.", "{std:acosh}({0})", _inverse("cosh"), cost=40)
+atanh = _unary("atanh", "The inverse of the hyperbolic tangent.", "{std:atanh}({0})", _inverse("tanh"), cost=40)
+tanh = _unary("tanh", "The hyperbolic tangent.", "{std:tanh}({0})", cost=30)
+erf = _unary("erf", "The error function.", "{std:erf}({0})", _erf, fast=("{std:erf}", "hw::fast_erf"), cost=30)
+erfc = _unary("erfc", "The complementary error function, 1 - erf(x), accurate for results near 0.", "{std:erfc}({0})", _erfc, cost=30)
 lgamma = _unary("lgamma", "The logarithm of the absolute value of the gamma function.", "hw::log_gamma({0})", _lgamma, cost=100)
 sigmoid = _unary(
     "sigmoid",
     "The sigmoid function, 1 / (1 + exp(-x)).",
-    "T(1) / (T(1) + std::exp(-{0}))",
+    "{T:1} / ({T:1} + {std:exp}(-{0}))",
     lambda np, x: 1 / (1 + np.exp(-x)),
     fast=_FAST_EXP,
     cost=25,
 )
-relu = _unary("relu", "The rectified linear unit, max(x, 0).", "{0} < T(0) ? T(0) : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
+relu = _unary("relu", "The rectified linear unit, max(x, 0).", "{0} < {T:0} ? {T:0} : {0}", lambda np, x: np.maximum(x, 0), kinds=NUMBERS)
 silu = _unary(
     "silu",
     "The sigmoid linear unit (swish), x * sigmoid(x).",
-    "{0} / (T(1) + std::exp(-{0}))",
+    "{0} / ({T:1} + {std:exp}(-{0}))",
     lambda np, x: x / (1 + np.exp(-x)),
     fast=_FAST_EXP,
     cost=25,
@@ -235,7 +235,7 @@ round = _rounding("round", "The nearest integer, with ties to even.", "rint")
 sign = _unary(
     "sign",
     "The sign: -1, 0 or 1 if x is negative, zero or positive. NaN for NaN.",
-    "{0} > T(0) ? T(1) : {0} < T(0) ? T(-1) : {0} + T(0)",  # sign(-0.0) is 0.0
+    "{0} > {T:0} ? {T:1} : {0} < {T:0} ? {T:-1} : {0} + {T:0}",  # sign(-0.0) is 0.0
     kinds=NUMBERS,
     cpp_of_ints="({0} > 0) - ({0} < 0)",
     cost=3,
@@ -243,7 +243,7 @@ sign = _unary(
 OPS["gelu"] = OpDef(1, _arithmetic(FLOATS), elementwise, _gelu, cpp="hw::gelu({0})", fast=("hw::gelu", "hw::fast_gelu"), cost=30)
 OPS["gelu_tanh"] = OpDef(
     *(1, _arithmetic(FLOATS), elementwise, _gelu_tanh),
-    cpp="{0} / (T(1) + std::exp(T(-1.5957691216057308) * ({0} + T(0.044715) * {0} * {0} * {0})))",
+    cpp="{0} / ({T:1} + {std:exp}({T:-1.5957691216057308} * ({0} + {T:0.044715} * {0} * {0} * {0})))",
     fast=_FAST_EXP,
     cost=30,
 )
