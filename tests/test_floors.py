@@ -35,6 +35,7 @@ FLOORS = (
     ("passes",),
     ("tune",),
     ("communication",),
+    ("kernel_ir",),
     ("check",),
     ("analysis",),
     ("host_ir",),

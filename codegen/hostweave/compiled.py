@@ -148,7 +148,7 @@ class Compiled:
         with importing:
             from hostweave.emit import render
 
-        return render(self.host)
+        return render(self.host, self.options.figures)
 
     def _build(self) -> Path:
         with importing:

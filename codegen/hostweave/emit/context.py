@@ -4,18 +4,30 @@ from dataclasses import dataclass
 
 from hostweave.analysis.live_ranges import Begin
 from hostweave.emit.cpp import CppExprPrinter
-from hostweave.emit.kernels import Kernel, emit_kernel
+from hostweave.emit.kernels import C_FUNCTIONS, Kernel, KernelEmitter
 from hostweave.emit.layers import Element, Layers, layers_of
 from hostweave.emit.names import Names
 from hostweave.emit.plans import Products
-from hostweave.emit.products import emit_products, multiplies
+from hostweave.emit.products import ProductEmitter, multiplies
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies
+from hostweave.kernel_ir.pipeline import stages
 from hostweave.transports.transport import DEFAULT
+from hostweave.types.machine import Machine
 from hostweave.types.mesh import Mesh
 from hostweave.types.tensor import BufferType
 
 WORKSPACE = "workspace_"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel with its launch grid, and the sizes among its arguments, which follow the buffers."""
+
+    kernel: str
+    grid: str
+    sizes: tuple[str, ...]
+
 
 PlanKey = tuple[object, ...]  # arguments of a plan's constructor and of its prepare
 
@@ -63,8 +75,8 @@ class Temporary:
 class ProgramContext:
     """Members and names of the program's class, collected while its bodies are emitted."""
 
-    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool):
-        self.names, self.integers = names, integers
+    def __init__(self, program: ir.HostProgram, names: Names, integers: CppExprPrinter, structs: bool, machine: Machine):
+        self.names, self.integers, self.machine = names, integers, machine
         self.functions = {f.name: names.of(f.name, "function") for f in program.functions}
         self.memory_of = {
             f.name: names.of(f"{f.name}_memory", "function") for f in program.functions
@@ -93,27 +105,30 @@ class ProgramContext:
         self.products = Products(program)
         self.declared = {kernel.name: kernel for kernel in program.kernels}
         self.user_kernels = {kernel.name: kernel for kernel in program.user_kernels}
-        self.kernels: dict[str, Kernel] = {}  # by canonical text
-        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Kernel] = {}  # by kernel and buffer types; equal forms share a Kernel
+        self.kernels: dict[tuple[object, ...], Kernel] = {}  # by what they compute, apart from names
+        self.launches: dict[tuple[ir.Kernel, tuple[BufferType, ...]], Launched] = {}  # by kernel and buffer types
         self.temporaries: dict[Begin, Temporary] = {}
         self.needs_workspace = False  # of cuBLASLt, for matmuls on the caller's stream
 
-    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> Kernel:
-        """Kernel for buffers of these types; their strides are part of its code.
+    def launched(self, kernel: ir.Kernel, buffers: tuple[BufferType, ...]) -> Launched:
+        """Launch of the kernel for buffers of these types; their strides are part of its code.
 
         Two kernels that differ only in names share one definition, which has the name of the first.
         """
-        key = kernel, buffers
-        if key not in self.launches:
-            emit = emit_products if multiplies(kernel) else emit_kernel
-            emitted = emit(kernel, buffers, self.integers, self.names, len(self.launches))
-            shared = self.kernels.setdefault(emitted.form, emitted)
-            note = f"Also for @{kernel.name}."
-            if emitted.name != shared.name and note not in shared.comments:
+        if (kernel, buffers) not in self.launches:
+            name = self.names.of(kernel.name, f"kernel {len(self.launches)}", C_FUNCTIONS)
+            emitter = (
+                ProductEmitter(kernel, buffers, self.integers, name)
+                if multiplies(kernel)
+                else KernelEmitter(stages(kernel, buffers, self.machine)[-1][1], self.integers, name)
+            )
+            if emitter.key not in self.kernels:
+                self.kernels[emitter.key] = emitter.emit()
+            shared, note = self.kernels[emitter.key], f"Also for @{kernel.name}."
+            if name != shared.name and note not in shared.comments:
                 shared.comments += (note,)
-            emitted.name = shared.name
-            self.launches[key] = emitted
-        return self.launches[key]
+            self.launches[kernel, buffers] = Launched(shared.name, emitter.loops.grid, tuple(emitter.sizes.values()))
+        return self.launches[kernel, buffers]
 
     def channel(self, channel: ir.Channel) -> ChannelMember:
         if channel.name not in self.channels:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import gcd
@@ -115,6 +115,15 @@ class CppExprPrinter:
         if dim_size.coefficient != 1 or not factors:
             factors.insert(" / " in factors[0] if factors else 0, str(dim_size.coefficient))
         return " * ".join(factors) + (f" / {divisor}" if divisor > 1 else "")
+
+    def key(self, size: Size, atoms: Sequence[Atom]) -> tuple[object, ...]:
+        """Key of a size in which numbers stand for `atoms`: sizes with equal keys have texts that differ in names only."""
+
+        def of(factor: Factor) -> tuple[object, ...]:
+            own = tuple(self.key(term, atoms) for term in factor.terms) if isinstance(factor, Sum) else (atoms.index(factor),)
+            return (*own, gcd(size.divisor, self.multiples.get(factor, 1)))
+
+        return size.coefficient, tuple(sorted(map(of, size.factors), key=repr)), size.divisor
 
     def sum(self, factor: Sum) -> str:
         """C++ of a sum: `M + N`."""

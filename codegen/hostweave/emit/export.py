@@ -12,20 +12,21 @@ from hostweave.emit.layout import rendered
 from hostweave.emit.main import Main, Reference
 from hostweave.emit.program import Program
 from hostweave.host_ir.ir import HostProgram
+from hostweave.types.machine import H200, Machine
 from hostweave.types.tensor import DType
 
 _PARTS = ("cmake", "cpu", "embed", "include", "sample", "src")  # folders of the runtime that each project contains
 _SUMS = "SHA256SUMS"  # digests of the written files; the next export compares files with them
 
 
-def render(program: HostProgram) -> dict[str, str]:
+def render(program: HostProgram, machine: Machine = H200) -> dict[str, str]:
     """Renders the generated files as a dict from path to text.
 
     The files are program.hw (the host IR), program.h, program.cpp and binding.cpp. A program with kernels also has kernels.h and
-    kernels.cu, and one with user kernels user_kernels.cuh. The same program always gives the same bytes. Raises ProgramError for
-    an op that cannot be written in C++.
+    kernels.cu, and one with user kernels user_kernels.cuh. Kernels are scheduled for `machine`. The same program and machine always
+    give the same bytes. Raises ProgramError for an op that cannot be written in C++.
     """
-    emitted = Program(program)
+    emitted = Program(program, machine=machine)
     return {**_sources(emitted), "binding.cpp": rendered("binding.cpp", program=emitted)}
 
 

@@ -309,7 +309,7 @@ class Emitter:
         """Launch of a generated kernel on these buffers. `first` replaces the first buffer's argument."""
         emitted = self.context.launched(kernel, tuple(self.type_of(name) for name in (*srcs, *dsts)))
         arguments = (*first, *self.texts([*srcs, *dsts])[bool(first) :], *emitted.sizes)
-        return self.call(launch, emitted.name, emitted.loops.grid, arguments)
+        return self.call(launch, emitted.kernel, emitted.grid, arguments)
 
     def call(self, launch: str, kernel: str, grid: str, arguments: Sequence[str]) -> str:
         return lay_out("launch", function=launch, kernel=kernel, grid=grid, stream=self.stream, arguments=arguments)

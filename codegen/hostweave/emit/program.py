@@ -19,6 +19,7 @@ from hostweave.fusion_ir.user_kernel import UserKernel
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import bodies, dedupe_functions
 from hostweave.host_ir.size_requirements import multiples
+from hostweave.types.machine import H200, Machine
 from hostweave.types.size import Atom
 
 
@@ -76,14 +77,14 @@ class UserFunction:
 class Program:
     """Contents of the generated sources. Raises ProgramError for an op that cannot be written in C++."""
 
-    def __init__(self, program: ir.HostProgram, structs: bool = True):
-        """Emits all bodies. With `structs`, arguments of repeated calls are arrays of structs."""
+    def __init__(self, program: ir.HostProgram, structs: bool = True, machine: Machine = H200):
+        """Emits all bodies. With `structs`, arguments of repeated calls are arrays of structs. Kernels are scheduled for `machine`."""
         names, flat = Names(taken=map(_function_of, program.user_kernels)), dedupe_functions(program)
         sizes: dict[Atom, str] = {name: names.of(name, "size", C_FUNCTIONS) for name in program.symbols()}
         sizes |= {part: names.of(part_name(part), f"size {part}") for part in parts_of(flat)}
         integers = CppExprPrinter(program.mesh, sizes, multiples(flat))
         self.ir, self.name, self.namespace, self.mesh = program, program.name, Names().of(program.name, apart=C_FUNCTIONS), program.mesh
-        self.context = context = ProgramContext(program, names, integers, structs)
+        self.context = context = ProgramContext(program, names, integers, structs, machine)
         self.functions = tuple(Function(function, context) for function in bodies(program)[:-1])
         emitter = Emitter(program, context)
         self.body = emitter.body(program.body)

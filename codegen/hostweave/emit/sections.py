@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 from hostweave.base.errors import ProgramError
 from hostweave.emit.cpp import compute_type, number
-from hostweave.emit.kernel_loops import ONE, ZERO, reversed_at, stored
 from hostweave.fusion_ir.ir import Op, Scalar
 from hostweave.fusion_ir.ops import OPS, operand_types
 from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, OFFSET, ORDER, VALUE
 from hostweave.fusion_ir.ops.definition import Combine
+from hostweave.kernel_ir.loops import COUNTED, ONE, ZERO, reversed_at, stored
 from hostweave.types.tensor import DType, bool_, f32, f64, i64, u64
 
 if TYPE_CHECKING:
     from hostweave.emit.kernels import KernelEmitter
-
-COUNTED = ("index", "start")  # ops that use only the size of their second operand
 
 
 class Section:
@@ -62,7 +60,7 @@ class Section:
             values = [(name, self.read(name, text) if "[" in text else text) for name, text in values]
         for name, value in values:
             pointer, place = self.kernel.results[name], stored(name)
-            if self.is_wide and place in self.kernel.loops.packed:
+            if self.is_wide and place in self.kernel.ir.packed:
                 local = self.kernel.names.of(self.kernel.indexed(name, place), f"elements to store of {name}")
                 self.begin.append(f"hw::Values<{self.kernel.types[name].dtype.cpp}, kWidth> {local};")
                 self.adds.append(f"{local}[{self.kernel.loops.lane}] = {value};")
@@ -79,7 +77,7 @@ class Section:
         terms, held = [(loops.offset(place), ONE)] if loops.offset(place) != "0" else [], []
         axes = op[ORDER]
         for axis, start, rows in zip(axes, places[::2], places[1::2], strict=True):
-            lane, own = loops.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
+            lane, own = kernel.ir.lanes[f"{place} {axis}"], loops.offset(f"{place} {axis}")
             row = self.value(start) if own == "0" else f"{self.value(start)} + {own}"
             if first := kernel.first_row(rows):
                 local = kernel.names.of(f"{op.result.name} {axis}", f"row_{axis}")
@@ -93,7 +91,7 @@ class Section:
 
     def value(self, name: str, is_hoisted: bool = False) -> str:
         """C++ of a value in its compute type: a local variable, or the expression itself if it is used once."""
-        if self.outer and not self.kernel.loops.is_inside(name):
+        if self.outer and not self.kernel.ir.is_inside(name):
             return self.outer.value(name, is_hoisted=True)
         if name not in self.texts:
             path = [(name, self.operands(name))]  # iterative: chains of ops may exceed Python's recursion limit
@@ -116,7 +114,7 @@ class Section:
         """Operands of a value in this scope, if the value is an expression of all of them."""
         op = None if name in self.kernel.pointers else self.kernel.made[name]
         if op and OPS[op.kind].cpp and op.kind not in COUNTED:
-            yield from (o for o in op.tensors if not self.outer or self.kernel.loops.is_inside(o))
+            yield from (o for o in op.tensors if not self.outer or self.kernel.ir.is_inside(o))
 
     def read(self, result: str, text: str) -> str:
         """Declares a local variable with an element that is to be stored."""
@@ -127,7 +125,7 @@ class Section:
     def element(self, name: str) -> str:
         """C++ of an input's element, from memory or from a loaded vector."""
         loops, pointer = self.kernel.loops, self.kernel.pointers[name]
-        if not self.is_wide or name not in loops.packed:
+        if not self.is_wide or name not in self.kernel.ir.packed:
             text = f"{pointer}[{loops.offset(name)}]"
             return f"hw::truth({text})" if self.kernel.types[name].dtype == bool_ else text
         if name not in self.loads:
@@ -137,11 +135,8 @@ class Section:
     def load(self, name: str) -> str:
         """Loads a vector of an input, unless the thread holds that row in registers."""
         kernel, local = self.kernel, self.kernel.elements(name)
-        if kernel.walks and name not in kernel.loaded:
-            kernel.late.append(name)
-        kernel.loaded[name] += 1
-        if name in kernel.held:
-            return f"{local}[{kernel.loops.names[kernel.loops.along]}]"
+        if name in kernel.ir.held:
+            return f"{local}[{kernel.loops.names[kernel.ir.along]}]"
         self.begin.append(f"const auto {local} = hw::load<kWidth>({shifted(kernel.pointers[name], kernel.loops.first(name))});")
         return local
 
@@ -150,7 +145,7 @@ class Section:
         if name not in self.kernel.pointers and name not in self.kernel.results:
             return self.kernel.names.of(name, "local")
         place = name if name in self.kernel.pointers else stored(name)
-        if self.is_wide and place in self.kernel.loops.packed:
+        if self.is_wide and place in self.kernel.ir.packed:
             return self.kernel.names.of(f"{name}_{self.kernel.loops.lane}", f"element of {name}")
         return self.kernel.names.of(self.kernel.indexed(name, place), f"element of {name}")
 
@@ -219,7 +214,7 @@ class Section:
 
         The condition is empty if the rank holds all rows.
         """
-        if self.outer and not self.kernel.loops.moves_inside(op):
+        if self.outer and not self.kernel.ir.moves_inside(op):
             return self.outer.place(op)
         if (name := f"{op.result.name} place") not in self.texts:
             self.texts[name] = self.number_in_order(op) if op.kind == "reverse_second" else self.value(op.tensors[1])
@@ -250,7 +245,7 @@ class Section:
         kernel, loops = self.kernel, self.kernel.loops
         x, dtype, (place, held) = op.tensors[0], op.result.type.dtype, self.place(op)
         moved = kernel.jump(place, x)
-        if self.is_wide and x in loops.packed and not loops.moves_inside(op):
+        if self.is_wide and x in kernel.ir.packed and not kernel.ir.moves_inside(op):
             local = kernel.names.of(f"{op.result.name}_elements", "elements that an op reads")
             load = f"hw::load<kWidth>({shifted(kernel.pointers[x], loops.sum_of([(moved, ONE), *loops.terms(x)]))})"
             nothing = f"hw::Values<{dtype.cpp}, kWidth>{{}}"

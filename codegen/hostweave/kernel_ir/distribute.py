@@ -1,0 +1,59 @@
+"""Distributes the iterations of a kernel over the threads of a machine.
+
+    keep i in M
+    reduce j in N
+    %x: f32 at i * N + j
+
+gets
+
+    distribute: a block reduces an element
+
+since %x is contiguous along j. If it is contiguous along i, a block reduces a tile of columns, with more threads if there are
+few tiles for the multiprocessors of the machine.
+"""
+
+from dataclasses import replace
+
+from hostweave.fusion_ir.ops import OPS
+from hostweave.kernel_ir.loops import (
+    BY_BLOCK,
+    BY_BLOCK_LANES,
+    BY_CLUSTER_LANES,
+    BY_COLUMNS,
+    BY_LANE_PARTS,
+    BY_LANES,
+    BY_THREAD,
+    ONE,
+    ZERO,
+    Loops,
+    stored,
+)
+from hostweave.types.machine import Machine
+
+SMALL = 32  # a shorter contiguous reduction is done by one thread
+TILE = 32  # columns per block tile: hw::kTile
+TILE_THREADS, MOST_THREADS = 512, 1024  # threads per block tile
+
+
+def distribute(loops: Loops, machine: Machine) -> Loops:
+    """Chooses what a thread, a block or a cluster computes."""
+    chosen = _of_lanes(loops) if loops.takes_lanes else _of_elements(loops)
+    few = chosen == BY_COLUMNS and loops.count.is_int and int(loops.count) <= machine.multiprocessors * TILE
+    return replace(loops, distribution=chosen, threads=(MOST_THREADS if few else TILE_THREADS) if chosen == BY_COLUMNS else 0)
+
+
+def _of_lanes(loops: Loops) -> str:
+    if loops.lanes[stored(loops.results[0])].stride == ONE:
+        return BY_CLUSTER_LANES if any(OPS[op.kind].in_clusters for op in loops.kernel.ops) else BY_BLOCK_LANES
+    return BY_LANE_PARTS if any(OPS[op.kind].parts_lanes for op in loops.kernel.ops) else BY_LANES
+
+
+def _of_elements(loops: Loops) -> str:
+    inputs, reduced = loops.inputs, loops.reduced
+    if not reduced or (reduced[-1].size.is_int and int(reduced[-1].size) < SMALL):
+        return BY_THREAD
+    whole = [name for name in inputs if all(any(loops.stride(name, dim) != ZERO for dim in of) for of in (loops.kept, reduced))]
+    if any(loops.stride(name, reduced[-1]) == ONE for name in whole or inputs):  # contiguous along the reduced dim
+        return BY_BLOCK
+    in_tiles = loops.count.is_int and int(loops.count) % TILE == 0  # whole tiles: no thread reads a column that another thread stores
+    return BY_COLUMNS if in_tiles or not any(map(loops.space.is_whole, loops.results)) else BY_THREAD

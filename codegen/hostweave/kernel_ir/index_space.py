@@ -1,0 +1,84 @@
+"""Index space of a kernel: the dims of its loops, with the offset of each element that it reads or writes.
+
+    kernel @sum_y(%x: f32[M, N]) { %y: f32[M] = sum(%x, axis=(1)) }
+
+becomes
+
+    keep i in M
+    reduce j in N
+    %x: f32 at i * N + j
+    %y stored: f32 at i
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hostweave.analysis.kernel_indices import Iteration, iteration, reduced_indices
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import AXIS, HALVES, ORDER
+from hostweave.host_ir import ir
+from hostweave.kernel_ir.loops import ONE, ZERO, Dim, Lane, Loops, merged, reversed_at, stored
+from hostweave.types.size import Size
+from hostweave.types.tensor import BufferType, strides_of
+
+
+def index_space(kernel: ir.Kernel, buffers: Sequence[BufferType]) -> Loops:
+    """Index space for the types of the kernel's inputs, then its results.
+
+    Raises NotOneKernel if the ops do not fit in one kernel.
+    """
+    space = iteration(kernel)
+    inputs, results = [p.name for p in kernel.inputs], [p.name for p in kernel.results]
+    memory = dict(zip((*inputs, *map(stored, results)), buffers, strict=True))
+    moved = {stored(op.result.name): op[ORDER] for op in kernel.ops if OPS[op.kind].updates}  # dims that an update writes in part
+    places = _places(kernel, space, memory, moved)
+    order = list(space.sizes)
+
+    def dim(index: str) -> Dim:
+        strides = tuple(own.get(index, ZERO) for own in places.values())
+        return Dim(space.sizes[index], strides, order.index(index), (index,))
+
+    scalar = Dim(ONE, tuple(ONE if place in map(stored, results) else ZERO for place in places))
+    kept = merged([dim(index) for index in space.kept]) or [scalar]
+    reduced = merged([dim(index) for index in space.reduced])
+    lanes = _lanes(space, memory, moved, (*inputs, *results))
+    return Loops(kernel, space, memory, tuple(places), lanes, tuple(kept), tuple(reduced))
+
+
+def _places(
+    kernel: ir.Kernel, space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[str, Size]]:
+    """Stride of each index in every input, result and index value."""
+    places: dict[str, dict[str, Size]] = {}
+    named = (*(p.name for p in kernel.inputs), *(p.name for p in kernel.results))
+    for name, (place, buffer) in zip(named, memory.items(), strict=True):
+        own = enumerate(zip(space.indices[name], strides_of(buffer), strict=True))
+        places[place] = {index: stride for i, (index, stride) in own if index is not None and i not in moved.get(place, ())}
+    for place, axes in moved.items():
+        indices = space.indices[kernel.results[0].name]
+        places |= {f"{place} {i}": {index: ONE} if (index := indices[i]) else {} for i in axes}
+    for op in kernel.ops:
+        if op.kind == "reverse_second":
+            indices = space.indices[op.result.name]
+            places |= {reversed_at(op, dim): {index: ONE} if (index := indices[dim]) else {} for dim in (op[AXIS], op[HALVES])}
+        if op.kind == "iota":
+            counted: Iterable[str | None] = space.indices[op.result.name]
+        elif OPS[op.kind].locates:
+            counted = reduced_indices(op, space.indices)
+        else:
+            continue
+        places[op.result.name] = {index: ONE for index in counted if index is not None}
+    return places
+
+
+def _lanes(
+    space: Iteration, memory: Mapping[str, BufferType], moved: Mapping[str, tuple[int, ...]], named: Sequence[str]
+) -> dict[str, Lane]:
+    """Size and stride of each dim that no loop iterates over, by place. Includes the dims that an update writes in part."""
+
+    def lane(place: str, dim: int) -> Lane:
+        return Lane(memory[place].shape[dim], strides_of(memory[place])[dim])
+
+    pairs = zip(named, memory, strict=True)
+    return {f"{place} {i}": lane(place, i) for place, axes in moved.items() for i in axes} | {
+        place: lane(place, space.lanes[name]) for name, place in pairs if name in space.lanes
+    }

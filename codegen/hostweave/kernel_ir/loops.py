@@ -1,0 +1,266 @@
+"""IR of a kernel as loops, between its ops and its C++. Passes fill it in from top to bottom; its text shows what is decided.
+
+loops @normed {
+  keep i in M
+  reduce j in 4096
+  %x: bf16 at i * 4096 + j
+  %y stored: bf16 at i * 4096 + j
+  walk 0: reduce %mean_square
+  last: store %y
+  distribute row: a block or part of a warp shares a row, 512 threads
+  vectors of 8 along j
+  hold %x
+}
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hostweave.analysis.kernel_indices import Iteration
+from hostweave.fusion_ir.index_map import Labels
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops.attributes import AXIS, HALVES
+from hostweave.host_ir import ir
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import BufferType, row_major
+
+ZERO, ONE = Size(0), Size()
+COUNTED = ("index", "start")  # ops that use only the size of their second operand
+OUTERMOST = "outermost"  # atom that replaces the outermost size
+
+# Distributions of the iterations over threads.
+BY_THREAD = "each thread computes elements"
+BY_BLOCK = "a block reduces an element"
+BY_ROW = "a block shares a row"
+BY_ANY_ROW = "a block shares a row of unknown length"
+BY_SHORT_ROW = "a part of a warp shares a row"
+BY_COLUMNS = "a block reduces a tile of columns"
+BY_LANES = "a thread processes a lane"
+BY_LANE_PARTS = "threads share a lane, each with its own elements"
+BY_BLOCK_LANES = "a block processes a lane"
+BY_CLUSTER_LANES = "a cluster processes a lane"
+OF_BLOCKS = (BY_BLOCK_LANES, BY_CLUSTER_LANES)
+ROWS = (BY_ROW, BY_ANY_ROW, BY_SHORT_ROW)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A dim that no loop iterates over: its size and the stride of its elements."""
+
+    size: Size
+    stride: Size
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim of the loops: its size, and the stride of its elements in each place (inputs, results, index values)."""
+
+    size: Size
+    strides: tuple[Size, ...]
+    position: int = 0  # position among the operands' dims; indices are named in this order
+    indices: tuple[str, ...] = ()  # indices of the iteration that it merges
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One loop nest over the reduced dims: the reductions that it accumulates and the results that it stores."""
+
+    reductions: tuple[Op, ...] = ()
+    stores: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Loops:
+    """Loops over the dims that a kernel keeps, and inside them loop nests over the dims that it reduces.
+
+    A place is an input, a result in memory (see `stored`), or the key of an index value. `outer` is the size that OUTERMOST stands for.
+    """
+
+    kernel: ir.Kernel
+    space: Iteration
+    memory: Mapping[str, BufferType]
+    places: tuple[str, ...]
+    lanes: Mapping[str, Lane]
+    kept: tuple[Dim, ...]
+    reduced: tuple[Dim, ...]
+    outer: Size | None = None
+    walks: tuple[Walk, ...] = ()
+    distribution: str = ""
+    threads: int = 0  # per block, or threads that share a row of known length; 0: any number
+    width: int = 1  # consecutive elements per access
+    held: tuple[str, ...] = ()  # inputs whose rows threads hold in registers
+    index: str = "int64_t"  # C++ type of the number of an element; Index is 32 bits if the elements fit
+
+    # --- facts of the ops ---
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.kernel.inputs)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.kernel.results)
+
+    @property
+    def stores(self) -> set[str]:
+        return set(map(stored, self.results))
+
+    @property
+    def takes_lanes(self) -> bool:
+        return any(OPS[op.kind].lane for op in self.kernel.ops)
+
+    @property
+    def updates(self) -> bool:
+        """True if the kernel writes a part of its operand in place."""
+        return any(OPS[op.kind].updates for op in self.kernel.ops)
+
+    @property
+    def calls_lanes(self) -> bool:
+        """True if the kernel gathers or scatters by indices that are data."""
+        return not self.space.lanes.keys().isdisjoint(name for op in self.kernel.ops if op.kind != "reverse_second" for name in op.tensors)
+
+    # --- dims ---
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        return (*self.kept, *self.reduced)
+
+    @property
+    def along(self) -> Dim:
+        """The vectorised dim."""
+        return (self.reduced if self.distribution in (BY_BLOCK, *ROWS) else self.kept)[-1]
+
+    @property
+    def packed(self) -> set[str]:
+        """Places with vectorised access."""
+        return {place for place in self.memory if self.stride(place, self.along) == ONE}
+
+    @property
+    def has_rows(self) -> bool:
+        return self.distribution in ROWS
+
+    @property
+    def has_wide_totals(self) -> bool:
+        """True if the reduction keeps the vectorised dim, so that each vector element has an accumulator of its own."""
+        return self.width > 1 and bool(self.reduced) and self.along == self.kept[-1]
+
+    @property
+    def count(self) -> Size:
+        """Number of elements of the kept dims."""
+        return product(tuple(dim.size for dim in self.kept))
+
+    @property
+    def length(self) -> Size | None:
+        """Size of the dim that a block processes together, or None. With lanes, it is that of the result or of the operand."""
+        if self.takes_lanes:
+            of_result = any(OPS[op.kind].parts_lanes for op in self.kernel.ops)
+            return self.lanes[next(place for place in self.memory if (place in self.stores) == of_result)].size
+        return self.reduced[-1].size if self.reduced else None
+
+    def stride(self, place: str, dim: Dim) -> Size:
+        return dim.strides[self.places.index(place)]
+
+    def own(self, size: Size) -> Size:
+        """Rewrites a size in terms of the parameter for the outermost dim."""
+        quotient = size.divided_by(self.outer) if self.outer else None
+        return size if quotient is None or quotient.divisor > 1 else quotient * Size(1, (OUTERMOST,))
+
+    def is_linear(self, place: str) -> bool:
+        """Returns True if the linear index of a result's element is also its offset in this place."""
+        return tuple(self.stride(place, dim) for dim in self.kept) == row_major(tuple(dim.size for dim in self.kept))
+
+    def divided(self) -> list[Size]:
+        """Sizes that the vector width must divide: the vectorised dim, and the strides of its rows."""
+        packed = [place for place in self.memory if place in self.packed]
+        rows = [self.stride(place, dim) for dim in self.dims if dim != self.along for place in packed]
+        jumps = [lane.stride for place, lane in self.lanes.items() if place in self.packed]
+        return list(dict.fromkeys([self.along.size, *rows, *jumps]))
+
+    def taken_apart(self) -> list[int]:
+        """Dims of the result whose indices are computed from the linear index, because an offset needs them."""
+        if len(self.kept) == 1:
+            return []
+        scattered = [place for place in self.places if not self.is_linear(place)]
+        return [i for i, dim in enumerate(self.kept) if any(self.stride(place, dim) != ZERO for place in scattered)]
+
+    # --- scopes ---
+
+    def is_inside(self, value: str) -> bool:
+        """Returns True if a value differs between iterations of the innermost loop."""
+        return self.are_inside(self.space.indices[value])
+
+    def moves_inside(self, op: Op) -> bool:
+        """Returns True if the index at which an op reads its operand differs between iterations of the innermost loop."""
+        labels = self.space.indices[op.result.name]
+        return self.are_inside((labels[op[AXIS]], labels[op[HALVES]])) if op.kind == "reverse_second" else self.is_inside(op.tensors[1])
+
+    def are_inside(self, indices: Labels) -> bool:
+        if self.reduced:
+            return any(index in self.space.reduced for index in indices)
+        return self.width == 1 or any(index in self.along.indices for index in indices)
+
+    # --- text ---
+
+    def letters(self) -> dict[Dim, str]:
+        """Index of every dim, in the order of the operands' dims."""
+        order = sorted(self.dims, key=lambda dim: dim.position)
+        letters = (f"{letter}{number or ''}" for number in itertools.count() for letter in "ijklpqrstuvw")
+        return dict(zip(order, letters, strict=False))
+
+    def __str__(self) -> str:
+        return "\n".join([f"loops @{self.kernel.name} {{", *(f"  {line}" for line in self.lines()), "}\n"])
+
+    def lines(self) -> Iterator[str]:
+        letters = self.letters()
+        for verb, dims in (("keep", self.kept), ("reduce", self.reduced)):
+            if dims:
+                yield f"{verb} " + ", ".join(f"{letters[dim]} in {dim.size}" for dim in dims)
+        if self.outer:
+            yield f"{OUTERMOST} = {self.outer}"
+        for place in self.places:
+            terms = [(letters[dim], self.stride(place, dim)) for dim in self.dims if self.stride(place, dim) != ZERO]
+            offset = " + ".join(index if stride == ONE else f"{index} * {stride}" for index, stride in terms) or "0"
+            lane = f", lane of {self.lanes[place].size} every {self.lanes[place].stride}" if place in self.lanes else ""
+            yield f"%{place}{f': {self.memory[place].dtype}' if place in self.memory else ''} at {offset}{lane}"
+        for number, walk in enumerate(self.walks):
+            reduced = [f"reduce {_listed(op.result.name for op in walk.reductions)}"] if walk.reductions else []
+            yield f"walk {number}: {'; '.join([*reduced, *([f'store {_listed(walk.stores)}'] if walk.stores else [])])}"
+        if self.distribution:
+            yield f"distribute: {self.distribution}" + (f", {self.threads} threads" if self.threads else "")
+        if self.width > 1:
+            yield f"vectors of {self.width} along {letters[self.along]}"
+        if self.held:
+            yield f"hold {_listed(self.held)}"
+        if self.index != "int64_t":
+            yield f"number elements by {self.index}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"%{name}" for name in names)
+
+
+def merged(dims: Sequence[Dim]) -> list[Dim]:
+    """Merges adjacent dims that one stride covers in every operand, and drops dims of size 1."""
+    result: list[Dim] = []
+    for dim in dims:
+        if dim.size == ONE:
+            continue
+        if result and all(wide == dim.size * narrow for wide, narrow in zip(result[-1].strides, dim.strides, strict=True)):
+            outer = result.pop()
+            dim = Dim(outer.size * dim.size, dim.strides, outer.position, outer.indices + dim.indices)
+        result.append(dim)
+    return result
+
+
+def stored(result: str) -> str:
+    """Key of a result in memory, in contrast to the value of that name."""
+    return f"{result} stored"
+
+
+def reversed_at(op: Op, dim: int) -> str:
+    """Key of the index of a dim that an op reverses."""
+    return f"{op.result.name} {dim}"

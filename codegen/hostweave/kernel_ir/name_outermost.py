@@ -1,0 +1,37 @@
+"""Replaces an outermost size such as `4*B` by a parameter, so that launches with other multiples share the kernel.
+
+    keep i in 4*B, j in N
+    %x: f32 at i * N + j
+
+becomes
+
+    keep i in outermost, j in N
+    outermost = 4*B
+    %x: f32 at i * N + j
+
+Does nothing if an inner dim contains one of its sizes, because strides would then have two spellings.
+"""
+
+from dataclasses import replace
+
+from hostweave.kernel_ir.loops import OUTERMOST, Loops
+from hostweave.types.machine import Machine
+from hostweave.types.size import Factor, Size
+
+
+def name_outermost(loops: Loops, machine: Machine) -> Loops:
+    """Names the outermost size, if it is a multiple of a symbol."""
+    outer, *inner = (dim.size for dim in loops.dims)
+    if len(loops.kept) < 2 or outer.coefficient == 1 or outer.divisor > 1 or outer.is_int:
+        return loops
+    if {atom for other in inner for atom in other.atoms} & set(outer.atoms):
+        return loops
+    named = replace(loops, outer=outer)
+    kept = (replace(dim, size=named.own(dim.size), strides=tuple(map(named.own, dim.strides))) for dim in loops.kept)
+    reduced = (replace(dim, strides=tuple(map(named.own, dim.strides))) for dim in loops.reduced)
+    return replace(named, kept=tuple(kept), reduced=tuple(reduced))
+
+
+def named_sizes(loops: Loops) -> dict[Factor, Size]:
+    """Size that the parameter stands for, by its atom."""
+    return {OUTERMOST: loops.outer} if loops.outer else {}

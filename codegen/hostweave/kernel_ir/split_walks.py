@@ -1,0 +1,49 @@
+"""Splits the reduced dims of a kernel into loop nests: one for all reductions that are ready together.
+
+    %m: f32[M] = max(%x, axis=(1)); %e: f32[M, N] = exp(%x - %m); %s: f32[M] = sum(%e, axis=(1)); %y: f32[M, N] = %e / %s
+
+becomes
+
+    walk 0: reduce %m
+    walk 1: reduce %s
+    walk 2: store %y
+
+Results with all dims are stored in the only nest if no reduction precedes them, and otherwise in a last one. Operands of a
+reduction are computed in its nest, and again in any later one that needs them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hostweave.analysis.kernel_indices import reduced_indices
+from hostweave.fusion_ir.ir import Op
+from hostweave.kernel_ir.loops import Loops, Walk
+from hostweave.types.machine import Machine
+
+
+def split_walks(loops: Loops, machine: Machine) -> Loops:
+    """Lists the loop nests over the reduced dims. A kernel without reductions has none."""
+    if not loops.reduced:
+        return loops
+    space, ops = loops.space, loops.kernel.ops
+    leads_to = _leads_to(ops)
+    left = [op for op in ops if reduced_indices(op, space.indices)]
+    totals = {op.result.name for op in left}
+    whole = tuple(name for name in loops.results if space.is_whole(name))
+    walks = []
+    while left:
+        waiting = {op.result.name for op in left}
+        ready = tuple(op for op in left if not waiting & leads_to[op.result.name])
+        is_only = len(ready) == len(totals) and not any(totals & leads_to[name] for name in whole)
+        left = [op for op in left if op not in ready]
+        walks.append(Walk(ready, whole if is_only else ()))
+        whole = () if is_only else whole
+    return replace(loops, walks=(*walks, *((Walk((), whole),) if whole else ())))
+
+
+def _leads_to(ops: Sequence[Op]) -> dict[str, set[str]]:
+    """All values that an op's result depends on, by result."""
+    found: dict[str, set[str]] = {}
+    for op in ops:
+        found[op.result.name] = set(op.tensors).union(*(found.get(name, ()) for name in op.tensors))
+    return found

@@ -1,0 +1,29 @@
+"""Widens accesses to vectors of at most 16 bytes, in every place where the elements are contiguous.
+
+    %x: bf16 at i * 4096 + j
+
+gets
+
+    vectors of 8 along j
+
+The width divides every int among the sizes. The kernel checks the other sizes and the alignment at run time.
+"""
+
+from dataclasses import replace
+
+from hostweave.kernel_ir.loops import ONE, ZERO, Loops
+from hostweave.types.machine import Machine
+
+ACCESS = 16  # bytes per vectorised access
+
+
+def vectorise(loops: Loops, machine: Machine) -> Loops:
+    """Chooses the number of consecutive elements per access."""
+    scattered = any(loops.stride(place, loops.along) not in (ZERO, ONE) for place in loops.stores)
+    helpful = loops.packed - loops.stores if loops.reduced else loops.packed  # a reduction reads more than it stores
+    if not helpful or scattered or loops.takes_lanes or loops.updates:
+        return loops
+    width = ACCESS // max(loops.memory[place].dtype.itemsize for place in loops.packed)
+    while any(size.is_int and int(size) % width for size in loops.divided()):
+        width //= 2
+    return replace(loops, width=width)

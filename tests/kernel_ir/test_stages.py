@@ -1,0 +1,83 @@
+"""Golden files of kernels: the loops after each pass that changes them. `pytest --update-golden` rewrites them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lowered_fusions import GOLDEN
+
+import hostweave as hw
+from hostweave.base.errors import ProgramError
+from hostweave.fusion_ir.ir import Op, Value
+from hostweave.host_ir import tree
+from hostweave.host_ir.ir import Launch, buffer_types
+from hostweave.kernel_ir.loops import Loops
+from hostweave.kernel_ir.pipeline import PASSES, stages
+from hostweave.options import Options
+from hostweave.pipeline import lower
+from hostweave.types.machine import H200, Machine
+from hostweave.types.tensor import BufferType
+
+FOLDER = GOLDEN / "kernels"
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "chain": (lambda x, y: hw.tanh(x * 0.5 + y) * x, {"x": hw.bf16["M", 4096], "y": hw.bf16["M", 4096]}),
+    "bias": (lambda x, b: x + b, {"x": hw.bf16["M", "N"], "b": hw.bf16["N"]}),
+    "odd_rows": (lambda x: hw.permute_dims(x, (1, 0, 2)) * 2, {"x": hw.f32["M", 3, 63]}),
+    "multiples": (lambda x, b: x + b, {"x": hw.f32["B", 4, "T", 64], "b": hw.f32["T", 64]}),
+    "rms_norm": (hw.rms_norm, {"x": hw.bf16["M", 4096], "weight": hw.bf16[4096]}),
+    "norm_of_heads": (lambda x: hw.rms_norm(x), {"x": hw.bf16["M", 32, 128]}),
+    "softmax": (lambda x: hw.softmax(x), {"x": hw.f32["M", "N"]}),
+    "softmax_of_few": (lambda x: hw.softmax(x), {"x": hw.f32["M", 8]}),
+    "column_sum": (lambda x: hw.sum(x, 0), {"x": hw.bf16["M", 4096]}),
+    "argmax": (lambda x: hw.argmax(x, 1), {"x": hw.f32["M", "N"]}),
+    "lookup": (lambda ids, table: hw.embedding(ids, table), {"ids": hw.i32["T"], "table": hw.bf16["V", 4096]}),
+    "cumulative": (lambda x: hw.cumsum(x, 1), {"x": hw.f32["M", "N"]}),
+    "update": (
+        lambda cache, x, at: hw.dynamic_update_slice(cache, x, (0, at, 0)),
+        {"cache": hw.f32["B", "L", 64], "x": hw.f32["B", 1, 64], "at": hw.i32[()]},
+    ),
+}
+
+
+def stages_of(name: str, machine: Machine = H200) -> list[tuple[str, Loops]]:
+    function, specs = CASES[name]
+    host = lower(hw.fusion(**specs)(function), Options())
+    (kernel,), types = host.kernels, buffer_types(host)
+    (launch,) = (i for i in tree.walk(host.body) if isinstance(i, Launch))
+    return stages(kernel, [types[name] for name in (*launch.srcs, *launch.dsts)], machine)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stages_are_golden(name: str, request: pytest.FixtureRequest) -> None:
+    found = stages_of(name)
+    assert found == stages_of(name)
+    text = "".join(f"// {stage}\n{loops}" for stage, loops in found)
+    path = FOLDER / f"{name}.loops"
+    if request.config.getoption("--update-golden"):
+        FOLDER.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text(), f"{path.name}: run pytest --update-golden and read the difference"
+
+
+def test_every_pass_changes_a_kernel_and_no_file_is_left_over() -> None:
+    seen = {stage for name in CASES for stage, _ in stages_of(name)}
+    assert seen == {"index_space", *(apply.__name__ for apply in PASSES)}
+    assert {path.stem for path in FOLDER.iterdir()} == set(CASES), "no kernel has these; remove them"
+
+
+@pytest.mark.parametrize(("multiprocessors", "threads"), [(132, 1024), (127, 512)])
+def test_tiles_that_do_not_fill_the_machine_have_more_threads(multiprocessors: int, threads: int) -> None:
+    _, loops = stages_of("column_sum", replace(H200, multiprocessors=multiprocessors))[-1]
+    assert loops.threads == threads  # 4096 columns are 128 tiles
+
+
+def test_ops_that_need_two_kernels_are_refused() -> None:
+    function, specs = CASES["column_sum"]
+    (kernel,) = lower(hw.fusion(**specs)(function), Options()).kernels
+    sums = Op("cumsum", ("y",), Value("z", kernel.results[0].type), (("axis", 0),))
+    buffers = [BufferType(p.type.dtype, p.type.shape) for p in (*kernel.inputs, *kernel.results)]
+    with pytest.raises(ProgramError, match="kernel @sum_y: %z takes all along a dim together; split it"):
+        stages(replace(kernel, ops=(*kernel.ops, sums)), buffers, H200)
