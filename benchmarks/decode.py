@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -55,14 +56,11 @@ def main(names: Sequence[str]) -> None:
 def _compare(case: Case, all_tokens: Sequence[int], ranks: int) -> None:
     make = partial(_calls, case, all_tokens)
     for tokens, times in zip(all_tokens, times_on_ranks(make, ranks, REPETITIONS), strict=True):
-        medians = {name: statistics.median(ms) / ROW for name, ms in times.items()}
-        bound = medians.pop(COPY)
-        best = min(ms for name, ms in medians.items() if "torch" in name)
-        ours = min((OURS, TUNED), key=lambda name: medians[name])
-        each = ", ".join(f"{name} {ms:.3f} ms ({ms / medians[OURS]:.2f} times {OURS})" for name, ms in medians.items())
-        ratio = f"{ours} is {best / medians[ours]:.2f} times as fast as the best of torch"
-        most = f"at the speed of a copy {best / bound:.2f} times, {bound:.3f} ms"
-        print(f"{case.name}, {BLOCKS} blocks, {tokens} tokens, {ranks} GPUs: {each}; {ratio}; {most}", flush=True)
+        bound = statistics.median(times.pop(COPY)) / ROW
+        ours = [name for name in times if "torch" not in name]
+        share = bound / min(statistics.median(times[name]) / ROW for name in ours)
+        of_copy = f"{share:.2f} of a copy's speed, {bound:.3f} ms"
+        print(f"{case.name}, {BLOCKS} blocks, {tokens} tokens, {ranks} GPUs: {report.line(times, ours, ROW)}; {of_copy}", flush=True)
 
 
 def _program(case: Case, ranks: int, *, tune: bool = False) -> hw.Program:

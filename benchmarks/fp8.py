@@ -11,12 +11,12 @@ Arguments are names of parts; default: all. `fp8.py layer` needs two GPUs.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -48,14 +48,8 @@ def main(names: Sequence[str]) -> None:
             print("layer: needs two GPUs, and this machine has one")
             continue
         for times in times_on_ranks(calls, ranks, REPETITIONS, WAIT):
-            _print(name, {way: statistics.median(ms) for way, ms in times.items()})
-
-
-def _print(part: str, medians: dict[str, float]) -> None:
-    """The first way is ours in 8-bit floats, and its name begins with the case."""
-    (ours, ms), *others = medians.items()
-    beside = ", ".join(f"{name} {other:.3f} ms ({other / ms:.2f} times ours)" for name, other in others)
-    print(f"{part}: {ours}: {ms:.3f} ms; {beside}", flush=True)
+            ours = next(iter(times))  # begins with the case
+            print(f"{name}: {report.line(times, [ours])}", flush=True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

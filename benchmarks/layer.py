@@ -10,13 +10,13 @@ Arguments are names of cases, such as "70B at TP8"; default: all.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -53,11 +53,8 @@ def main(names: Sequence[str]) -> None:
 def _compare(cases: tuple[Case, ...], ranks: int) -> None:
     rows = (case for case in cases for _ in range(3 if ranks > 1 and case.parallel == "sp" else 2))
     for case, times in zip(rows, times_on_ranks(partial(_calls, cases), ranks, REPETITIONS, WAIT), strict=True):
-        medians = {name: statistics.median(ms) for name, ms in times.items()}
-        ours, peers = ({name: ms for name, ms in medians.items() if ("torch" in name) == is_peer} for is_peer in (False, True))
-        for name, ms in ours.items():
-            beside = ", ".join(f"{peer} {peer_ms:.3f} ms ({peer_ms / ms:.2f} times ours)" for peer, peer_ms in peers.items())
-            print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs, {name}: {ms:.3f} ms; {beside}", flush=True)
+        ours = [name for name in times if "torch" not in name]
+        print(f"{case.name} {case.parallel}, {case.tokens} tokens, {ranks} GPUs: {report.line(times, ours)}", flush=True)
 
 
 def _program(case: Case, ranks: int, overlap: str) -> hw.Program:

@@ -9,11 +9,11 @@ program plans for 32,768 tokens.
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -41,12 +41,7 @@ def main() -> None:
         flush=True,
     )
     for tokens, times in zip(GOALS, times_on_ranks(_calls, ranks, REPETITIONS, WAIT), strict=True):
-        medians = {name: statistics.median(ms) for name, ms in times.items()}
-        ours = medians.pop("ours")
-        beside = ", ".join(f"{name} {ms:.3f} ms" for name, ms in medians.items())
-        ratio = min(medians.values()) / ours
-        missed = "  MISSED" if ratio < GOALS[tokens] else ""
-        print(f"{tokens} tokens, {ranks} GPUs: {ours:.3f} ms; {beside}; {ratio:.3f} times as fast as the best{missed}", flush=True)
+        print(f"{tokens} tokens, {ranks} GPUs, goal {GOALS[tokens]}: {report.line(times, ['ours'])}", flush=True)
 
 
 def fusion_of(ranks: int) -> hw.Fusion:

@@ -1,4 +1,4 @@
-"""All-reduces of few rows with residual and norm, against torch: NCCL's all_reduce and a kernel of torch.compile.
+"""All-reduces of few rows with residual and norm, against torch: kernels of torch.compile, and all_reduces of NCCL or symmetric memory.
 
 16 dependent steps: y = x + all_reduce(term), x = rms_norm(y), and x times another array is the next term. Microseconds per step
 of the slowest rank: median of calls that all ranks start together behind a spin, each variant in a CUDA graph; random bf16 data.
@@ -7,11 +7,11 @@ One process per GPU runs all variants alternately on the same arrays.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import report
 from decode import in_a_graph
 from peers.torch_ranks import times_on_ranks
 
@@ -23,9 +23,8 @@ WIDTH = 8192
 ROWS = (16, 1, 4, 8, 32)
 REPETITIONS = 15
 SPIN = 1_000_000  # cycles for the host to enqueue
-FASTER = 1.3  # minimum for 16 rows
 TOLERANCE = 0.03  # relative to the largest element: the norms round at different places
-OURS = "in kernels"
+OURS, BY_NCCL = "in kernels", "by NCCL"
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -33,9 +32,7 @@ Calls = dict[str, Callable[[], Any]]
 def main() -> None:
     ranks = len(gpus())
     for rows, times in zip(ROWS, times_on_ranks(_calls, ranks, REPETITIONS, SPIN), strict=True):
-        micros = {name: statistics.median(ms) / STEPS * 1e3 for name, ms in times.items()}
-        each = ", ".join(f"{name} {us:.2f} us ({us / micros[OURS]:.2f} times {OURS})" for name, us in micros.items())
-        print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {each}; limit {FASTER} times for 16 rows", flush=True)
+        print(f"[{rows}, {WIDTH}] on {ranks} GPUs, a step: {report.line(times, [OURS, BY_NCCL], STEPS / 1e3, 'us', 2)}", flush=True)
 
 
 def _program(ranks: int, transport: str) -> hw.Program:
@@ -56,9 +53,9 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
     import torch.distributed as dist
 
     hw.init()
-    programs = {OURS: _program(ranks, "auto"), "by NCCL": _program(ranks, "two_sided")}
+    programs = {OURS: _program(ranks, "auto"), BY_NCCL: _program(ranks, "two_sided")}
     n = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
-    begin, step = (torch.compile(function, dynamic=False) for function in (_first_term, _step))
+    begin, step, step_in_place = (torch.compile(function, dynamic=False) for function in (_first_term, _step, _step_in_place))
     for rows in ROWS:
         x = torch.randn(rows, WIDTH, device="cuda").bfloat16()
         dist.broadcast(x, 0)
@@ -68,6 +65,8 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
             compiled = partial(_in_torch, begin, step, x, n, factors)
             captured = {name: program.capture(x, n, *(p[None] for p in factors)) for name, program in programs.items()}
             calls: Calls = {**captured, "torch.compile in a graph": in_a_graph(compiled)}
+            for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):  # of PyTorch's symmetric memory
+                calls[f"torch {name} in a graph"] = in_a_graph(_in_symmetric_memory(name, step_in_place, x, n, factors))
             wanted = eager()
             for name, call in calls.items():
                 error = float((call() - wanted).abs().max() / wanted.abs().max())
@@ -85,6 +84,34 @@ def _in_torch(begin: Callable[..., Any], step: Callable[..., Any], x: Any, n: An
     for p in [*factors[1:], factors[0]]:  # the last term is unused
         dist.all_reduce(term)
         x, term = step(x, term, n, p)
+    return x
+
+
+def _in_symmetric_memory(name: str, step: Callable[..., Any], x: Any, n: Any, factors: list[Any]) -> Callable[[], Any]:
+    """The same with all-reduces of PyTorch's symmetric memory, whose terms kernels of torch.compile write where peers read them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    group = dist.group.WORLD
+    assert group is not None
+    term = symmetric_memory.empty(x.shape, dtype=x.dtype, device=x.device)
+    symmetric_memory.rendezvous(term, group.group_name)
+    all_reduce = getattr(torch.ops.symm_mem, name)
+
+    def steps() -> Any:
+        term.copy_(x * factors[0])
+        at = x
+        for p in [*factors[1:], factors[0]]:
+            at = step(at, all_reduce(term, "sum", group.group_name), n, p, term)
+        return at
+
+    return steps
+
+
+def _step_in_place(x: Any, total: Any, n: Any, p: Any, term: Any) -> Any:
+    x, product = _step(x, total, n, p)
+    term.copy_(product)
     return x
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import report
 from peers.torch_ranks import times_on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -121,9 +122,8 @@ def main(what: str = "forward, backward, host and compile") -> None:
         passes = {"forward": "forward", "backward": "forward and backward", "host": "captured forward"}[name]
         print(f"4 layers of Llama 70B at TP8 shapes, {TOKENS} tokens, {ranks} GPUs, sequence-parallel, {passes}", flush=True)
         for times in times_on_ranks(make, ranks, REPETITIONS, wait):
-            ours, *peers = ((name, statistics.median(ms)) for name, ms in times.items())
-            beside = ", ".join(f"{name} {ms:.3f} ms ({ms / ours[1]:.2f} times ours)" for name, ms in peers)
-            print(f"{passes}: {ours[0]} {ours[1]:.3f} ms; {beside}", flush=True)
+            ours = [name for name in times if not name.startswith("torch")]
+            print(f"{passes}: {report.line(times, ours)}", flush=True)
     if "compile" in what:
         _compile_32_layers()
 

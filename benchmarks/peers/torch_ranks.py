@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from report import print_machine
+
 WARMUPS = 5
 POLL_SECONDS = 0.2
 
@@ -26,6 +28,7 @@ def times_on_ranks(make: Make, ranks: int, repetitions: int, wait: int = 0) -> I
     """
     import torch.multiprocessing as processes
 
+    print_machine()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # a free port
     with tempfile.TemporaryDirectory() as folder:

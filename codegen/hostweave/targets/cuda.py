@@ -19,7 +19,7 @@ from hostweave.build.toolchain import Library, Toolchain, find_compiler
 from hostweave.fusion_ir.ops.scaled import SCALINGS, TENSOR
 from hostweave.targets.target import Target, runtime_sources, sources_of
 from hostweave.transports.transport import NAMES, SIGNALS, Transport, find_transport
-from hostweave.types.machine import H200, Machine
+from hostweave.types.machine import Machine, shipped
 
 
 class _Cuda(Target):
@@ -74,7 +74,7 @@ class _Cuda(Target):
         yield self.name, _readiness(found)
 
     def machine(self, ranks: int) -> Machine:
-        machine = figures.measured(cuda.gpus()) or H200
+        machine = figures.measured(cuda.gpus()) or shipped(self.device_name())
         for scaling in SCALINGS:
             machine = machine.without_scales(scaling, why) if (why := why_no_scales(scaling)) else machine
         if why := why_no_peers(ranks):

@@ -34,7 +34,8 @@ def explained(fusion: Fusion, host: ir.HostProgram, options: Options) -> str:
 
 def _basis(options: Options) -> Iterator[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in sorted(options.sizes.items()))
-    yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}"
+    other = f"; {options.figures.stands_for} has none: run hostweave calibrate" if options.figures.stands_for else ""
+    yield f"times by the figures of {options.figures.name}, at {sizes or 'no stated sizes'}{other}"
     faster = options.transport_carrying(SIGNALS)
     if faster is None:
         yield f'two-sided transport alone, by transport="{DEFAULT}"'

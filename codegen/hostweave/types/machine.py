@@ -83,6 +83,7 @@ class Machine:
     no_peers: str = ""
     no_scales: tuple[tuple[str, str], ...] = ()
     network: Network | None = None  # None: all ranks are in one host
+    stands_for: str = ""  # name of the GPU that has no figures of its own, for which these are taken
 
     def hosts_of(self, ranks: Iterable[int]) -> int:
         """Number of hosts of these ranks of the program."""
@@ -102,10 +103,8 @@ class Machine:
         return replace(self, no_scales=(*self.no_scales, (scaling, why)))
 
     def to_json(self) -> str:
-        return (
-            json.dumps({name: value for name, value in asdict(self).items() if name not in ("refused", "no_peers", "no_scales")}, indent=1)
-            + "\n"
-        )
+        of_this_host = ("refused", "no_peers", "no_scales", "stands_for")
+        return json.dumps({name: value for name, value in asdict(self).items() if name not in of_this_host}, indent=1) + "\n"
 
     @staticmethod
     @checked
@@ -147,3 +146,12 @@ H200 = Machine(
         Link("get", 2, ((16 * KB, 10.1e-6), (MB, 14.5e-6), (16 * MB, 55.6e-6), (64 * MB, 191e-6), (256 * MB, 729e-6))),
     ),
 )
+# H100 SXM: measured on one of 80 GB with a limit of 700 W. Its NVLink is that of H200: 18 links of the fourth generation.
+H100 = replace(H200, name="NVIDIA H100 80GB HBM3", flops=845e12, memory=3.03e12)
+
+SHIPPED = {machine.name: machine for machine in (H200, H100)}
+
+
+def shipped(name: str) -> Machine:
+    """Figures of a GPU by its name. A GPU without figures gets those of H200, which then name it in `stands_for`."""
+    return SHIPPED.get(name) or replace(H200, stands_for=name)

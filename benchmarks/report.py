@@ -1,0 +1,67 @@
+"""The lines that benchmarks print: the machine with its versions, and times with their range and the ratio to the best peer."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+
+import hostweave as hw
+
+QUERY = "--query-gpu=name,power.limit,driver_version"
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  # what switches it off
+
+
+@cache
+def print_machine() -> None:
+    """Prints the GPUs with their power limit, the driver, versions of libraries, and what is switched off. Once per process."""
+    listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    gpus = [line.split(", ") for line in listed.stdout.splitlines()]
+    name, power, driver = gpus[0] if gpus else ("no GPU", "", "")
+    off = [f"{name}={value}" for name, value in MULTICAST.items() if os.environ.get(name) == value]
+    parts = [
+        f"{len(gpus)} x {name}, {power}, driver {driver}" if gpus else name,
+        f"hostweave {hw.__version__}",
+        *_of_torch(),
+        f"off: NVLink multicast ({', '.join(off)})" if off else "nothing switched off",
+    ]
+    print("; ".join(parts), flush=True)
+
+
+def _of_torch() -> list[str]:
+    """Versions of PyTorch and of the libraries that it has loaded. NCCL is the one that is loaded, also if LD_PRELOAD names it."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return ["no PyTorch"]
+    if not torch.cuda.is_available():
+        return [f"torch {torch.__version__}"]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return [f"torch {torch.__version__}", f"NCCL {nccl}", f"cuBLAS {_version('nvidia-cublas')}", f"cuDNN {torch.backends.cudnn.version()}"]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def line(times: Mapping[str, Sequence[float]], ours: Collection[str], per: float = 1, unit: str = "ms", digits: int = 3) -> str:
+    """Medians and ranges of the ways, those of `ours` first, and the ratio of the best peer to our best. `per` divides all times."""
+    medians = {name: statistics.median(ms) for name, ms in times.items()}
+
+    def listed(names: Collection[str]) -> str:
+        return ", ".join(
+            f"{name} {medians[name] / per:.{digits}f} {unit} ({min(times[name]) / per:.{digits}f} to {max(times[name]) / per:.{digits}f})"
+            for name in names
+        )
+
+    peers = [name for name in times if name not in ours]
+    if not peers:
+        return listed(ours)
+    best, own = min(peers, key=medians.__getitem__), min(ours, key=medians.__getitem__)
+    return f"{listed(ours)}; {listed(peers)}; {medians[best] / medians[own]:.3f} times as fast as the best peer, {best}"
