@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from report import print_machine
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -31,6 +32,7 @@ Attend = Callable[[], Any]
 
 
 def main() -> None:
+    print_machine()
     import torch
 
     torch.cuda.set_device(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import print_machine
 
 import hostweave as hw
 from hostweave.build.cuda import gpus
@@ -77,6 +78,7 @@ COMMUNICATIONS = {
 
 
 def main() -> None:
+    print_machine()
     ranks = len(gpus())
     print(f"{ranks} GPUs; host us more a call (limit {MORE_US}), and of the bandwidth of NCCL alone (limit {OF_BANDWIDTH})")
     for name, (x_type, y_type, instruction, calls) in COMMUNICATIONS.items():

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from report import print_machine
+
 import hostweave as hw
 
 COLD_BYTES = 512 << 20  # of weights: many times a GPU's cache
@@ -25,6 +27,7 @@ TOLERANCE = 0.02  # relative to the largest element: both round to bf16
 
 
 def main() -> None:
+    print_machine()
     import torch
 
     hw.init()

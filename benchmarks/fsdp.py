@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from report import print_machine
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
@@ -27,6 +28,7 @@ ROUNDS, REPETITIONS = 3, 5
 
 
 def main() -> None:
+    print_machine()
     ranks = len(gpus())
     programs = {"gathers": _compiled(ranks, "rows", multiplies=False), "layers": _compiled(ranks, "")}
     for layout in ("rows", "columns", "rows of transposes"):

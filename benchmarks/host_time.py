@@ -18,6 +18,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from report import print_machine
 
 import hostweave as hw
 from hostweave.base.paths import BENCHMARKS, EXAMPLES
@@ -33,6 +34,7 @@ SERVED_CALLS, SERVED_SIZES = 10_000, 2_000
 
 
 def main() -> None:
+    print_machine()
     _bound_weights("cpu")
     if gpus():
         _bound_weights("cuda")

@@ -13,6 +13,8 @@ from itertools import cycle, islice
 from math import prod
 from typing import Any
 
+from report import print_machine
+
 import hostweave as hw
 
 COLD_BYTES = 256 << 20  # of distinct inputs and outputs: several times a GPU's cache
@@ -116,6 +118,7 @@ class Torch:
 
 
 def main() -> None:
+    print_machine()
     import torch
 
     group = hw.init()

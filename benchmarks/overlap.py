@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.torch_ranks import times_on_ranks
+from report import print_machine
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
@@ -70,6 +71,7 @@ CASES = (
 
 
 def main() -> None:
+    print_machine()
     ranks, cases = len(gpus()), [case for case in CASES if case.name in sys.argv[1:] or not sys.argv[1:]]
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import statistics
 
+from report import print_machine
+
 import hostweave as hw
 
 COLD_BYTES = 256 << 20  # bytes of weights
@@ -16,6 +18,7 @@ SHAPES = {"8B, gate": (4096, 14336), "8B, down": (14336, 4096), "70B at TP8, gat
 
 
 def main() -> None:
+    print_machine()
     for rows in ROWS:
         for name, (depth, columns) in SHAPES.items():
             _compare(name, rows, depth, columns)
