@@ -34,7 +34,7 @@ class Options:
     - `ways`: overrides choices of the cost model, by the names in `Program.explain`: `{"@ag_matmul %x_gathered": "put(8)"}`, or
       "none" for sequential execution.
     - `machine`: figures for the cost model. By default those that `hostweave calibrate` has measured on this machine, else those of
-      an H200.
+      H100 or H200 by the name of the GPU. Other GPUs get those of H200, and `Program.explain` says so.
     - `partial_dtype`: `hw.f32` computes and sends partial sums of 16-bit floats in f32, and rounds once. By default each rank rounds
       its partial sum to the dtype of the result.
     - `tf32`: f32 matmuls round their operands to TF32, with 10 bits of mantissa, and accumulate in f32. This is several times faster

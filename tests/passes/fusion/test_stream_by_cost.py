@@ -18,7 +18,7 @@ from hostweave.options import Options
 from hostweave.passes.fusion.stream_by_cost import stream_by_cost
 from hostweave.pipeline import lower
 from hostweave.tune.cost import communication, seconds
-from hostweave.types.machine import H200, Link, Machine
+from hostweave.types.machine import H100, H200, Link, Machine, shipped
 
 GATHER = "%x: bf16[M@x, K], %w: bf16[K, N]", "%g: bf16[M, K] = all_gather(%x, dim=0, axes=(x))\n%y: bf16[M, N] = matmul(%g, %w)"
 SCATTER = (
@@ -277,3 +277,16 @@ def test_machine_as_json() -> None:
             Machine.from_json(wrong, "h200.json")
     with pytest.raises(ProgramError, match=r"Options: machine='H200' is no hw.Machine"):
         Options(machine="H200")  # type: ignore[arg-type]
+
+
+def test_figures_of_known_and_unknown_gpus() -> None:
+    assert (shipped("NVIDIA H200"), shipped("NVIDIA H100 80GB HBM3")) == (H200, H100)
+    other = shipped("NVIDIA B300")
+    assert other.flops == H200.flops
+
+    @hw.fusion(x=hw.f32["M"])
+    def f(x: hw.Tensor) -> hw.Tensor:
+        return x + 1
+
+    text = hw.compile(f, options=Options(machine=other)).explain()
+    assert "times by the figures of NVIDIA H200, at no stated sizes; NVIDIA B300 has none: run hostweave calibrate" in text
