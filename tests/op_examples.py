@@ -40,6 +40,14 @@ def scaled_product(x: hw.Tensor) -> hw.Tensor:
 EXAMPLES: dict[str, tuple[Callable[[hw.Tensor], hw.Tensor], Callable[[Array], Array]]] = {
     "matmul": (lambda x: x @ x.T, lambda x: x @ x.T),
     "scaled_matmul": (scaled_product, lambda x: (x @ x.T) * x.sum(1, keepdims=True) * x.sum(1)),
+    "grouped_matmul": (
+        lambda x: hw.grouped_matmul(x.T, hw.broadcast_to(x, 2, "M", "N"), hw.arange(1, 5, 2)),
+        lambda x: x.T @ x,
+    ),
+    "grouped_outer": (
+        lambda x: hw.grouped_matmul(x, x.T, hw.arange(1, 5, 2)),
+        lambda x: np.stack([x[:, :1] @ x[:, :1].T, x[:, 1:] @ x[:, 1:].T]),
+    ),
     "add": (lambda x: 1 + x, lambda x: x + 1),
     "subtract": (lambda x: 1 - x, lambda x: 1 - x),
     "multiply": (lambda x: 2 * x, lambda x: 2 * x),

@@ -333,6 +333,21 @@ OPS: tuple[MakeOp, ...] = (
 )
 
 
+def in_groups(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
+    """Grouped matmul of rows in groups that are even, skewed, empty, or shorter than all rows together; or the gradient of its matrices."""
+    known = [value for value in values if value.ndim == 2 and all(isinstance(size, int) or size in g.sizes for size in value.shape)]
+    if t.dtype != hw.f64 or not known:
+        return _with_number(g, values, t)
+    t = g.random.choice(known)
+    experts, row = g.random.choice([1, 2, 3, 5]), hw.iota(t, 0)
+    ids = g.random.choice([row % experts, row * 0 + experts - 1, hw.minimum(row, experts - 1), row % (experts + 1), row + experts - 2])
+    ends = hw.astype(hw.cumsum(hw.bincount(ids, experts), 0), hw.i32)
+    if g.random.random() < 0.4:
+        return hw.grouped_matmul(t.T, g.resharded(t * 2), ends)
+    w = hw.broadcast_to(t.T, experts, t.shape[1], t.shape[0]) * hw.expand_dims(hw.astype(hw.arange(experts) + 1, hw.f64), (1, 2))
+    return hw.grouped_matmul(t, g.random.choice([w, g.resharded(w)]), ends)
+
+
 def _moved(g: Generator, values: list[hw.Tensor], t: hw.Tensor) -> hw.Tensor:
     return g.resharded(t, g.random.choice(g.meshes))
 

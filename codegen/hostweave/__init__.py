@@ -13,11 +13,13 @@ from hostweave.base.signatures import public_names
 from hostweave.fusion_ir.frontend import attention as _attention
 from hostweave.fusion_ir.frontend import composites as _composites
 from hostweave.fusion_ir.frontend import contractions as _contractions
+from hostweave.fusion_ir.frontend import experts as _experts
 from hostweave.fusion_ir.frontend import functions as _functions
 from hostweave.fusion_ir.frontend import indices as _indices
 from hostweave.fusion_ir.frontend.attention import *  # noqa: F403
 from hostweave.fusion_ir.frontend.composites import *  # noqa: F403
 from hostweave.fusion_ir.frontend.contractions import *  # noqa: F403
+from hostweave.fusion_ir.frontend.experts import *  # noqa: F403
 from hostweave.fusion_ir.frontend.functions import *  # noqa: F403
 from hostweave.fusion_ir.frontend.indices import *  # noqa: F403
 from hostweave.fusion_ir.frontend.remedies import word_for
@@ -110,7 +112,9 @@ def _unknown(name: str) -> AttributeError:
 
 _OWN = ("Fusion", "Machine", "Mesh", "Network", "Options", "Tensor", "block", "errors", "fusion", "kernel", *_MODULE_OF)
 _DTYPES = (name for name, value in list(globals().items()) if isinstance(value, _DType))
-_FUNCTIONS = (name for part in (_functions, _attention, _composites, _contractions, _indices) for name in public_names(vars(part)))
+_FUNCTIONS = (
+    name for part in (_functions, _attention, _composites, _contractions, _experts, _indices) for name in public_names(vars(part))
+)
 _PUBLIC = sorted((*_OWN, *_DTYPES, *_FUNCTIONS))
 warn_of_misspelt()
 if not TYPE_CHECKING:  # a type checker goes by the imports

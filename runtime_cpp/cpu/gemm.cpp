@@ -235,3 +235,17 @@ void hw_cpu_multiply(const float* a, std::int64_t a_pitch, const float* b, std::
   use_one_thread();
   multiply<float>(g, {CUDA_R_32F, c_pitch, c});
 }
+
+void hw_cpu_product(cudaDataType_t operands, const void* a, std::int64_t a_pitch, bool a_transposed, const void* b,
+                    std::int64_t b_pitch, bool b_transposed, cudaDataType_t result, void* c, std::int64_t c_pitch, std::int64_t m,
+                    std::int64_t n, std::int64_t k) {
+  using namespace hostweave::cpu;
+  Gemm g;  // column-major: c' = b' a'
+  g.transpose_a = b_transposed, g.transpose_b = a_transposed;
+  a_pitch = std::max({a_pitch, a_transposed ? m : k, std::int64_t{1}});  // a single row may have any pitch
+  b_pitch = std::max({b_pitch, b_transposed ? k : n, std::int64_t{1}});
+  c_pitch = std::max({c_pitch, n, std::int64_t{1}});
+  g.m = n, g.n = m, g.k = k, g.beta = 0;
+  g.a = {operands, b_pitch, const_cast<void*>(b)}, g.b = {operands, a_pitch, const_cast<void*>(a)}, g.d = {result, c_pitch, c};
+  run(g);
+}

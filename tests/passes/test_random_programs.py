@@ -21,6 +21,7 @@ from random_fusions import (
     collided,
     compare,
     computes,
+    in_groups,
     of_sums,
     parts,
     turned_in_a_loop,
@@ -62,7 +63,25 @@ def test_wider_programs(seeds: range) -> None:
 
 NOT_MADE = {"Barrier", "Gather", "Mark", "Scatter"}  # by any pass; only in hand-written host programs, and in timelines
 NOT_MADE |= {"Attention", "AttentionBackward"}  # no reference rounds alike; the tests of attention cover them
+NOT_MADE |= {"GroupedMatmul", "GroupedOuter"}  # test_random_routings makes them
 NOT_MADE |= {"LaunchAllReduce"}  # not for f64 and i64, which these programs use; test_random_ops.py covers it
+
+
+@pytest.mark.parametrize("seeds", parts(60, 6000), ids=str)
+@pytest.mark.filterwarnings(*IGNORED)
+def test_random_routings(seeds: range) -> None:
+    """Programs with grouped matmuls, of even and skewed groups, empty ones, and rows without a group."""
+
+    made: set[str] = set()
+
+    def is_right(seed: int) -> bool:
+        generator = Generator(seed, ops=[in_groups] * 15)
+        fusion = generator.fusion()
+        made.update(op.kind for op in fusion.ops)
+        return computes(generator, fusion, seed)
+
+    assert sum(map(is_right, seeds)) > 0.7 * len(seeds)
+    assert made >= {"grouped_matmul", "grouped_outer"}
 
 
 @pytest.mark.filterwarnings(*IGNORED)

@@ -277,6 +277,13 @@ class Emitter:
         self.context.uses_of_plan.setdefault(key, set()).add((self.integers.mesh, self.sizes_given))
         return plans[key].member
 
+    def emit_grouped(self, i: ir.Grouped) -> str:
+        types = [self.type_of(name) for name in (i.x, i.other, i.dst)]
+        made_with = CUDA_TYPES[types[0].dtype.name], CUDA_TYPES[types[2].dtype.name]
+        plan = self.planned("GroupedPlan", i, self.buffers[i.dst].root, made_with, tuple(map(self.integers.strided, types)))
+        first = self.expr(i.first) if i.first not in (None, Const(0)) else ""
+        return lay_out("Grouped", e=self, i=i, plan=plan, first=first)
+
     def emit_attention(self, i: ir.Attention) -> str:
         beside = [*(("lse", name) for name in i.lse), *i.masked_by.items()]
         return self.attend(i, i.dst, (i.q, i.k, i.v, i.dst), beside, i.blind)

@@ -111,6 +111,7 @@ class Program:
         plans = {plan.kind for plan in context.plans.values()}
         optional = (
             ("attention.h", bool(plans & {"AttentionPlan", "AttentionBackwardPlan"})),
+            ("grouped.h", "GroupedPlan" in plans),
             ("matmul.h", "MatmulPlan" in plans),
             ("streams.h", context.streams or context.events),
             ("term_exchange.h", context.exchanges),

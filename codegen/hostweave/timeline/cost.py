@@ -12,7 +12,7 @@ from hostweave.communication.cost import CHUNK, LOOP, communication
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.timeline.events import COMMUNICATION, COMPUTE, WAITING
-from hostweave.tune.cost import ATTENTION, Attended, Product, in_kernel
+from hostweave.tune.cost import ATTENTION, Attended, Product, grouped_product, in_kernel
 from hostweave.types.machine import Machine
 
 ORDER = CHUNK / 2  # seconds of a record, and of a wait for an event of another stream
@@ -66,6 +66,13 @@ def _matmul(operation: Operation, machine: Machine) -> Work:
     is_one = prod(b.shape[:-2]) == 1  # matrix for all: rows of the batch follow one another
     count, rows = (1, prod(dst.shape[:-1])) if is_one else (prod(dst.shape[:-2]), dst.shape[-2])
     product = Product(float(count), float(rows), float(a.shape[-1]), float(dst.shape[-1]), a.dtype, bool(i.precision))  # type: ignore[attr-defined]
+    return Work(product.seconds(machine), "multiprocessors", product.share(machine))
+
+
+def _grouped(operation: Operation, machine: Machine) -> Work:
+    i: Any = operation.instruction
+    x, other, groups = (next(a.region.layout for a in operation.accesses if a.name == name) for name in (i.x, i.other, i.starts))
+    product = grouped_product(groups.shape[0], x.shape, other.shape, i.is_outer, x.dtype)
     return Work(product.seconds(machine), "multiprocessors", product.share(machine))
 
 
@@ -178,6 +185,7 @@ _WORK: dict[type[tree.Instruction], Callable[[Operation, Machine], Work]] = {
     tree.Instruction: _nothing,
     ir.Compute: _kernel,
     ir.Matmul: _matmul,
+    ir.Grouped: _grouped,
     ir.Attention: _attention,
     ir.AttentionBackward: _backward,
     ir.Collective: _collective,

@@ -7,7 +7,7 @@ another, communications too, and each starts as soon as its operands are ready.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod, sqrt
 
@@ -16,6 +16,7 @@ from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import GRADIENTS, is_by_kernels
 from hostweave.fusion_ir.ops.attributes import CAUSAL, CONTRACTED, WINDOW
+from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.host_ir import ir
 from hostweave.types.machine import H200, Machine
@@ -86,6 +87,9 @@ class Product:
 def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> Product:
     """Local matmul of an op on one rank."""
     values = fusion.values()
+    if op.kind in GROUPED:
+        x, other, groups = (list(map(float, local_dims(values[op.tensors[i]].type, fusion.mesh, sizes))) for i in (0, 1, 2))
+        return grouped_product(groups[0], x, other, op.kind == OUTER, values[op.tensors[0]].type.dtype)
     left, result = (list(map(float, local_dims(values[name].type, fusion.mesh, sizes))) for name in (op.tensors[0], op.result.name))
     contracted = op[CONTRACTED] if op.kind == "matmul" else 1
     inner = prod(left[len(left) - contracted :])
@@ -93,6 +97,12 @@ def product_of(op: Op, fusion: Fusion, sizes: Mapping[str, int], tf32: bool) -> 
     is_one = len(values[op.tensors[1]].type.dims) == contracted + 1
     rows = prod(result[:-1]) if is_one else result[-2]
     return Product(1.0 if is_one else prod(result[:-2]), rows, inner, result[-1], values[op.tensors[0]].type.dtype, tf32)
+
+
+def grouped_product(groups: float, x: Sequence[float], other: Sequence[float], is_outer: bool, dtype: DType) -> Product:
+    """Grouped matmul of one rank, with as many rows in each group."""
+    rows = x[0] / max(groups, 1)
+    return Product(float(groups), *((x[1], rows) if is_outer else (rows, x[1])), float(other[-1]), dtype)
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

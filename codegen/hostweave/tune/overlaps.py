@@ -14,6 +14,7 @@ from hostweave.fusion_ir.ir import MAX_STEPS, Fusion, Op
 from hostweave.fusion_ir.key_blocks import GatheredKeys, gathered_keys
 from hostweave.fusion_ir.ops import OPS, communicates, index_map, operand_types
 from hostweave.fusion_ir.ops.attributes import ORDER
+from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.fusion_ir.ops.scaled import is_composed
 from hostweave.fusion_ir.resharding import local_dims, step_of
 from hostweave.fusion_ir.rewriting import consumers
@@ -147,6 +148,7 @@ class _Finder:
             and op.result.type.mesh is None
             and len(op.tensors) == OPS[op.kind].arity
             and not is_composed(op)
+            and op.kind not in GROUPED
         )
 
     def is_outermost(self, op: Op, dim: int) -> bool:

@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "cuda_runtime_api.h"
+#include "library_types.h"
 #include "nccl.h"
 
 extern "C" {
@@ -118,5 +119,10 @@ void hw_cpu_split(size_t count, void (*run)(void* closure, size_t i), void* clos
 // For kernels: row-major c[m, n] = a[m, k] b[k, n] + beta c on the calling thread. b may be transposed.
 void hw_cpu_multiply(const float* a, int64_t a_pitch, const float* b, int64_t b_pitch, bool b_transposed, float* c,
                      int64_t c_pitch, int64_t m, int64_t n, int64_t k, float beta);
+
+// For kernels: row-major c[m, n] = a[m, k] b[k, n] of f64, or of other floats with sums in f32, also on idle workers. An operand
+// that is transposed is column-major.
+void hw_cpu_product(cudaDataType_t operands, const void* a, int64_t a_pitch, bool a_transposed, const void* b, int64_t b_pitch,
+                    bool b_transposed, cudaDataType_t result, void* c, int64_t c_pitch, int64_t m, int64_t n, int64_t k);
 
 }  // extern "C"

@@ -13,11 +13,12 @@ from hostweave.check.results.lanes import Exact, Functions, Lanes
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attention import masks_of
+from hostweave.fusion_ir.ops.grouped import GROUPED
 from hostweave.types.mesh import Sizes
 from hostweave.types.tensor import TensorType, global_shape
 
 OTHERS = range(3)  # values of integers that steer nothing
-ANY, PLACES, STARTS, LENGTHS, OFFSETS = "any", "places", "starts", "lengths", "offsets"
+ANY, PLACES, STARTS, LENGTHS, OFFSETS, ENDS = "any", "places", "starts", "lengths", "offsets", "ends"
 
 
 def random_inputs(
@@ -34,12 +35,13 @@ def _random(random: np.random.Generator, type: TensorType, sizes: Sizes, seeds: 
         return functions.real.exactly(random.standard_normal(shape), random.integers(1, PRIME, shape, np.uint64))
     if type.dtype.kind == "bool":
         return Exact(random.integers(0, 2, shape).astype(bool))
-    low, high = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1)}.get(
+    low, high = {PLACES: (0, most), STARTS: (0, most + 1), LENGTHS: (0, most + 1), OFFSETS: (0, most + 1), ENDS: (0, most + 1)}.get(
         role, (OTHERS.start, OTHERS.stop)
     )
     values: Any = random.integers(low, max(high, low + 1), shape)
-    if role == OFFSETS:
+    if role in (OFFSETS, ENDS):
         values.sort(axis=-1)
+    if role == OFFSETS:
         values[..., :1], values[..., -1:] = 0, most
     if role == LENGTHS and values.size > 1:
         values.flat[0] = most
@@ -78,6 +80,8 @@ def _steering(fusion: Fusion, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
                         yield (source(given), *inner[parameter.name])
         elif op.kind in ("index", "start"):
             yield source(op.tensors[0]), PLACES if op.kind == "index" else STARTS, size(op.tensors[1], 0)
+        elif op.kind in GROUPED:
+            yield source(op.tensors[3]), ENDS, size(op.tensors[0], 0)
         elif op.kind.startswith("attention"):
             for word, name in masks_of(op, op.tensors).items():
                 if word in (LENGTHS, OFFSETS):

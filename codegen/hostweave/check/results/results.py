@@ -22,6 +22,7 @@ from hostweave.check.simulate import instantiate
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.attributes import CONTRACTED
+from hostweave.fusion_ir.ops.grouped import OUTER
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.host_ir.expr import Const
@@ -236,5 +237,6 @@ def _work(fusion: Fusion, op: Op, sizes: Sizes) -> float:
     made: float = prod(global_shape(op.result.type, sizes))
     if OPS[op.kind].is_product:
         left = next(v.type for v in (*fusion.inputs, *(o.result for o in fusion.ops)) if v.name == op.tensors[0])
-        made *= 1 + prod(size.bind(sizes) for size in left.shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]) / 100
+        terms = left.shape[:1] if op.kind == OUTER else left.shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+        made *= 1 + prod(size.bind(sizes) for size in terms) / 100
     return made

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hostweave.base.errors import ProgramError
 from hostweave.fusion_ir.index_map import IndexMap
 from hostweave.fusion_ir.ir import Op, Scalar
-from hostweave.fusion_ir.ops import attention, calls, indexing, pointwise, reductions, resharding, scaled, shapes
+from hostweave.fusion_ir.ops import attention, calls, grouped, indexing, pointwise, reductions, resharding, scaled, shapes
 from hostweave.fusion_ir.ops.attributes import INDEX
 from hostweave.fusion_ir.ops.definition import Mismatch, OpDef, Types
 from hostweave.types.mesh import Mesh
@@ -16,6 +16,7 @@ OPS: dict[str, OpDef] = {
     **pointwise.OPS,
     **reductions.OPS,
     **scaled.OPS,
+    **grouped.OPS,
     **attention.OPS,
     **shapes.OPS,
     **indexing.OPS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hostweave.fusion_ir.ops import OPS
+from hostweave.fusion_ir.ops import OPS, grouped
 from hostweave.fusion_ir.ops.attention import Masks, attended, differentiated
 from hostweave.fusion_ir.ops.scaled import multiplied
 from hostweave.host_ir.expr import Const, Expr
@@ -65,6 +65,60 @@ class Matmul(Compute):
         product = multiplied(np, a, b, *scales) if scales else np.matmul(a, b)
         total = sum(added, product * a.dtype.type(self.scale))
         return (OPS[self.activation].numpy(np, total) if self.activation else total,)
+
+
+class Grouped(Compute):
+    """Products of groups of rows. Group e has rows `starts[e]` to before `ends[e]`, counted from before row `first` of the operands.
+
+    Starts and ends are contiguous [E] of i32. What they name outside of the rows is cut off. Groups must not overlap. Products of 16-bit
+    floats are summed in f32, and may be written so. In x and dst the elements of a row are contiguous.
+    """
+
+    x: Read
+    other: Read
+    starts: Read
+    ends: Read
+    dst: Write
+    first: Expr | None
+    is_outer = False
+
+    def computed(self, np: Any, sizes: Sizes, *reads: Any) -> tuple[Any, ...]:
+        first = self.first.value if isinstance(self.first, Const) else 0  # constant once the instruction is executed
+        x, other, starts, ends = reads
+        return ((grouped.summed if self.is_outer else grouped.multiplied)(np, x, other, starts, ends, first),)
+
+
+@dataclass(frozen=True)
+class GroupedMatmul(Grouped):
+    """Multiplies each group of rows of x [T, K] by its matrix of `other` [E, K, N]: dst [T, N]. Rows without a group are zeros.
+
+    In each matrix, the rows or the columns are contiguous.
+    """
+
+    x: Read
+    other: Read
+    starts: Read
+    ends: Read
+    dst: Write
+    first: Expr | None = None
+    syntax = "grouped_matmul %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
+
+
+@dataclass(frozen=True)
+class GroupedOuter(Grouped):
+    """Multiplies the transposed rows of x [T, K] by the rows of `other` [T, N], group by group: dst [E, K, N].
+
+    Empty groups have zeros. In `other` the elements of a row are contiguous, too.
+    """
+
+    x: Read
+    other: Read
+    starts: Read
+    ends: Read
+    dst: Write
+    first: Expr | None = None
+    syntax = "grouped_outer %{x}, %{other} rows %{starts} to %{ends} from {first} -> %{dst}"
+    is_outer = True
 
 
 class _Masked(Compute):

@@ -6,6 +6,7 @@ from typing import Any
 
 from hostweave.fusion_ir.ops.attention import BOTTOM_RIGHT, DTYPES, KERNEL_HEADS, kernels_for, why_no_bias, why_no_offsets
 from hostweave.fusion_ir.ops.definition import unsharded
+from hostweave.fusion_ir.ops.grouped import why_not_grouped
 from hostweave.fusion_ir.ops.reductions import why_no_product, widens
 from hostweave.fusion_ir.ops.scaled import BLOCKS, RESULTS, scaling, why_no_scaled_product
 from hostweave.fusion_ir.user_kernel import UserKernel
@@ -119,6 +120,23 @@ def _matmul(c: Checker, i: ir.Matmul, scope: Scope) -> None:
     if i.precision and c.types[i.a].dtype.name != "f32":
         c.fail(f"only products of f32 can be in tf32, and %{i.a} is {c.types[i.a]}: leave it out")
     _epilogue(c, i)
+
+
+def _grouped(c: Checker, i: ir.Grouped, scope: Scope) -> None:
+    """Checks a product of groups of rows."""
+    x, y, starts, ends, dst = (c.types[name] for name in (i.x, i.other, i.starts, i.ends, i.dst))
+    if why := why_not_grouped(x, y, starts, ends, i.is_outer):
+        c.fail(why)
+    c.same_dtype(i.x, i.other, *(() if widens(x.dtype, dst.dtype) else (i.dst,)))
+    wanted = (starts.shape[0], x.shape[1], y.shape[1]) if i.is_outer else (x.shape[0], y.shape[2])
+    if dst.shape != wanted:
+        c.fail(f"%{i.dst} is {dst}, not {BufferType(dst.dtype, wanted)}")
+    c.contiguous(i.starts, i.ends, what=", which starts and ends of groups must be")
+    for name in (i.x, i.dst, *((i.other,) if i.is_outer else ())):
+        if not lies_along(c.types[name], -1):
+            c.fail(f"the elements of a row of %{name} do not lie side by side: copy it to a buffer where they do")
+    if not (lies_along(y, -1) or lies_along(y, -2)):
+        c.fail(f"neither the rows nor the columns of the matrices of %{i.other} lie side by side: copy it to a buffer of its own")
 
 
 def _epilogue(c: Checker, i: ir.Matmul) -> None:
@@ -301,6 +319,7 @@ RULES: dict[type[tree.Instruction], Rule] = {
     ir.Deallocate: _deallocate,
     ir.View: _view,
     ir.Matmul: _matmul,
+    ir.Grouped: _grouped,
     ir.Attention: _attention,
     ir.AttentionBackward: _attention_backward,
     ir.Launch: launch,

@@ -14,6 +14,7 @@ becomes
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -22,17 +23,19 @@ from hostweave.communication.packing import contiguous_source, packed_destinatio
 from hostweave.communication.put import PUTS
 from hostweave.communication.schedule import Lowering
 from hostweave.communication.schedules import find_schedule
-from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, rank_in_group
+from hostweave.communication.steps import Dataflow, Steps, dim_of_chunk, expr_of, rank_in_group
 from hostweave.communication.windows import with_reached, with_windows
 from hostweave.fusion_ir.ir import Fusion, Op
 from hostweave.fusion_ir.ops import OPS, RESHARD_STEPS, TO_OTHER_MESHES
 from hostweave.fusion_ir.ops.attributes import AXES, AXIS, CONTRACTED, INDEX, ORDER, SOURCES, VALUE
+from hostweave.fusion_ir.ops.grouped import GROUPED, OUTER
 from hostweave.fusion_ir.ops.resharding import NO_SOURCE
 from hostweave.fusion_ir.resharding import step_of
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.builder import Builder
 from hostweave.host_ir.calls import joined
 from hostweave.host_ir.expr import Const, Var
+from hostweave.host_ir.rules.computing import lies_along
 from hostweave.options import Options
 from hostweave.passes.lower import attention
 from hostweave.passes.lower.asynchronous import COMM, COPIES, Asynchronous
@@ -256,6 +259,8 @@ class _Lowering:
             self.matmul(op, sources, target, steps)
         elif op.kind == "scaled_matmul":
             self.scaled.multiply(op, sources, target, steps, self.lowering)
+        elif op.kind in GROUPED:
+            self.grouped(op, sources, target)
         elif op.kind == "collective_permute":
             self.collective_permute(op, sources[0], target, steps)
         elif op.kind == "copy":
@@ -322,6 +327,28 @@ class _Lowering:
 
         x, w, y = buffers
         return [x, stacked(w), stacked(y)]
+
+    def grouped(self, op: Op, sources: Sequence[str], target: str) -> None:
+        """Emits a grouped matmul. `from` is the global number of this rank's first row."""
+        x, other, starts, ends = sources
+        rows = self.flow.types[op.tensors[0]].dims[0]
+        mesh, local = self.flow.mesh_of(op), self.b.types[x].shape[0]
+        even = rows.size // mesh.size_of(rows.axes)
+        each = even if local == even else rows.size.ceil_div(mesh.size_of(rows.axes))
+        first = rank_in_group(mesh, rows.axes) * expr_of(each) if rows.axes else None
+        x = self.by_rows(x)
+        starts, ends = (name if self.b.is_contiguous(name) else contiguous_source(self.b, name, None) for name in (starts, ends))
+        if op.kind == OUTER:
+            other = self.by_rows(other)
+        elif not lies_along(self.b.types[other], 1) and not lies_along(self.b.types[other], 2):
+            other = contiguous_source(self.b, other, None)
+        make = ir.GroupedOuter if op.kind == OUTER else ir.GroupedMatmul
+        with packed_destination(self.b, target, None) if not lies_along(self.b.types[target], -1) else nullcontext(target) as dst:
+            self.b.emit(make(x, other, starts, ends, dst, first))
+
+    def by_rows(self, name: str) -> str:
+        """The buffer, or a copy of it in which the elements of a row are contiguous."""
+        return name if lies_along(self.b.types[name], -1) else contiguous_source(self.b, name, None)
 
     # --- functions and user kernels ---
 

@@ -1,0 +1,99 @@
+"""Grouped matmuls: matrix products of groups of rows, whose first and last rows are data.
+
+Group e has the rows from `starts[e]` to before `ends[e]`. Groups do not overlap. Rows from 0 to T exist; what is outside is cut off. If
+the rows are sharded, a rank has a part of each group. If the groups are sharded, a rank has some of the groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hostweave.fusion_ir.index_map import IndexMap
+from hostweave.fusion_ir.ir import Op
+from hostweave.fusion_ir.ops.definition import FLOATS, Mismatch, OpDef, Types, require, same_dtype
+from hostweave.fusion_ir.ops.reductions import widens
+from hostweave.types.tensor import BufferType, Dim, TensorType, i32
+
+MATMUL, OUTER = GROUPED = ("grouped_matmul", "grouped_outer")
+
+AnyType = TensorType | BufferType
+
+
+def why_not_grouped(x: AnyType, other: AnyType, starts: AnyType, ends: AnyType, is_outer: bool) -> str:
+    """Reason why there is no grouped matmul of these operands, or ""."""
+    if len(x.shape) != 2 or len(other.shape) != (2 if is_outer else 3):
+        wanted = "[T, K] and [T, N]" if is_outer else "[T, K] and [E, K, N]"
+        return f"{x} and {other} are not {wanted}; reshape them"
+    if x.dtype.kind != "float" or x.dtype.itemsize < 2:
+        return f"not defined for {x.dtype}; use hw.astype to f16, bf16, f32 or f64"
+    if is_outer and x.shape[0] != other.shape[0]:
+        return f"{x} and {other} differ in their rows; give each row of one a row of the other"
+    if not is_outer and x.shape[1] != other.shape[1]:
+        return f"inner dims differ: {x} x {other}; w is [E, K, N]"
+    for bound in (starts, ends):
+        groups = starts.shape if is_outer else other.shape[:1]
+        if bound.dtype != i32 or len(bound.shape) != 1 or bound.shape != groups:
+            return f"{bound} is no i32 for each group; use hw.astype, one int for each matrix of w"
+    return ""
+
+
+def _inferred(types: Types, op: Op) -> TensorType:
+    x, other, starts, ends = types
+    if why := why_not_grouped(x, other, starts, ends, op.kind == OUTER):
+        raise Mismatch(why)
+    require(x, FLOATS)
+    dtype = same_dtype((x, other))
+    sizes = (starts.shape[0], x.shape[1], other.shape[1]) if op.kind == OUTER else (x.shape[0], other.shape[2])
+    result = op.result.type.dtype if widens(dtype, op.result.type.dtype) else dtype
+    return TensorType(result, tuple(map(Dim, sizes)))
+
+
+UNWALKED = frozenset(("t", "e"))  # data decide which rows belong to a group
+
+
+def _of_matmul(types: Types, op: Op) -> IndexMap:
+    return IndexMap((("t", "k"), ("e", "k", "n"), ("e",), ("e",)), ("t", "n"), unwalked=UNWALKED)
+
+
+def _of_outer(types: Types, op: Op) -> IndexMap:
+    return IndexMap((("t", "k"), ("t", "n"), ("e",), ("e",)), ("e", "k", "n"), unwalked=UNWALKED)
+
+
+def groups_of(starts: Any, ends: Any, first: int, rows: int) -> list[tuple[int, int]]:
+    """Local rows of each group, for a rank whose first row is number `first`.
+
+    Raises IndexError if groups overlap.
+    """
+    found, last = [], 0
+    for start, end in ((int(starts[e]), int(ends[e])) for e in range(len(starts))):
+        if start < end and start < last:
+            raise IndexError(f"groups overlap: one begins at row {start}, and the one before ends at row {last}; offsets do not decrease")
+        last = max(last, end)
+        found.append((min(max(start - first, 0), rows), min(max(end - first, 0), rows)))
+    return found
+
+
+def multiplied(np: Any, x: Any, w: Any, starts: Any, ends: Any, first: int = 0) -> Any:
+    """NumPy reference of grouped_matmul. Rows without a group are zeros."""
+    parts, last = [], 0
+    for e, (start, end) in enumerate(groups_of(starts, ends, first, x.shape[0])):
+        if start < end:
+            parts += [np.zeros((start - last, w.shape[2]), x.dtype), np.matmul(x[start:end], w[e])]
+            last = end
+    return np.concatenate([*parts, np.zeros((x.shape[0] - last, w.shape[2]), x.dtype)], 0)
+
+
+def summed(np: Any, x: Any, y: Any, starts: Any, ends: Any, first: int = 0) -> Any:
+    """NumPy reference of grouped_outer. Empty groups have zeros."""
+    empty = np.zeros((1, x.shape[1], y.shape[1]), x.dtype)
+    parts = [
+        np.matmul(np.swapaxes(x[start:end], 0, 1), y[start:end])[None] if start < end else empty
+        for start, end in groups_of(starts, ends, first, x.shape[0])
+    ]
+    return np.concatenate([*parts, empty[:0]], 0)
+
+
+OPS = {
+    MATMUL: OpDef(4, _inferred, _of_matmul, multiplied, partial="sum", is_product=True, whole="cut into groups"),
+    OUTER: OpDef(4, _inferred, _of_outer, summed, partial="sum", is_product=True, whole="cut into groups"),
+}

@@ -1,0 +1,39 @@
+// Grouped matmuls: products of groups of rows whose bounds are data. The host never reads them.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "hostweave/grouped_problem.h"
+#include "hostweave/matmul.h"
+
+namespace hw {
+
+struct GroupedTypes {
+  cudaDataType_t operands, result;  // f32 results of 16-bit operands are sums that are not rounded
+};
+
+// Loads the kernels of a problem.
+void load_grouped(const GroupedTypes& types, const GroupedProblem& problem);
+cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream);
+
+// Group e has rows starts[e] to before ends[e], counted from before row `first` of the operands. Groups do not overlap.
+class GroupedPlan {
+ public:
+  GroupedPlan(Rank&, cudaDataType_t operands, cudaDataType_t result) : types_{operands, result} {}
+
+  // With `other` [E, K, N] the product of each group of rows of x [T, K] with its matrix: result [T, N]. Rows without a group are
+  // zeros. With `other` [T, N] the product of the transposed rows of x with its rows: result [E, K, N]. Empty groups have zeros.
+  // Throws ExecutionError if no kernel supports the layouts.
+  void prepare(const Strided& x, const Strided& other, const Strided& result);
+
+  // Uses the shapes of the last prepare.
+  cudaError_t multiply(const void* x, const void* other, const int32_t* starts, const int32_t* ends, void* result,
+                       cudaStream_t stream, int64_t first = 0) const;
+
+ private:
+  GroupedTypes types_;
+  GroupedProblem shapes_{};
+};
+
+}  // namespace hw

@@ -1,0 +1,21 @@
+// Arguments of the kernels of grouped matmuls, shared by the kernels and their launches.
+#pragma once
+#include <cstdint>
+
+namespace hw {
+
+// x[rows, depth] with rows of a pitch, in elements. `other` is a matrix [depth, columns] for each group, row-major or
+// column-major with a pitch; if `outer`, it is [rows, columns], and the result is [groups, depth, columns].
+struct GroupedProblem {
+  bool outer, transposed;  // transposed: the matrices are column-major
+  bool wide_result;        // f32, of 16-bit operands
+  bool wide;               // 16-byte reads are possible
+  int64_t groups, rows, depth, columns;
+  int64_t x_pitch, other_pitch, other_stride, result_pitch, result_stride;
+  int64_t first;  // number of row 0
+  const void *x, *other;
+  const int32_t *starts, *ends;
+  void* result;
+};
+
+}  // namespace hw

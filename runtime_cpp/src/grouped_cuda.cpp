@@ -1,0 +1,87 @@
+#include "hostweave/check.h"
+#include "hostweave/errors.h"
+#include "hostweave/grouped.h"
+#include "hostweave/grouped_kernels.h"
+#include "hostweave/launch.h"
+
+namespace hw {
+
+#define HW_GROUPED(name, T) __global__ void name(GroupedProblem p, T);
+#define HW_ALL_GROUPED(T)                          \
+  HW_GROUPED(multiply_groups_by_16, T)             \
+  HW_GROUPED(multiply_groups_by_64, T)             \
+  HW_GROUPED(multiply_groups_by_128, T)            \
+  HW_GROUPED(multiply_groups_transposed_by_16, T)  \
+  HW_GROUPED(multiply_groups_transposed_by_64, T)  \
+  HW_GROUPED(multiply_groups_transposed_by_128, T) \
+  HW_GROUPED(multiply_rows_of_groups, T)
+HW_ALL_GROUPED(bf16)
+HW_ALL_GROUPED(f16)
+HW_GROUPED(multiply_groups_plain, float)
+HW_GROUPED(multiply_groups_plain, double)
+
+namespace {
+
+// Kernels by the rows of a tile: groups of few rows have small tiles.
+constexpr int kTileRows[] = {16, 64, 128};
+constexpr int64_t kColumns = 128, kPlainSide = 64, kBlocksEach = 2;
+
+template <class T>
+using Kernel = void (*)(GroupedProblem, T);
+
+template <class T>
+struct Chosen {
+  Kernel<T> kernel;
+  int64_t rows, columns;  // of a tile
+};
+
+template <class T>
+Chosen<T> chosen(const GroupedProblem& p) {
+  if (p.outer) return {multiply_rows_of_groups, kTileRows[2], kColumns};
+  static constexpr Kernel<T> kKernels[2][3] = {
+      {multiply_groups_by_16, multiply_groups_by_64, multiply_groups_by_128},
+      {multiply_groups_transposed_by_16, multiply_groups_transposed_by_64, multiply_groups_transposed_by_128}};
+  const int64_t each = ceil_div(p.rows, smaller(p.rows, p.groups) > 0 ? p.groups : 1);  // rows of a group, on average
+  const int size = each <= kTileRows[0] ? 0 : each <= kTileRows[1] ? 1 : 2;
+  return {kKernels[p.transposed][size], kTileRows[size], kColumns};
+}
+template <>
+Chosen<float> chosen<float>(const GroupedProblem&) {
+  return {multiply_groups_plain, kPlainSide, kPlainSide};
+}
+template <>
+Chosen<double> chosen<double>(const GroupedProblem&) {
+  return {multiply_groups_plain, kPlainSide, kPlainSide};
+}
+
+template <class T>
+cudaError_t launch_as(const GroupedProblem& p, cudaStream_t stream) {
+  const Chosen<T> of = chosen<T>(p);
+  int device = 0, processors = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  const cudaError_t status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  const int64_t down = p.outer ? p.groups * ceil_div(p.depth, of.rows) : ceil_div(p.rows, of.rows) + p.groups;
+  const int64_t tiles = down * ceil_div(p.columns, of.columns);
+  return launch_pdl(of.kernel, Grid{clamped(tiles, 1, kBlocksEach * processors), kGroupedThreads}, stream, p, T());
+}
+
+template <class Use>
+auto for_dtype(cudaDataType_t dtype, const Use& use) {
+  if (dtype == CUDA_R_16BF) return use(bf16());
+  if (dtype == CUDA_R_16F) return use(f16());
+  if (dtype == CUDA_R_32F) return use(0.0f);
+  return use(0.0);
+}
+
+}  // namespace
+
+void load_grouped(const GroupedTypes& types, const GroupedProblem& problem) {
+  for_dtype(types.operands, [&]<class T>(T) { HW_CHECK(load(chosen<T>(problem).kernel)); });
+}
+
+cudaError_t launch_grouped(const GroupedTypes& types, const GroupedProblem& problem, cudaStream_t stream) {
+  return for_dtype(types.operands, [&]<class T>(T) { return launch_as<T>(problem, stream); });
+}
+
+}  // namespace hw

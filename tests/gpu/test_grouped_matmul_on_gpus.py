@@ -1,0 +1,82 @@
+"""Grouped matmuls on one GPU: close to float64 for every routing, layout and tile; captured with offsets that change between replays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not gpus(), reason="needs a GPU")]
+UNITS = {hw.f64: 2.0**-50, hw.f32: 2.0**-21, hw.f16: 2.0**-10, hw.bf16: 2.0**-7}  # error of a result of a random walk, and one rounding
+# Rows, experts, K and N. The last ones are odd, so that nothing is aligned.
+SIZES = [(40, 8, 128, 256), (700, 9, 256, 384), (4096, 8, 512, 1024), (333, 5, 67, 129)]
+
+
+def routings(t: int, experts: int) -> list[list[int]]:
+    random = np.random.default_rng(t)
+    return [
+        [t * (e + 1) // experts for e in range(experts)],
+        sorted(random.integers(0, t + 1, experts).tolist()),
+        [0] * (experts - 1) + [t],
+        [t] * experts,
+        [0] * experts,
+        [t // 3] + [t // 2] * (experts - 1),
+    ]
+
+
+def program(dtype: hw.DType) -> hw.Program:
+    @hw.fusion(x=dtype["T", "K"], w=dtype["E", "K", "N"], v=dtype["E", "N", "K"], dy=dtype["T", "N"], ends=hw.i32["E"])
+    def grouped(x: hw.Tensor, w: hw.Tensor, v: hw.Tensor, dy: hw.Tensor, ends: hw.Tensor) -> tuple[hw.Tensor, ...]:
+        columns = hw.grouped_matmul(x, hw.permute_dims(v, (0, 2, 1)), ends)
+        return hw.grouped_matmul(x, w, ends), columns, hw.grouped_matmul(x.T, dy, ends)
+
+    return hw.compile(grouped, target="cuda")
+
+
+@pytest.mark.parametrize("dtype", UNITS, ids=str)
+def test_every_routing(dtype: hw.DType) -> None:
+    torch = pytest.importorskip("torch", reason="which has bf16: pip install torch")
+    of_torch = {hw.f64: torch.float64, hw.f32: torch.float32, hw.f16: torch.float16, hw.bf16: torch.bfloat16}[dtype]
+    compiled = program(dtype)
+    for t, experts, k, n in SIZES:
+        torch.manual_seed(t)
+        x, w, v, dy = (
+            torch.randn(shape, device="cuda", dtype=torch.float64).to(of_torch)
+            for shape in ((t, k), (experts, k, n), (experts, n, k), (t, n))
+        )
+        for ends in routings(t, experts):
+            results = compiled.run(x=x, w=w, v=v, dy=dy, ends=torch.tensor(ends, dtype=torch.int32, device="cuda"))
+            wanted = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in ((t, n), (t, n), (experts, k, n))]
+            start = 0
+            for e, end in enumerate(ends):
+                rows = x[start:end].double()
+                wanted[0][start:end], wanted[1][start:end] = rows @ w[e].double(), rows @ v[e].double().T
+                wanted[2][e] = rows.T @ dy[start:end].double()
+                start = end
+            for result, want in zip(results, wanted, strict=True):
+                assert float((result.double() - want).abs().max()) <= UNITS[dtype] * max(float(want.abs().max()), 1e-9), (t, ends)
+
+
+def test_offsets_change_between_replays() -> None:
+    """The host does not read offsets: a graph that was captured once is right for others."""
+    torch: Any = pytest.importorskip("torch", reason="whose tensors are changed: pip install torch")
+    compiled, (t, experts, k, n) = program(hw.bf16), SIZES[1]
+    x, w, v, dy = (torch.randn(shape, device="cuda").bfloat16() for shape in ((t, k), (experts, k, n), (experts, n, k), (t, n)))
+    ends = torch.tensor(routings(t, experts)[0], dtype=torch.int32, device="cuda")
+    group = hw.init()
+    call = lambda: compiled(x=x, w=w, v=v, dy=dy, ends=ends)  # noqa: E731
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for routing in routings(t, experts):
+        ends.copy_(torch.tensor(routing, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(captured, compiled.run(x=x, w=w, v=v, dy=dy, ends=ends), strict=True):
+            assert torch.equal(got, want)
+    group.close()
