@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 from hostweave.build.cuda import gpus

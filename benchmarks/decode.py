@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import report
+from peers import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -63,7 +63,7 @@ def _compare(case: Case, all_tokens: Sequence[int], ranks: int) -> None:
         print(f"{case.name}, {BLOCKS} blocks, {tokens} tokens, {ranks} GPUs: {report.line(times, ours, ROW)}; {of_copy}", flush=True)
 
 
-def _program(case: Case, ranks: int, *, tune: bool = False) -> hw.Program:
+def program_of(case: Case, ranks: int, **options: Any) -> hw.Program:
     swiglu = load_file(EXAMPLES / "transformer.py").swiglu
 
     columns = hw.bf16[case.hidden, f"{case.inner * ranks}@tp"]
@@ -80,7 +80,7 @@ def _program(case: Case, ranks: int, *, tune: bool = False) -> hw.Program:
             x = block(x, *(weights[f"{name}_{i}"] for name in types))
         return x
 
-    return hw.compile(decode, target="cuda", options=hw.Options(tune=tune))
+    return hw.compile(decode, target="cuda", options=hw.Options(**options))
 
 
 # --- calls of one rank ------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def _calls(case: Case, all_tokens: Sequence[int], rank: int, ranks: int) -> Iter
     import torch.distributed as dist
 
     hw.init()
-    programs = [_program(case, ranks, tune=tune) for tune in (False, True)]
+    programs = [program_of(case, ranks, tune=tune) for tune in (False, True)]
 
     def random(*shape: int, scale: float) -> Any:
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()

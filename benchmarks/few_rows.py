@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 

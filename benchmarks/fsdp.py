@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError

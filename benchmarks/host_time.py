@@ -18,7 +18,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 from hostweave.base.paths import BENCHMARKS, EXAMPLES

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from math import prod
 from typing import Any
 
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 

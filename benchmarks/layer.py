@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import report
+from peers import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw

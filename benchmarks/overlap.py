@@ -23,8 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from peers.report import print_machine
 from peers.torch_ranks import times_on_ranks
-from report import print_machine
 
 import hostweave as hw
 from hostweave.base.errors import HostweaveError
@@ -76,7 +76,7 @@ def main() -> None:
     programs = [_ways(case, ranks) for case in cases]
     with ThreadPoolExecutor() as pool:
         by_hand = pool.submit(_built_by_hand, cases)
-        in_windows = [_chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
+        in_windows = [chosen(case, ranks, windows=("x",)) for case in cases if case.kind == "ag"]
         list(pool.map(hw.Program.build, {*in_windows, *(program for ways in programs for program in ways.values())}))
     print(f"{ranks} x {gpus()[0].name}; times in ms, of the host in us", flush=True)
     hand = _by_hand(by_hand.result(), cases)
@@ -109,17 +109,17 @@ def _print_ours(case: Case, times: dict[str, tuple[float, float]], choice: Choic
 
 def _ways(case: Case, ranks: int) -> dict[str, hw.Program]:
     """All alternatives, with the chosen one first."""
-    chosen = _chosen(case, ranks)
-    choice: Choice = chosen.choices[0]
+    program = chosen(case, ranks)
+    choice: Choice = program.choices[0]
     stated = {way.name: _stated(case.kind, ranks, way.algorithm, way.chunks) for way in choice.ways}
-    return stated | {choice.taken.name: chosen}
+    return stated | {choice.taken.name: program}
 
 
 def _choice_of(ways: dict[str, hw.Program]) -> Choice:
     return next(iter(ways.values())).choices[0]
 
 
-def _chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
+def chosen(case: Case, ranks: int, **options: Any) -> hw.Program:
     """Program with the compiler's choice for these sizes."""
     inner = case.K if case.kind == "ag" else case.K * ranks
     return _compiled(case.kind, ranks, sizes={"M": case.M, "K": inner, "N": case.N}, **options)
@@ -227,7 +227,7 @@ def _torch_calls(cases: list[Case], rank: int, ranks: int) -> Iterator[dict[str,
         whole = torch.empty(case.M, case.K if case.kind == "ag" else case.N, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(case.M if case.kind == "ag" else case.M // ranks, case.N, device="cuda", dtype=torch.bfloat16)
         calls: dict[str, Callable[[], Any]] = {"torch": _torch_call(case.kind, x, w, whole, y), "torch fused": _fused_call(case.kind, x, w)}
-        program, group = _chosen(case, ranks), hw.init()
+        program, group = chosen(case, ranks), hw.init()
         calls["ours captured"] = program.capture(x, w, group=group)
         if case.kind == "ag":
             shared = torch.from_dlpack(group.empty(tuple(x.shape), hw.bf16, target="cuda"))

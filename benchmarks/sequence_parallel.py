@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import report
+from peers import report
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw

@@ -21,9 +21,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import report
 import torch
 import torch.nn.functional as F
+from peers import report
 from peers.torch_ranks import times_on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard

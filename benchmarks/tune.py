@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 
-from report import print_machine
+from peers.report import print_machine
 
 import hostweave as hw
 

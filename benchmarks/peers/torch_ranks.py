@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from report import print_machine
+from peers.report import print_machine
 
 WARMUPS = 5
 POLL_SECONDS = 0.2

@@ -12,8 +12,8 @@ from hostweave.base.paths import BENCHMARKS
 from hostweave.build.cuda import gpus
 
 NEEDED_GPUS = {
-    **dict.fromkeys(("attention", "decode", "few_rows", "kernels", "layer", "model", "tune"), 1),
-    **dict.fromkeys(("comm", "fsdp", "overlap", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
+    **dict.fromkeys(("attention", "decode", "few_rows", "fp8", "kernels", "layer", "model", "tune"), 1),
+    **dict.fromkeys(("comm", "fsdp", "overlap", "predictions", "sequence_parallel", "small_all_reduce", "torch_door"), 2),
 }
 
 NEEDED_PACKAGES = {

@@ -1,0 +1,121 @@
+"""Predicted times beside measured ones on two GPUs: gathers, sums, sharded weights, a layer, and decoding.
+
+Predictions are those of the cost model with the figures that the package has for H100 and H200, before anything is measured:
+`predictions.py predict` writes predicted.json, without a GPU. On two GPUs the programs of the benchmarks `overlap`, `fsdp`,
+`sequence_parallel` and `decode` run as the cost model chooses, and each line has the error. Milliseconds of the slowest rank, the
+median over calls that all ranks start together, random data. Names of parts are arguments; default: all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import decode
+import fsdp
+import overlap
+import sequence_parallel
+from peers.report import print_machine
+
+import hostweave as hw
+from hostweave.build.cuda import gpus
+from hostweave.types.machine import SHIPPED, Machine, shipped
+
+PREDICTED = Path(__file__).with_name("predicted.json")
+RANKS, WARMUPS, REPETITIONS = 2, 3, 15
+LIMIT = 0.1  # of the measured time
+
+Sizes = dict[str, int]
+Row = tuple[str, Callable[[Machine], hw.Program], Sizes]
+
+
+def main(words: Sequence[str]) -> None:
+    parts = {"overlap": _overlap, "fsdp": _fsdp, "sequence_parallel": _layers, "decode": _decoding}
+    chosen = [name for name in parts if name in words] or list(parts)
+    if "predict" in words:
+        rows = {name: {gpu: _predictions(parts[name](), machine) for gpu, machine in SHIPPED.items()} for name in parts}
+        PREDICTED.write_text(json.dumps(rows, indent=1) + "\n")
+        return
+    print_machine()
+    predicted = json.loads(PREDICTED.read_text())
+    machine = shipped(gpus()[0].name)
+    for name in chosen:
+        for row, make, sizes in parts[name]():
+            expected, program = predicted[name][machine.name][row], make(machine)
+            measured = _measured(program, sizes)
+            program.close()
+            error = expected / measured - 1
+            missed = "  MISSED" if abs(error) > LIMIT else ""
+            print(f"{name}, {row}: predicted {expected:.3f} ms, measured {measured:.3f} ms, {error:+.1%}{missed}", flush=True)
+
+
+def _predictions(rows: Iterator[Row], machine: Machine) -> dict[str, float]:
+    """Milliseconds of each row."""
+    return {row: round(make(machine).predict(sizes, machine=machine).predicted.micros / 1e3, 4) for row, make, sizes in rows}
+
+
+def _measured(program: hw.Program, sizes: Sizes) -> float:
+    """Milliseconds of a call on random arrays."""
+    import torch
+
+    def random(value: Any) -> Any:
+        shape = [size.bind(sizes) for size in value.type.shape]
+        return (torch.randn(shape, device="cuda:0") / 64).to(getattr(torch, {"bf16": "bfloat16", "f32": "float32"}[str(value.type.dtype)]))
+
+    arrays = {value.name: random(value) for value in program.inputs}
+    per_rank = program.measure(warmups=WARMUPS, repetitions=REPETITIONS, **arrays)
+    return statistics.median(max(time.total_ms for time in call) for call in zip(*per_rank, strict=True))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _overlap() -> Iterator[Row]:
+    for case in overlap.CASES:
+        sizes = {"M": case.M, "K": case.K if case.kind == "ag" else case.K * RANKS, "N": case.N}
+        for how in ("auto", "off"):
+            yield (
+                f"{case}, {'as chosen' if how == 'auto' else 'in sequence'}",
+                lambda machine, case=case, how=how: overlap.chosen(case, RANKS, machine=machine, overlap=how),
+                sizes,
+            )
+
+
+def _fsdp() -> Iterator[Row]:
+    for layout in ("rows", "columns", "rows of transposes"):
+        for how in ("auto", "off"):
+            yield (
+                f"by {layout}, {'as chosen' if how == 'auto' else 'in sequence'}",
+                lambda machine, layout=layout, how=how: fsdp._compiled(RANKS, layout, machine=machine, overlap=how),
+                {"M": fsdp.ROWS * RANKS},
+            )
+
+
+def _layers() -> Iterator[Row]:
+    for tokens in sequence_parallel.GOALS:
+        sizes = sequence_parallel.sizes_of(tokens)
+        yield (
+            f"{tokens} tokens",
+            lambda machine, sizes=sizes: hw.compile(
+                sequence_parallel.fusion_of(RANKS), target="cuda", options=hw.Options(sizes=sizes, machine=machine)
+            ),
+            sizes,
+        )
+
+
+def _decoding() -> Iterator[Row]:
+    for case, ranks in ((decode.ALONE, 1), (decode.TOGETHER, RANKS)):
+        for tokens in decode.TOKENS:
+            yield (
+                f"{case.name}, {tokens} tokens, {ranks} GPUs",
+                lambda machine, case=case, ranks=ranks: decode.program_of(case, ranks, machine=machine, graph="auto"),
+                {"T": tokens},
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
