@@ -196,7 +196,7 @@ def level_of(stage: str) -> str:
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
     """Facts that hold of the host IR after a pass."""
     at = _STAGES.index(stage)
-    ends = {None: len(_STAGES), **{apply: at for at, apply in enumerate(PASSES, 1)}}
+    ends: dict[object, int] = {None: len(_STAGES), **{apply: at for at, apply in enumerate(PASSES, 1)}}
     return [fact for fact, first, end in FACTS if stage != "input" and ends[first] <= at < ends[end]]
 
 
