@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,12 @@ def main(words: Sequence[str]) -> None:
     predicted = json.loads(PREDICTED.read_text())
     machine = shipped(gpus()[0].name)
     for name in chosen:
-        for row, make, sizes in parts[name]():
-            expected, program = predicted[name][machine.name][row], make(machine)
-            measured = _measured(program, sizes)
+        rows = list(parts[name]())
+        programs = [make(machine) for _, make, _ in rows]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(hw.Program.build, programs))
+        for (row, _, sizes), program in zip(rows, programs, strict=True):
+            expected, measured = predicted[name][machine.name][row], _measured(program, sizes)
             program.close()
             error = expected / measured - 1
             missed = "  MISSED" if abs(error) > LIMIT else ""
