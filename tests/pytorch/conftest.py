@@ -21,3 +21,30 @@ def exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return _EXPORTED[module]
 
     monkeypatch.setattr(hostweave.torch, "exported", exported)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of modules run in NumPy, all ranks of their host programs, so that nothing is compiled."""
+    from hostweave.torch.compiled import Part
+
+    monkeypatch.setattr(Part, "__call__", _in_numpy)
+
+
+def _in_numpy(part: Any, arrays: Any, group: Any) -> list[Any]:
+    import numpy as np
+    import torch
+    from interpret import interpret
+
+    from hostweave.types.tensor import block_of, global_shape
+
+    host = part.program._host
+    given = {name: tensor.detach().numpy() for name, tensor in {**part.tensors, **part.graph.bound, **arrays}.items()}
+    ranks, made = interpret(host, {one.name: given[one.name] for one in host.inputs}), []
+    for output in host.outputs:
+        shape = global_shape(output.type, {})
+        whole = np.empty(shape, ranks[0][output.name].dtype)
+        for rank, outputs in enumerate(ranks):
+            whole[block_of(output.type, host.mesh, rank, shape)] = outputs[output.name]
+        made.append(torch.from_numpy(whole))
+    return part.values(tuple(made))  # type: ignore[no-any-return]

@@ -140,17 +140,38 @@ def test_convolutions(module: nn.Module, shape: tuple[int, ...]) -> None:
     expect_same(module, torch.randn(shape), 2, {})
 
 
-# --- what is refused, as the result would be another ------------------------------------------------------------------
-
-
 class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
+    """Rounding whose gradient is that of a product."""
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return dy
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return (x * factor).round(), x + 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, dz: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return dy * ctx.factor * x.sign() + 2 * dz, None
+
+
+step = Straight.apply
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_derivatives_of_the_users_own(ranks: int) -> None:
+    torch.manual_seed(0)
+
+    def twice(y: Any) -> Any:
+        a, b = Straight.apply(y, 3.0)
+        c, _ = step(b, 0.5)
+        return a + b + c
+
+    expect_same(Then(twice), torch.randn(ROWS, DIM), ranks, PLAN)
+
+
+# --- what is refused, as the result would be another ------------------------------------------------------------------
 
 
 def hooked(y: torch.Tensor) -> torch.Tensor:
@@ -161,12 +182,11 @@ def hooked(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda y: Straight.apply(y), r"test_more_ops.py:\d+: Straight, a torch.autograd.Function, is not compiled"),
         (hooked, r"test_more_ops.py:\d+: a hook is not compiled"),
         (lambda y: y.detach().mul_(2) + y, r"mul_.Tensor writes to a tensor that was detached"),
         (lambda y: y * y.new_empty(ROWS, 1).bernoulli_(0.5), r"not supported: aten.bernoulli"),
     ],
-    ids=["function", "hook", "detached", "random"],
+    ids=["hook", "detached", "random"],
 )
 def test_what_has_other_gradients(function: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -14,58 +13,8 @@ import torch.nn.functional as F
 from hostweave.torch import windows
 from hostweave.torch.linalg import LINALG
 from hostweave.torch.special import SPECIAL
-from hostweave.torch.windows import each
 
 aten = torch.ops.aten
-
-
-def convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    """The product of the weight and of the patches that it sees: x [batch, channels, sizes...], weight [out, channels / groups, kernel...].
-
-    A kernel as large as its stride sees each element once; of others, what they see is copied. A kernel that sees one channel is a sum.
-    """
-    count = weight.ndim - 2
-    stride, padding, dilation = each(stride, count), each(padding, count), each(dilation, count)
-    if transposed:
-        x, weight = windows.transposed(x, weight, stride, padding, dilation, each(output_padding, count), groups)
-        stride, padding, transposed = [1] * count, [0] * count, False
-    kernel, outs = list(weight.shape[2:]), weight.shape[0]
-    if 1 < groups < x.shape[1]:
-        parts = zip(x.chunk(groups, 1), weight.chunk(groups), bias.chunk(groups) if bias is not None else [None] * groups, strict=True)
-        made = [convolution(*part, stride, padding, dilation, transposed, output_padding, 1) for part in parts]
-        return torch.cat(made, 1)
-    if any(padding):
-        x = F.pad(x, [width for of in reversed(padding) for width in (of, of)])
-    sizes = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]
-
-    def seen(at: tuple[int, ...]) -> Any:
-        """Elements of x that one element of the kernel multiplies: [batch, channels, *sizes]."""
-        return windows.seen(x, at, sizes, stride, dilation)
-
-    places = list(product(*map(range, kernel)))
-    if groups > 1:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        x = x.repeat_interleave(outs // groups, 1) if outs > groups else x
-        per_channel = weight.to(wide).flatten(2)
-        y = sum(seen(at).to(wide) * per_channel[:, :, i].view(-1, *[1] * count) for i, at in enumerate(places))
-        return (y if bias is None else y + bias.to(wide).view(-1, *[1] * count)).to(x.dtype)
-    if stride == kernel and all(size % k == 0 for size, k in zip(x.shape[2:], kernel, strict=True)) and set(dilation) == {1}:
-        apart = x.reshape(*x.shape[:2], *(part for pair in zip(sizes, kernel, strict=True) for part in pair))
-        patches = apart.permute(0, *range(2, 2 + 2 * count, 2), 1, *range(3, 3 + 2 * count, 2)).flatten(1, count).flatten(2)
-    else:
-        patches = torch.stack(list(map(seen, places)), 2).flatten(3).flatten(1, 2).transpose(1, 2)
-    out: torch.Tensor = F.linear(patches, weight.flatten(1), bias).transpose(1, 2)
-    return out.reshape(*out.shape[:2], *sizes)
 
 
 def cross_entropy(
@@ -95,6 +44,12 @@ def cross_entropy(
         return losses.sum() if reduction else losses
     share = counted.to(losses.dtype) if weight is None else torch.where(counted, weight[number], 0)
     return losses.sum() / share.sum()
+
+
+def weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of a length that is a parameter, for each index of a dim, and its length before."""
+    norm = v.square().sum([other for other in range(v.ndim) if other != dim % v.ndim], keepdim=True).sqrt()
+    return v * (g / norm), norm
 
 
 def copy(x: torch.Tensor, source: torch.Tensor, *_: bool) -> torch.Tensor:
@@ -400,8 +355,8 @@ COMPOSED: dict[Any, Callable[..., Any]] = {
     **windows.POOLING,
     **SPECIAL,
     **LINALG,
-    aten.convolution.default: convolution,
     aten.cross_entropy_loss.default: cross_entropy,
+    aten._weight_norm_interface.default: weight_norm,
     aten.copy.default: copy,
     aten.as_strided.default: as_strided,
     aten.as_strided_copy.default: as_strided,

@@ -26,7 +26,7 @@ from hostweave.base.errors import Location, ProgramError, is_of_package
 from hostweave.torch.composed import COMPOSED
 from hostweave.torch.distributed import cast_parameters, on_global_tensors
 from hostweave.torch.graph import location
-from hostweave.torch.ops import ops
+from hostweave.torch.ops import call_function, ops
 from hostweave.torch.repeats import Repeats, watched
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -137,7 +137,7 @@ def before_derivatives() -> dict[Any, Callable[..., Any]]:
 
 @contextmanager
 def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
-    """While it lasts, what changes gradients and is no part of a graph raises ProgramError: hooks, and derivatives of the user's own."""
+    """While it lasts, hooks raise ProgramError, as they change gradients and are no part of a graph. A Function of the user's is one op."""
     for path, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise ProgramError(f"{path or type(module).__name__}: backward hooks are not compiled; remove them, or use torch's backward")
@@ -154,7 +154,7 @@ def _of_known_derivatives(module: nn.Module) -> Iterator[None]:
             function, _, *given = args
             return function(*given)
         if not cls.__module__.startswith("torch._"):  # functions of tracing itself
-            refused(f"{cls.__name__}, a torch.autograd.Function,")()
+            return call_function(cls, args, kwargs)
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     # Function.apply calls this, even if the user has bound apply to another name before.

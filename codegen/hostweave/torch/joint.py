@@ -38,7 +38,7 @@ from hostweave.torch.graph import (
     word_of_mask,
 )
 from hostweave.torch.layers import Layer, Path, paths_of_layers
-from hostweave.torch.ops import Silu, composed_attention, matmul, ops
+from hostweave.torch.ops import Silu, composed_attention, matmul, ops, with_derivative
 from hostweave.torch.plan import Axes, Layouts, text_of
 from hostweave.types.tensor import TensorType
 
@@ -329,6 +329,8 @@ def _computed(outer: Graph, env: Env, node: Any, seed: torch.Tensor | None, patt
         made = ops.rotary(*map(value, pattern), False)
     elif op == "view.default":  # strides are those of kernels of one device, and mean nothing here
         made = args[0].reshape(args[1])
+    elif op == "hostweave.function.default":
+        made = with_derivative(args[1], args[0])
     elif op == "hostweave.detach.default":
         made = args[0].detach()
     else:

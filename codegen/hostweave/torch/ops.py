@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
 
 Gradients = tuple[torch.Tensor | None, ...]
 LIBRARY: Any = torch.library.Library("hostweave", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -186,6 +189,52 @@ _op(
 )
 LIBRARY.define("detach(Tensor x) -> Tensor")
 LIBRARY.impl("hostweave::detach", lambda x: x.clone(), "CompositeExplicitAutograd")  # constants are computed at compile time
+
+
+# --- functions with derivatives of the user's own ---------------------------------------------------------------------
+
+
+@dataclass
+class _Called:
+    """A torch.autograd.Function with its arguments, in which tensors are None."""
+
+    function: Any
+    leaves: list[Any]
+    spec: Any
+    is_single: bool = True
+
+    def apply(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Calls torch's own `apply`, which records the derivative, on these tensors."""
+        given = iter(tensors)
+        args, kwargs = pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in self.leaves], self.spec)
+        made = super(_SingleLevelFunction, self.function).apply(*args, **kwargs)  # type: ignore[misc]
+        self.is_single = isinstance(made, torch.Tensor)
+        return [made] if self.is_single else list(made)
+
+
+_CALLED: list[_Called] = []
+LIBRARY.define("function(Tensor[] given, int number) -> Tensor[]")
+LIBRARY.impl("hostweave::function", lambda given, number: _CALLED[number].apply(given), "CompositeExplicitAutograd")
+
+
+def call_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One op in place of what a torch.autograd.Function computes. Equal calls have one number, so that layers stay alike."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    called = _Called(function, [None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves], spec)
+    number = next((at for at, other in enumerate(_CALLED) if _is_same_call(called, other)), len(_CALLED))
+    if number == len(_CALLED):
+        _CALLED.append(called)
+    made = ops.function([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], number)
+    return made[0] if _CALLED[number].is_single else tuple(made)
+
+
+def _is_same_call(one: _Called, other: _Called) -> bool:
+    return (one.function, str(one.leaves), one.spec) == (other.function, str(other.leaves), other.spec)
+
+
+def with_derivative(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the op of this number computes, with the derivative that the user wrote."""
+    return _CALLED[number].apply(tensors)
 
 
 class Silu(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""ATen ops of windows of images, written with others: pooling, and transposed convolutions. See `composed`."""
+"""ATen ops of windows of images, written with others: pooling. See `composed`."""
 
 from __future__ import annotations
 
@@ -147,27 +147,6 @@ def _adaptive_largest(count: int) -> Callable[..., Any]:
         return values, number
 
     return pool
-
-
-def transposed(
-    x: Any,
-    weight: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    more: Sequence[int],
-    groups: int,
-) -> tuple[Any, Any]:
-    """The operands of the convolution, with steps of 1 and nothing added, that a transposed one of these is."""
-    kernel = weight.shape[2:]
-    for dim, s in enumerate(stride, 2):  # zeros between the elements
-        if s > 1:
-            wide = F.pad(x.unsqueeze(dim + 1), [0, 0] * (x.ndim - 1 - dim) + [0, s - 1]).flatten(dim, dim + 1)
-            x = aten.slice(wide, dim, 0, wide.shape[dim] - s + 1)
-    before = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
-    x = _padded(x, before, [width + extra for width, extra in zip(before, more, strict=True)], 0)
-    apart = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-    return x, apart.flip(list(range(2, weight.ndim)))
 
 
 POOLING: dict[Any, Callable[..., Any]] = {

@@ -1,6 +1,6 @@
 """ATen ops as functions of a fusion: one entry an op, in `TABLE`."""
 
-from hostweave.torch.aten import gradients, pointwise, products, reductions, shapes  # noqa: F401
+from hostweave.torch.aten import convolutions, gradients, pointwise, products, reductions, shapes  # noqa: F401
 from hostweave.torch.aten.table import DTYPES as DTYPES
 from hostweave.torch.aten.table import TABLE as TABLE
 from hostweave.torch.aten.table import Result as Result

@@ -1,0 +1,191 @@
+"""Convolutions and their derivatives: products of weights and of the windows that they see.
+
+A window is read by a `take` at places that are computed from their numbers, so an op does not grow with the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hostweave as hw
+from hostweave.fusion_ir.frontend.recording import record
+from hostweave.torch.aten.shapes import padded
+from hostweave.torch.aten.table import Result, aten, cast, torch_dtype, wide
+from hostweave.types.size import Size, product
+from hostweave.types.tensor import Dim, TensorType
+
+Sizes = Sequence[int | str]
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel [out, channels / groups, sizes...] as it goes over images [batch, channels, sizes...] in which nothing is missing."""
+
+    sizes: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    is_reversed: bool = False  # its last place comes first, as in transposed convolutions
+
+    def seen(self, x: hw.Tensor, outs: Sizes) -> hw.Tensor:
+        """What each place of the kernel sees for each of the `outs` elements: [batch, channels, places, elements]."""
+        batch, channels, *own = x.shape
+        count = len(self.sizes)
+        fits = all(k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True) if isinstance(n, int))
+        if (
+            not self.is_reversed
+            and self.stride == self.sizes
+            and set(self.dilation) == {1}
+            and fits
+            and all(isinstance(size, int) for size in own)
+        ):
+            apart = hw.reshape(x, batch, channels, *(part for pair in zip(outs, self.sizes, strict=True) for part in pair))
+            turned = hw.permute_dims(apart, (0, 1, *range(3, 3 + 2 * count, 2), *range(2, 2 + 2 * count, 2)))
+            return hw.reshape(turned, batch, channels, _count(self.sizes), _count(outs))
+        flat = hw.reshape(x, batch, channels, 1, _count(own))
+        if {*self.sizes, *self.stride} == {1}:
+            return flat
+        at = hw.expand_dims(self._numbers(x, self.sizes, self.dilation, self.is_reversed), 1) + self._numbers(x, outs, self.stride)
+        return record("take", flat, hw.expand_dims(at, (0, 1)), hw.iota(flat, 3, hw.i64), axis=3)
+
+    def _numbers(self, x: hw.Tensor, sizes: Sizes, steps: Sequence[int], is_reversed: bool = False) -> hw.Tensor:
+        """The places in a flat image of points of a grid of these sizes, whose neighbours are so many elements apart: [points]."""
+        total: Any = None
+        for dim, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+            row: Any = record("iota", target=TensorType(hw.i64, (Dim.of(size),)), beside=x)
+            row = (int(size) - 1 - row) * step if is_reversed else row * step
+            for inner in range(dim + 3, x.ndim):
+                length = x.shape[inner]
+                row = row * (length if isinstance(length, int) else hw.max(hw.iota(x, inner, hw.i64)) + 1)
+            row = hw.reshape(row, *(size if i == dim else 1 for i in range(len(sizes))))
+            total = row if total is None else total + row
+        return hw.reshape(total, _count(sizes))
+
+    def outputs(self, result: Result, x: hw.Tensor, weight: hw.Tensor, bias: hw.Tensor | None, outs: Sizes) -> hw.Tensor:
+        """[batch, out, outs...]. Kernels of one channel are sums; others are matrix products."""
+        seen, (out, channels) = self.seen(x, outs), weight.shape[:2]
+        batch, places = x.shape[0], _count(self.sizes)
+        if self.groups > 1 and channels == 1:
+            of_out = hw.reshape(weight, self.groups, int(out) // self.groups, places, 1)
+            y = hw.sum(wide(hw.expand_dims(seen, 2), result) * wide(of_out, result), 3)
+        elif self.groups > 1:
+            rows = hw.reshape(seen, batch, self.groups, int(channels) * places, _count(outs))
+            y = hw.matmul(hw.reshape(weight, self.groups, int(out) // self.groups, int(channels) * places), rows)
+        else:
+            y = hw.matmul(hw.reshape(weight, out, int(channels) * places), hw.reshape(seen, batch, int(channels) * places, _count(outs)))
+        y = hw.reshape(y, batch, out, *outs)
+        made: hw.Tensor = y if bias is None else y + cast(hw.reshape(bias, -1, *(1 for _ in outs)), torch_dtype(y))
+        return cast(made, result.dtype)
+
+    def weights(self, result: Result, x: hw.Tensor, dy: hw.Tensor, shape: Sizes) -> hw.Tensor:
+        """The gradient of the weight [out, channels / groups, sizes...] for that of the outputs."""
+        outs, places = dy.shape[2:], _count(self.sizes)
+        seen, (out, channels), batch = self.seen(x, outs), shape[:2], x.shape[0]
+        if self.groups > 1 and channels == 1:
+            of_out = hw.reshape(dy, batch, self.groups, int(out) // self.groups, 1, _count(outs))
+            made = hw.sum(wide(hw.expand_dims(seen, 2), result) * wide(of_out, result), (0, 4))
+        elif self.groups > 1:
+            rows = hw.reshape(seen, batch, self.groups, int(channels) * places, _count(outs))
+            made = hw.einsum("bgop,bgqp->goq", hw.reshape(dy, batch, self.groups, int(out) // self.groups, _count(outs)), rows)
+        else:
+            rows = hw.reshape(seen, batch, int(channels) * places, _count(outs))
+            made = hw.einsum("bop,bqp->oq", hw.reshape(dy, batch, out, _count(outs)), rows)
+        return cast(hw.reshape(made, *shape), result.dtype)
+
+
+def _count(sizes: Sizes) -> Any:
+    """How many elements an image of these sizes has."""
+    total = product(tuple(Size.of(str(size)) for size in sizes))
+    return int(total) if total.is_int else str(total)
+
+
+def _each(values: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple(values) * count if len(values) == 1 else tuple(values)
+
+
+def _widened(result: Result, x: hw.Tensor, before: Sequence[int], behind: Sequence[int]) -> hw.Tensor:
+    """Images with zeros around them; a width below 0 takes elements away."""
+    made: hw.Tensor = padded(result, x, [width for pair in zip(reversed(before), reversed(behind), strict=True) for width in pair])
+    return made
+
+
+def _turned(
+    result: Result, y: hw.Tensor, weight: hw.Tensor, kernel: _Kernel, padding: Sequence[int], more: Sequence[int]
+) -> tuple[hw.Tensor, hw.Tensor, _Kernel]:
+    """The images, the weight and the kernel, with steps of 1 and nothing added, of the convolution that a transposed one is."""
+    for dim, s in enumerate(kernel.stride, 2):  # zeros between the elements
+        if s > 1:
+            size = int(y.shape[dim])
+            apart = hw.pad(hw.expand_dims(y, dim + 1), (*(0 for _ in range(2 * (y.ndim - 1 - dim))), 0, s - 1))
+            y = hw.reshape(apart, *(size * s if i == dim else length for i, length in enumerate(y.shape)))
+            y = y[(*(slice(None) for _ in range(dim)), slice(0, size * s - s + 1))]
+    before = [d * (k - 1) - p for d, k, p in zip(kernel.dilation, kernel.sizes, padding, strict=True)]
+    y = _widened(result, y, before, [width + extra for width, extra in zip(before, more, strict=True)])
+    ins, channels = int(weight.shape[0]), int(weight.shape[1])
+    apart = hw.reshape(weight, kernel.groups, ins // kernel.groups, channels, *kernel.sizes)
+    swapped = hw.permute_dims(apart, (0, 2, 1, *range(3, apart.ndim)))
+    swapped = hw.reshape(swapped, kernel.groups * channels, ins // kernel.groups, *kernel.sizes)
+    return y, swapped, _Kernel(kernel.sizes, (1,) * len(kernel.sizes), kernel.dilation, kernel.groups, is_reversed=True)
+
+
+@aten("convolution.default")
+def _convolution(
+    result: Result,
+    x: hw.Tensor,
+    weight: hw.Tensor,
+    bias: hw.Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> hw.Tensor:
+    count = weight.ndim - 2
+    padding = _each(padding, count)
+    kernel = _Kernel(tuple(map(int, weight.shape[2:])), _each(stride, count), _each(dilation, count), groups)
+    if transposed:
+        x, weight, kernel = _turned(result, x, weight, kernel, padding, _each(output_padding, count))
+    else:
+        x = _widened(result, x, padding, padding)
+    return kernel.outputs(result, x, weight, bias, result.shape[2:])
+
+
+@aten("convolution_backward.default")
+def _convolution_backward(
+    result: Result,
+    dy: hw.Tensor,
+    x: hw.Tensor,
+    weight: hw.Tensor,
+    bias_sizes: Any,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[hw.Tensor | None, ...]:
+    count = weight.ndim - 2
+    padding, stride, dilation = _each(padding, count), _each(stride, count), _each(dilation, count)
+    kernel = _Kernel(tuple(map(int, weight.shape[2:])), stride, dilation, groups)
+    dx = dw = None
+    if transposed:
+        wide_dy = _widened(result, dy, padding, padding)
+        dx = kernel.outputs(result, wide_dy, weight, None, x.shape[2:]) if mask[0] else None
+        dw = kernel.weights(result, wide_dy, x, weight.shape) if mask[1] else None
+    else:
+        if mask[0]:
+            reach = [(int(n) - 1) * s - 2 * p + d * (k - 1) + 1 for n, s, p, d, k in zip(dy.shape[2:], *_of(kernel, padding), strict=True)]
+            more = [int(size) - seen for size, seen in zip(x.shape[2:], reach, strict=True)]
+            of_dy, turned, own = _turned(result, dy, weight, kernel, padding, more)
+            dx = own.outputs(result, of_dy, turned, None, x.shape[2:])
+        dw = kernel.weights(result, _widened(result, x, padding, padding), dy, weight.shape) if mask[1] else None
+    db = cast(hw.sum(wide(dy, result), (0, *range(2, dy.ndim))), result.dtype) if mask[2] else None
+    return dx, dw, db
+
+
+def _of(kernel: _Kernel, padding: Sequence[int]) -> tuple[Sequence[int], ...]:
+    return kernel.stride, padding, kernel.dilation, kernel.sizes
