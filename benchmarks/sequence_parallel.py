@@ -4,16 +4,22 @@ Norms, rotary embedding, causal attention by cuDNN, SwiGLU; bf16. In both, q, k 
 torch runs eager, in a CUDA graph, with fused gathers and reductions (async TP), and with torch.compile. Milliseconds of the
 slowest rank: median over alternating calls that all ranks start together, on the same arrays. First prints the memory that our
 program plans for 32,768 tokens.
+
+`sequence_parallel.py profile FILE.json` writes what torch.profiler sees of one call of each on rank 0, for the picture in the README.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from peers import report
+from peers.report import machine
 from peers.torch_ranks import times_on_ranks
 
 import hostweave as hw
@@ -31,9 +37,13 @@ TOLERANCE = 0.03  # relative to the largest element: both round sums of thousand
 Calls = dict[str, Callable[[], Any]]
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     ranks = len(gpus())
+    if words[:1] == ["profile"]:
+        for _ in times_on_ranks(partial(_profile, words[1]), ranks, REPETITIONS, WAIT):
+            pass
+        return
     short, long = (_planned(tokens, ranks) for tokens in (LONG, 2 * LONG))
     print(
         f"{LONG} tokens: {short.peak / 2**20:.0f} MiB of temporaries, {short.peak / short.bound:.2f} times what is in use at one moment;"
@@ -133,6 +143,35 @@ def _calls(rank: int, ranks: int) -> Iterator[Calls]:
         program.close()
 
 
+def _profile(file: str, rank: int, ranks: int) -> Iterator[Calls]:
+    """Writes the kernels and copies of one call of each variant: stream, name, begin and end in microseconds."""
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    calls, together = next(_calls(rank, ranks)), torch.zeros(1, device="cuda")
+    found: dict[str, list[tuple[int, str, float, float]]] = {}
+    for name, call in calls.items():
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            torch.cuda._sleep(WAIT)
+            dist.all_reduce(together)  # aligns the ranks
+            call()
+            torch.cuda.synchronize()
+        events = [e for e in profiled.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+        begin = min(e.start_ns() + e.duration_ns() for e in events if "AllReduce" in e.name())
+        found[name] = [
+            (e.device_resource_id(), e.name(), (e.start_ns() - begin) / 1e3, (e.start_ns() + e.duration_ns() - begin) / 1e3)
+            for e in sorted(events, key=lambda e: e.start_ns())
+            if e.start_ns() >= begin
+        ]
+    if rank == 0:
+        Path(file).write_text(json.dumps({"machine": machine(), "tokens": next(iter(GOALS)), "calls": found}, indent=1) + "\n")
+    yield {"ours": calls["ours"]}
+
+
 def _captured(call: Callable[[], Any]) -> Callable[[], Any]:
     import torch
 
@@ -190,4 +229,4 @@ def _torch_layer(ranks: int, is_fused: bool) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -17,7 +17,12 @@ MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}  
 
 @cache
 def print_machine() -> None:
-    """Prints the GPUs with their power limit, the driver, versions of libraries, and what is switched off. Once per process."""
+    """Prints `machine()`, once per process."""
+    print(machine(), flush=True)
+
+
+def machine() -> str:
+    """The GPUs with their power limit, the driver, versions of libraries, and what is switched off."""
     listed = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True, check=False)
     gpus = [line.split(", ") for line in listed.stdout.splitlines()]
     name, power, driver = gpus[0] if gpus else ("no GPU", "", "")
@@ -28,7 +33,7 @@ def print_machine() -> None:
         *_of_torch(),
         f"off: NVLink multicast ({', '.join(off)})" if off else "nothing switched off",
     ]
-    print("; ".join(parts), flush=True)
+    return "; ".join(parts)
 
 
 def _of_torch() -> list[str]:
