@@ -233,7 +233,7 @@ def _is_same_call(one: _Called, other: _Called) -> bool:
 
 
 def with_derivative(number: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What the op of this number computes, with the derivative that the user wrote."""
+    """Calls the Function of this number, with the derivative that the user wrote."""
     return _CALLED[number].apply(tensors)
 
 

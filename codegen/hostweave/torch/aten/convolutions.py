@@ -30,7 +30,7 @@ class _Kernel:
     is_reversed: bool = False  # its last place comes first, as in transposed convolutions
 
     def seen(self, x: hw.Tensor, outs: Sizes) -> hw.Tensor:
-        """What each place of the kernel sees for each of the `outs` elements: [batch, channels, places, elements]."""
+        """Elements that the places of the kernel see, for each of the `outs`: [batch, channels, places, outs]."""
         batch, channels, *own = x.shape
         count = len(self.sizes)
         fits = all(k * n == size for k, n, size in zip(self.sizes, outs, own, strict=True) if isinstance(n, int))
