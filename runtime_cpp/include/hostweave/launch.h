@@ -37,10 +37,23 @@ struct Grid {
 constexpr int64_t kMaxBlocks = 2147483647;            // larger ranges are covered by grid-stride loops
 constexpr int64_t kThreadsAtOnce = int64_t{1} << 16;  // enough to saturate the memory of a large GPU
 constexpr int64_t kBlocksAtOnce = 128;
-constexpr int64_t kProductsAtOnce = 264;  // blocks of kProductThreads: two per multiprocessor of an H200
 constexpr int kMostBlocks = 8;            // portable maximum cluster size
-constexpr int64_t kBlocksOfOrders = 264;  // concurrent blocks of kRowThreads
 constexpr int64_t kOrderedByAll = 65536;  // the whole grid sorts rows of at least this many elements times the number of rows
+
+// Blocks of kProductThreads or kRowThreads that run concurrently: two per multiprocessor. A process uses GPUs of one kind.
+inline int64_t blocks_at_once() {
+#ifdef HOSTWEAVE_CPU_DEVICE
+  return 2;
+#else
+  static const int64_t blocks = [] {
+    int device = 0, multiprocessors = 1;
+    const bool is_known = cudaGetDevice(&device) == cudaSuccess &&
+                          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    return is_known ? 2 * multiprocessors : 2;
+  }();
+  return blocks;
+#endif
+}
 
 constexpr int warps_of(int64_t threads, int64_t most) {
   return static_cast<int>(clamped(ceil_div(threads, 32), 1, most / 32) * 32);
@@ -63,12 +76,12 @@ constexpr Grid grid_of_rows(int64_t rows, int64_t n) {
 
 // Sorting of the first elements of each row of n: one cluster per row if several blocks have work and room. A few long rows that
 // are sorted completely are processed one after another by the whole grid.
-constexpr Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
+inline Grid grid_of_orders(int64_t rows, int64_t n, int64_t first) {
   const Grid row = grid_of_rows(rows, n);
   if (rows > 0 && n == first && rows <= n / kOrderedByAll) {
     return {.blocks = n / kSorted, .threads = kRowThreads, .at_once = true};
   }
-  const int64_t most = clamped(kBlocksOfOrders / clamped(rows, 1, kBlocksOfOrders), 1, kMostBlocks);
+  const int64_t most = clamped(blocks_at_once() / clamped(rows, 1, blocks_at_once()), 1, kMostBlocks);
   const int64_t cluster = clamped(ceil_div(n, kSorted), 1, most);
   return {row.blocks * cluster, row.threads, static_cast<int>(cluster)};
 }
@@ -79,18 +92,19 @@ constexpr Grid grid_of_columns(int64_t n, int threads) { return {smaller(ceil_di
 // Matmuls with few rows: one cluster per kProductColumns columns, as large as fits concurrently and has work. Large clusters
 // cannot fill every GPC, so some room is left.
 template <int kThreads = kProductThreads>
-constexpr Grid grid_of_products(int64_t columns, int64_t depth) {
-  constexpr int64_t kSize = kThreads / kProductThreads, kAtOnce = kProductsAtOnce / kSize;
+inline Grid grid_of_products(int64_t columns, int64_t depth) {
+  constexpr int64_t kSize = kThreads / kProductThreads;
   const int64_t clusters = ceil_div(columns, kProductColumns);
   int cluster = kMostBlocks;
-  while (cluster > 1 && (clusters * cluster > kAtOnce - (cluster > 2 ? 24 / kSize : 0) || depth < 2 * cluster * kThreads)) {
+  while (cluster > 1 &&
+         (clusters * cluster > blocks_at_once() / kSize - (cluster > 2 ? 24 / kSize : 0) || depth < 2 * cluster * kThreads)) {
     --cluster;
   }
   return {clusters * cluster, kThreads, cluster};
 }
 
 // One matmul: pairs of large blocks, if that gives more concurrent threads.
-constexpr Grid grid_of_product(int64_t columns, int64_t depth) {
+inline Grid grid_of_product(int64_t columns, int64_t depth) {
   const Grid usual = grid_of_products(columns, depth), large = grid_of_products<kLargeProductThreads>(columns, depth);
   return large.cluster == 2 && large.blocks * large.threads > usual.blocks * usual.threads ? large : usual;
 }
