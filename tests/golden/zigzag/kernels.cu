@@ -33,38 +33,38 @@ __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halv
   }
 }
 
-// %dk_add: bf16[2, S/2, 64] = add(%dk_half, %dk_first_partial)
-__global__ void add_dk_add(const hw::bf16* dk_half, const hw::bf16* dk_first_partial, hw::bf16* dk_add, int64_t S) {
-  HW_TOUCHES(hw::reads(dk_half, {2, 32 * S}, {64 * S, 1}), hw::reads(dk_first_partial, 64 * S),
-             hw::writes(dk_add, {2, 32 * S}, {64 * S, 1}));
+// %dk_before_add: bf16[2, S/2, 64] = add(%dk_before_half, %dk_before_first_partial)
+__global__ void add_dk_before_add(const hw::bf16* dk_before_half, const hw::bf16* dk_before_first_partial,
+                                  hw::bf16* dk_before_add, int64_t S) {
+  HW_TOUCHES(hw::reads(dk_before_half, {2, 32 * S}, {64 * S, 1}), hw::reads(dk_before_first_partial, 64 * S),
+             hw::writes(dk_before_add, {2, 32 * S}, {64 * S, 1}));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(64 * S)) {
       const int64_t i = element / Index(32 * S);
       const int64_t j = element % Index(32 * S);
-      const auto dk_half_ij = hw::load<kWidth>(dk_half + i * (64 * S) + j);
-      const auto dk_first_partial_element = hw::load<kWidth>(dk_first_partial + element);
-      hw::Values<hw::bf16, kWidth> dk_add_ij;
+      const auto dk_before_half_ij = hw::load<kWidth>(dk_before_half + i * (64 * S) + j);
+      const auto dk_before_first_partial_element = hw::load<kWidth>(dk_before_first_partial + element);
+      hw::Values<hw::bf16, kWidth> dk_before_add_ij;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        dk_add_ij[e] = hw::bf16(float(dk_half_ij[e]) + float(dk_first_partial_element[e]));
+        dk_before_add_ij[e] = hw::bf16(float(dk_before_half_ij[e]) + float(dk_before_first_partial_element[e]));
       }
-      hw::store(dk_add + i * (64 * S) + j, dk_add_ij);
+      hw::store(dk_before_add + i * (64 * S) + j, dk_before_add_ij);
     }
   };
-  if (hw::aligned(dk_half, dk_first_partial, dk_add) && hw::fits_int32(64 * S)) {
+  if (hw::aligned(dk_before_half, dk_before_first_partial, dk_before_add) && hw::fits_int32(64 * S)) {
     compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(dk_half, dk_first_partial, dk_add)) {
+  } else if (hw::aligned(dk_before_half, dk_before_first_partial, dk_before_add)) {
     compute(hw::Width<8>(), int64_t());
   } else {
     compute(hw::Width<1>(), int64_t());
   }
 }
 
-// %dk_resharded_pieces: bf16[4, 2, 2, S/8, 64] = reverse_second(%dk_resharded_halves, axis=0, halves=2)
-__global__ void reverse_second_dk_resharded_pieces(const hw::bf16* dk_resharded_halves, hw::bf16* dk_resharded_pieces,
-                                                   int64_t S) {
-  HW_TOUCHES(hw::reads(dk_resharded_halves, {4, 4, 8 * S}, {8 * S, 32 * S, 1}), hw::writes(dk_resharded_pieces, 128 * S));
+// %dk_pieces: bf16[4, 2, 2, S/8, 64] = reverse_second(%dk_halves, axis=0, halves=2)
+__global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk_pieces, int64_t S) {
+  HW_TOUCHES(hw::reads(dk_halves, {4, 4, 8 * S}, {8 * S, 32 * S, 1}), hw::writes(dk_pieces, 128 * S));
   hw::griddep_wait();
   const auto compute = [&]<int kWidth, class Index>(hw::Width<kWidth>, Index) {
     for (Index element : hw::over_grid<kWidth, Index>(128 * S)) {
@@ -72,20 +72,19 @@ __global__ void reverse_second_dk_resharded_pieces(const hw::bf16* dk_resharded_
       const int64_t i = element / Index(16 * S) % 2;
       const int64_t j = element / Index(8 * S) % 2;
       const int64_t k = element % Index(8 * S);
-      const int64_t dk_resharded_pieces_from = j ? 3 - l : l;
-      const auto dk_resharded_pieces_elements =
-          hw::load<kWidth>(dk_resharded_halves + i * (64 * S) + j * (32 * S) + dk_resharded_pieces_from * (8 * S) + k);
-      hw::Values<hw::bf16, kWidth> dk_resharded_pieces_element;
+      const int64_t dk_pieces_from = j ? 3 - l : l;
+      const auto dk_pieces_elements = hw::load<kWidth>(dk_halves + i * (64 * S) + j * (32 * S) + dk_pieces_from * (8 * S) + k);
+      hw::Values<hw::bf16, kWidth> dk_pieces_element;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {
-        dk_resharded_pieces_element[e] = dk_resharded_pieces_elements[e];
+        dk_pieces_element[e] = dk_pieces_elements[e];
       }
-      hw::store(dk_resharded_pieces + element, dk_resharded_pieces_element);
+      hw::store(dk_pieces + element, dk_pieces_element);
     }
   };
-  if (hw::aligned(dk_resharded_halves, dk_resharded_pieces) && hw::fits_int32(128 * S)) {
+  if (hw::aligned(dk_halves, dk_pieces) && hw::fits_int32(128 * S)) {
     compute(hw::Width<8>(), uint32_t());
-  } else if (hw::aligned(dk_resharded_halves, dk_resharded_pieces)) {
+  } else if (hw::aligned(dk_halves, dk_pieces)) {
     compute(hw::Width<8>(), int64_t());
   } else {
     compute(hw::Width<1>(), int64_t());

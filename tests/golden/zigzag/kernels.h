@@ -6,7 +6,8 @@
 namespace programs::trained_in_zigzag {
 
 __global__ void reverse_second_k_in_order_pieces(const hw::bf16* k_in_order_halves, hw::bf16* k_in_order_pieces, int64_t S);
-__global__ void add_dk_add(const hw::bf16* dk_half, const hw::bf16* dk_first_partial, hw::bf16* dk_add, int64_t S);
-__global__ void reverse_second_dk_resharded_pieces(const hw::bf16* dk_resharded_halves, hw::bf16* dk_resharded_pieces, int64_t S);
+__global__ void add_dk_before_add(const hw::bf16* dk_before_half, const hw::bf16* dk_before_first_partial,
+                                  hw::bf16* dk_before_add, int64_t S);
+__global__ void reverse_second_dk_pieces(const hw::bf16* dk_halves, hw::bf16* dk_pieces, int64_t S);
 
 }  // namespace programs::trained_in_zigzag

@@ -14,8 +14,8 @@ Program::Program(hw::Rank& rank)
       plan_dq_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}),
       plan_dq_1_(rank, CUDA_R_16BF, {.scale = 0.125, .causal = true, .has_lse = true}) {
   HW_CHECK(hw::load(reverse_second_k_in_order_pieces));
-  HW_CHECK(hw::load(add_dk_add));
-  HW_CHECK(hw::load(reverse_second_dk_resharded_pieces));
+  HW_CHECK(hw::load(add_dk_before_add));
+  HW_CHECK(hw::load(reverse_second_dk_pieces));
 }
 
 Sizes Program::check(const Inputs& in) const {
@@ -48,9 +48,9 @@ OutputShapes Program::prepare(const Inputs& in) {
                        hw::Strided({4, S / 8, 64}, {16 * S, 64, 1}), {2, S, 64}, {2, S, 64}, (3 - rank_cp) * (S / 8) + S / 2);
     hw::MemoryPlan memory;
     // Disjoint live ranges, so these may share bytes:
-    // - k_in_order_gathered_, v_in_order_pieces_, dk_concat_, dv_resharded_pieces_
-    // - v_in_order_gathered_, lse_first_, dk_second_partial_, dv_concat_
-    // - k_in_order_pieces_, dk_resharded_pieces_
+    // - k_in_order_gathered_, v_in_order_pieces_, dk_before_concat_, dv_pieces_
+    // - v_in_order_gathered_, lse_first_, dk_before_second_partial_, dv_before_concat_
+    // - k_in_order_pieces_, dk_pieces_
     memory.allocate(k_in_order_gathered_, 128 * S);
     memory.allocate(v_in_order_gathered_, 128 * S);
     memory.allocate(k_in_order_pieces_, 128 * S);
@@ -59,27 +59,27 @@ OutputShapes Program::prepare(const Inputs& in) {
     memory.free(v_in_order_gathered_);
     memory.allocate(lse_first_, S / 2);
     memory.allocate(lse_second_, S / 2);
-    memory.allocate(dk_first_partial_, 64 * S);
-    memory.allocate(dv_first_partial_, 64 * S);
+    memory.allocate(dk_before_first_partial_, 64 * S);
+    memory.allocate(dv_before_first_partial_, 64 * S);
     memory.free(lse_first_);
-    memory.allocate(dk_second_partial_, 128 * S);
-    memory.allocate(dv_second_partial_, 128 * S);
+    memory.allocate(dk_before_second_partial_, 128 * S);
+    memory.allocate(dv_before_second_partial_, 128 * S);
     memory.free(k_in_order_pieces_);
     memory.free(v_in_order_pieces_);
     memory.free(lse_second_);
-    memory.allocate(dk_concat_, 128 * S);
-    memory.free(dk_first_partial_);
-    memory.free(dk_second_partial_);
-    memory.allocate(dv_concat_, 128 * S);
-    memory.free(dv_first_partial_);
-    memory.free(dv_second_partial_);
-    memory.allocate(dk_resharded_pieces_, 128 * S);
-    memory.free(dk_concat_);
-    memory.allocate(dv_resharded_pieces_, 128 * S);
+    memory.allocate(dk_before_concat_, 128 * S);
+    memory.free(dk_before_first_partial_);
+    memory.free(dk_before_second_partial_);
+    memory.allocate(dv_before_concat_, 128 * S);
+    memory.free(dv_before_first_partial_);
+    memory.free(dv_before_second_partial_);
+    memory.allocate(dk_pieces_, 128 * S);
+    memory.free(dk_before_concat_);
+    memory.allocate(dv_pieces_, 128 * S);
     arena_.reserve(memory);
     prepared_ = sizes;
   }
-  return {.y = {4, S / 4, 64}, .dq = {4, S / 4, 64}, .dk_resharded = {2, S / 4, 64}, .dv_resharded = {2, S / 4, 64}};
+  return {.y = {4, S / 4, 64}, .dq = {4, S / 4, 64}, .dk = {2, S / 4, 64}, .dv = {2, S / 4, 64}};
 }
 
 void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
@@ -87,8 +87,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const auto [S] = *prepared_;
   out.y.expect("y", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
   out.dq.expect("dq", "bf16[4, S/4, 64]", CUDA_R_16BF, {4, S / 4, 64}, rank_.device());
-  out.dk_resharded.expect("dk_resharded", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
-  out.dv_resharded.expect("dv_resharded", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  out.dk.expect("dk", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
+  out.dv.expect("dv", "bf16[2, S/4, 64]", CUDA_R_16BF, {2, S / 4, 64}, rank_.device());
 
   const auto* q = in.q.as<hw::bf16>();
   const auto* k = in.k.as<hw::bf16>();
@@ -96,8 +96,8 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   const auto* dy = in.dy.as<hw::bf16>();
   auto* y = out.y.as<hw::bf16>();
   auto* dq = out.dq.as<hw::bf16>();
-  auto* dk_resharded = out.dk_resharded.as<hw::bf16>();
-  auto* dv_resharded = out.dv_resharded.as<hw::bf16>();
+  auto* dk = out.dk.as<hw::bf16>();
+  auto* dv = out.dv.as<hw::bf16>();
 
   HW_CHECK(arena_.begin_call(caller));
   // attention_cases.py:39  y, lse = hw.attention(q, k, v, "top_left", enable_gqa=True)
@@ -117,33 +117,31 @@ void Program::run(const Inputs& in, const Outputs& out, cudaStream_t caller) {
   auto* y_pieces_1 = y + 8 * S;
   HW_CHECK(plan_y_1_.attend(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, caller, {.lse = lse_second_}));
   // attention_cases.py:40  dq, dk, dv = hw.attention_backward(q, k, v, y, dy, lse, "top_left", enable_gqa=True)
-  HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_first_partial_,
-                                  dv_first_partial_, caller));
+  HW_CHECK(plan_dq_.differentiate(q, k_in_order_pieces_, v_in_order_pieces_, y, lse_first_, dy, dq, dk_before_first_partial_,
+                                  dv_before_first_partial_, caller));
   const auto* dy_piece_2 = dy + 8 * S;
   auto* dq_pieces_1 = dq + 8 * S;
   HW_CHECK(plan_dq_1_.differentiate(q_piece_2, k_in_order_pieces_, v_in_order_pieces_, y_pieces_1, lse_second_, dy_piece_2,
-                                    dq_pieces_1, dk_second_partial_, dv_second_partial_, caller));
-  HW_CHECK(
-      hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller, dk_second_partial_, dk_first_partial_, dk_concat_, S));
-  auto* dk_half_2 = dk_second_partial_ + 32 * S;
-  auto* dk_concat_1 = dk_concat_ + 32 * S;
-  HW_CHECK(cudaMemcpy2DAsync(dk_concat_1, 64 * S * sizeof(hw::bf16), dk_half_2, 64 * S * sizeof(hw::bf16),
+                                    dq_pieces_1, dk_before_second_partial_, dv_before_second_partial_, caller));
+  HW_CHECK(hw::launch_pdl(add_dk_before_add, hw::grid_of_elements<8>(64 * S), caller, dk_before_second_partial_,
+                          dk_before_first_partial_, dk_before_concat_, S));
+  auto* dk_before_half_2 = dk_before_second_partial_ + 32 * S;
+  auto* dk_before_concat_1 = dk_before_concat_ + 32 * S;
+  HW_CHECK(cudaMemcpy2DAsync(dk_before_concat_1, 64 * S * sizeof(hw::bf16), dk_before_half_2, 64 * S * sizeof(hw::bf16),
                              32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
-  HW_CHECK(
-      hw::launch_pdl(add_dk_add, hw::grid_of_elements<8>(64 * S), caller, dv_second_partial_, dv_first_partial_, dv_concat_, S));
-  auto* dv_half_2 = dv_second_partial_ + 32 * S;
-  auto* dv_concat_1 = dv_concat_ + 32 * S;
-  HW_CHECK(cudaMemcpy2DAsync(dv_concat_1, 64 * S * sizeof(hw::bf16), dv_half_2, 64 * S * sizeof(hw::bf16),
+  HW_CHECK(hw::launch_pdl(add_dk_before_add, hw::grid_of_elements<8>(64 * S), caller, dv_before_second_partial_,
+                          dv_before_first_partial_, dv_before_concat_, S));
+  auto* dv_before_half_2 = dv_before_second_partial_ + 32 * S;
+  auto* dv_before_concat_1 = dv_before_concat_ + 32 * S;
+  HW_CHECK(cudaMemcpy2DAsync(dv_before_concat_1, 64 * S * sizeof(hw::bf16), dv_before_half_2, 64 * S * sizeof(hw::bf16),
                              32 * S * sizeof(hw::bf16), 2, cudaMemcpyDeviceToDevice, caller));
   // attention_cases.py:41  return y, dq, *(hw.reshard(x, 2, "S@zigzag(cp)", 64) for x in (dk, dv))
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_concat_,
-                          dk_resharded_pieces_, S));
-  HW_CHECK(hw::launch_pdl(reverse_second_dk_resharded_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_concat_,
-                          dv_resharded_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dk_before_concat_, dk_pieces_, S));
+  HW_CHECK(hw::launch_pdl(reverse_second_dk_pieces, hw::grid_of_elements<8>(128 * S), caller, dv_before_concat_, dv_pieces_, S));
   HW_CHECK(ncclGroupStart());
   const hw::CloseGroupOnError guard;
-  HW_CHECK(ncclReduceScatter(dk_resharded_pieces_, dk_resharded, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
-  HW_CHECK(ncclReduceScatter(dv_resharded_pieces_, dv_resharded, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+  HW_CHECK(ncclReduceScatter(dk_pieces_, dk, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
+  HW_CHECK(ncclReduceScatter(dv_pieces_, dv, 32 * S, ncclBfloat16, ncclSum, channel_cp_.comm(), caller));
   HW_CHECK(ncclGroupEnd());
   HW_CHECK(arena_.end_call(caller));
 }

@@ -25,17 +25,17 @@ struct Inputs {
 };
 
 struct Outputs {
-  hw::Tensor y{.dtype = CUDA_R_16BF};             // bf16[4, S/4, 64]
-  hw::Tensor dq{.dtype = CUDA_R_16BF};            // bf16[4, S/4, 64]
-  hw::Tensor dk_resharded{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
-  hw::Tensor dv_resharded{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
+  hw::Tensor y{.dtype = CUDA_R_16BF};   // bf16[4, S/4, 64]
+  hw::Tensor dq{.dtype = CUDA_R_16BF};  // bf16[4, S/4, 64]
+  hw::Tensor dk{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
+  hw::Tensor dv{.dtype = CUDA_R_16BF};  // bf16[2, S/4, 64]
 };
 
 struct OutputShapes {
   hw::Shape y;
   hw::Shape dq;
-  hw::Shape dk_resharded;
-  hw::Shape dv_resharded;
+  hw::Shape dk;
+  hw::Shape dv;
 };
 
 // Sizes determined by the inputs: global dims, and this rank's local size of unevenly sharded dims.
@@ -68,21 +68,21 @@ class Program {
   hw::AttentionBackwardPlan plan_dq_;
   hw::AttentionBackwardPlan plan_dq_1_;
   hw::Arena arena_;
-  hw::bf16* k_in_order_gathered_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* v_in_order_gathered_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* k_in_order_pieces_ = nullptr;    // bf16[2, 2, 4, S/8, 64]
-  hw::bf16* v_in_order_pieces_ = nullptr;    // bf16[2, 2, 4, S/8, 64]
-  float* lse_first_ = nullptr;               // f32[4, S/8]
-  float* lse_second_ = nullptr;              // f32[4, S/8]
-  hw::bf16* dk_first_partial_ = nullptr;     // bf16[2, S/2, 64]
-  hw::bf16* dv_first_partial_ = nullptr;     // bf16[2, S/2, 64]
-  hw::bf16* dk_second_partial_ = nullptr;    // bf16[2, S, 64]
-  hw::bf16* dv_second_partial_ = nullptr;    // bf16[2, S, 64]
-  hw::bf16* dk_concat_ = nullptr;            // bf16[2, 2, S/2, 64]
-  hw::bf16* dv_concat_ = nullptr;            // bf16[2, 2, S/2, 64]
-  hw::bf16* dk_resharded_pieces_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
-  hw::bf16* dv_resharded_pieces_ = nullptr;  // bf16[4, 2, 2, S/8, 64]
-  std::optional<Sizes> prepared_;            // sizes of the last prepare
+  hw::bf16* k_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* v_in_order_gathered_ = nullptr;       // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* k_in_order_pieces_ = nullptr;         // bf16[2, 2, 4, S/8, 64]
+  hw::bf16* v_in_order_pieces_ = nullptr;         // bf16[2, 2, 4, S/8, 64]
+  float* lse_first_ = nullptr;                    // f32[4, S/8]
+  float* lse_second_ = nullptr;                   // f32[4, S/8]
+  hw::bf16* dk_before_first_partial_ = nullptr;   // bf16[2, S/2, 64]
+  hw::bf16* dv_before_first_partial_ = nullptr;   // bf16[2, S/2, 64]
+  hw::bf16* dk_before_second_partial_ = nullptr;  // bf16[2, S, 64]
+  hw::bf16* dv_before_second_partial_ = nullptr;  // bf16[2, S, 64]
+  hw::bf16* dk_before_concat_ = nullptr;          // bf16[2, 2, S/2, 64]
+  hw::bf16* dv_before_concat_ = nullptr;          // bf16[2, 2, S/2, 64]
+  hw::bf16* dk_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
+  hw::bf16* dv_pieces_ = nullptr;                 // bf16[4, 2, 2, S/8, 64]
+  std::optional<Sizes> prepared_;                 // sizes of the last prepare
 };
 
 }  // namespace programs::trained_in_zigzag

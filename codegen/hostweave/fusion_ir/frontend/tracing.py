@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from typing import Any, NoReturn
@@ -149,7 +149,7 @@ def _finished(name: str, trace: _Trace, outputs: list[Tensor]) -> Fusion:
     for number, tensor in reversed(trace.tensors.items()):
         if number in needed and tensor._op:
             needed.update(tensor._op.tensors)
-    names = names_of(trace.tensors, needed)
+    names = names_of(trace.tensors, needed, [tensor._value.name for tensor in outputs])
     inputs, ops = [], []
     for number, tensor in trace.tensors.items():
         value = replace(tensor._value, name=names.get(number, ""))
@@ -260,13 +260,21 @@ class Function:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def names_of(tensors: Mapping[str, Tensor], needed: set[str]) -> dict[str, str]:
-    """Name of each value: the user's, a variable's, or one derived from its op and operand. Repeated names get a number."""
+def names_of(tensors: Mapping[str, Tensor], needed: set[str], outputs: Sequence[str]) -> dict[str, str]:
+    """Name of each value: the user's, a variable's, or one derived from its op and operand. Repeated names get a number.
+
+    An output without a name that reshards a variable has its name, as in `return hw.reshard(loss)`. That is then `loss_before`.
+    """
     names = _Names({number: tensor._name for number, tensor in tensors.items() if tensor._name is not None})
     made = {number: tensor for number, tensor in tensors.items() if number in needed and tensor._op}
-    for number, tensor in made.items():
-        if tensor._variable:
-            names.claim(number, tensor._variable)
+    variables = {number: tensor._variable for number, tensor in made.items() if tensor._variable and number not in names.of}
+    for number in outputs:
+        op = tensors[number]._op
+        if op and op.kind == "reshard" and number not in {*names.of, *variables} and op.tensors[0] in variables.keys() - {*outputs}:
+            variables[number] = variables[op.tensors[0]]
+            variables[op.tensors[0]] += "_before"
+    for number in filter(variables.__contains__, made):
+        names.claim(number, variables[number])
     for number, tensor in made.items():
         assert tensor._op is not None
         names.derive(number, tensor._op, tensor._word)
