@@ -118,7 +118,7 @@ class Links:
         for consumer in consumers:
             if why := self._why_apart(producer, consumer, kept):
                 return why
-            merged = _merged(self, producer, consumer, kept)
+            merged = fused_launch(self, producer, consumer, kept)
             if why := self.why_slow(merged.kernel):
                 return why
             found.append(merged)
@@ -247,7 +247,7 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
             needed.update(tree.names(place.instruction, "alias"))
     if any(place.instruction.calls or tree.names(place.instruction, "index") for place in moved):
         return None
-    merged = _merged(links, first, later, list(one.dsts))
+    merged = fused_launch(links, first, later, list(one.dsts))
     walked = [iteration(kernel) for kernel in (links.kernels[one.kernel], links.kernels[other.kernel])]
     is_pointwise = not any(each.reduced for each in walked)
     return (merged, moved) if is_pointwise and not links.why_slow(merged.kernel) else None
@@ -256,7 +256,7 @@ def _beside(links: Links, first: Place, later: Place) -> tuple[_Merged, list[Pla
 # --- merging two kernels ----------------------------------------------------------------------------------------------
 
 
-def _merged(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:
+def fused_launch(links: Links, place: Place, into: Place, kept: list[str]) -> _Merged:
     """Fuses two launches at the consumer, with its names. The fused launch still writes the producer's kept results."""
     producer, consumer = links.launches[place], links.launches[into]
     first, second = links.kernels[producer.kernel], links.kernels[consumer.kernel]
