@@ -1,13 +1,14 @@
 """Generated kernels at the shapes of Llama 3 on one GPU, against a device copy of the same bytes and against torch.compile.
 
 The three are timed alternately, on inputs that exceed the GPU's cache. For many rows the share of a copy's bandwidth matters; the
-time relative to torch.compile matters everywhere.
+time relative to torch.compile matters everywhere. Names of cases are arguments; default: all.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import prod
@@ -117,14 +118,14 @@ class Torch:
         return self.concat(first * cos - second * sin, second * cos + first * sin)
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     print_machine()
     import torch
 
     group = hw.init()
     torch.cuda.set_device(0)
     print(f"{torch.cuda.get_device_name(0)}, bf16; from {MANY_ROWS} rows on a kernel is to reach {COPY_SHARE} of a copy's bandwidth")
-    for case in CASES:
+    for case in [case for case in CASES if case.name in words] or CASES:
         for model, (hidden, inner) in WIDTHS.items():
             program = hw.compile(_fusion(case, hidden, inner), target="cuda")
             for rows in ROWS:
@@ -221,4 +222,4 @@ def _times(calls: dict[str, list[Callable[[], Any]]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
