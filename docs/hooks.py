@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import hostweave as hw
 from hostweave.fusion_ir.ops import OPS, pointwise, reductions
@@ -15,10 +16,24 @@ def functions(ops: Mapping[str, OpDef]) -> str:
     return "\n\n".join(f"::: hostweave.{kind}" for kind, op in ops.items() if op.is_public)
 
 
+@dataclass(frozen=True)
+class Field:
+    """A field of C++ templates, shown by a pattern."""
+
+    pattern: str
+
+    def __format__(self, spec: str) -> str:
+        return self.pattern.format(spec)
+
+
 def table(ops: Mapping[str, OpDef]) -> str:
     rows = ["| op | operands | attributes | Python | ranks' results | linear in | C++ | cost |", "|---|---|---|---|---|---|---|---|"]
     for kind, op in ops.items():
-        cpp = op.cpp.format(*"abcdef") or op.lane.partition("<")[0] or (f"{op.combine.functor}()(total, a)" if op.combine else "")
+        cpp = (
+            op.cpp.format(*"abcdef", std=Field("std::{}"), T=Field("T({})"))
+            or op.lane.partition("<")[0]
+            or (f"{op.combine.functor}()(total, a)" if op.combine else "")
+        )
         texts = (cpp, op.written, kind)
         cpp, written, name = (f"`{text}`" if text else "" for text in texts)
         attributes = ", ".join(attribute.name for attribute in op.attributes)
