@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.calls import inlined
 from hostweave.host_ir.size_requirements import not_empty
-from hostweave.types.mesh import Sizes, shares
+from hostweave.types.mesh import Sizes, share
 from hostweave.types.numpy_dtypes import cast, numpy_dtype
 from hostweave.types.tensor import bind_sizes, block_of, holds, shape_of_global
 
@@ -176,7 +176,7 @@ class _Rank:
         if isinstance(instruction, ir.Reduction):
             sent = [_reduced(instruction.op, sent)]
         if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
-            sent = [array.ravel()[shares(array.shape, instruction.sent_along, part.process_group)[rank_in_group]] for array in sent]
+            sent = [array.ravel()[share(array.shape, instruction.sent_along, len(part.process_group), rank_in_group)] for array in sent]
         return np.concatenate([array.ravel() for array in sent]) if sent else np.zeros(1)
 
     def reduce(self, operation: Operation) -> None:

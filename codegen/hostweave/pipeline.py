@@ -198,8 +198,12 @@ def level_of(stage: str) -> str:
 def facts_at(stage: str) -> list[Callable[[HostProgram], None]]:
     """Facts that hold of the host IR after a pass."""
     at = _STAGES.index(stage)
-    ends: dict[object, int] = {None: len(_STAGES), **{apply: at for at, apply in enumerate(PASSES, 1)}}
-    return [fact for fact, first, end in FACTS if stage != "input" and ends[first] <= at < ends[end]]
+    number = {name: at for at, name in enumerate(_STAGES)}
+    return [
+        fact
+        for fact, first, end in FACTS
+        if stage != "input" and number[first.__name__] <= at and (end is None or at < number[end.__name__])
+    ]
 
 
 def reference_of(program: Fusion | HostProgram, options: Options) -> tuple[HostProgram | str, set[DType]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 
 import pytest
 from compiled_fusions import fusion_of
@@ -11,7 +12,8 @@ from compiled_fusions import fusion_of
 import hostweave as hw
 from hostweave.base.errors import ProgramError
 from hostweave.check.check import check
-from hostweave.fusion_ir.ir import Fusion
+from hostweave.fusion_ir.ir import Fusion, Op
+from hostweave.fusion_ir.rewriting import map_functions
 from hostweave.host_ir import ir, tree
 from hostweave.host_ir.expr import Const
 from hostweave.host_ir.ir import HostProgram
@@ -72,8 +74,10 @@ def test_names_the_first_pass_with_another_result() -> None:
     instances = instantiate(last, sizes)
     found = difference(Wanted(fusion, sizes), instances, meetings(instances))
     assert found
-    assert first_wrong_stage(fusion, made, found) == ""
-    assert first_wrong_stage(fusion, broken, found) == "fold_epilogues"
+    assert first_wrong_stage(fusion, made, found) == ("", None)
+    name, op = first_wrong_stage(fusion, broken, found)
+    assert op
+    assert (name, op.kind) == ("fold_epilogues", "add")  # the matmul adds its bias
 
 
 def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +87,44 @@ def test_a_wrong_pass_is_told_at_compile(monkeypatch: pytest.MonkeyPatch) -> Non
     def gathered(x: hw.Tensor) -> hw.Tensor:
         return hw.reshard(x, "M", "N")
 
-    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], _with_zeros))
-    with pytest.raises(ProgramError, match="first so after the pass _with_zeros: this is a bug of the compiler"):
+    @wraps(pipeline.PASSES[-1])
+    def with_zeros(program: HostProgram, options: Options) -> HostProgram:
+        """An incorrect pass: gathered values are zero."""
+        return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
+
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:-1], with_zeros))
+    first = r"where %y \(test_results.py:\d+\) is the first value that differs"
+    with pytest.raises(ProgramError, match=f"first so after the pass fold_conditions, {first}: this is a bug of the compiler"):
         hw.compile(gathered)
 
 
-def _with_zeros(program: HostProgram, options: Options) -> HostProgram:
-    """An incorrect pass: gathered values are zero."""
-    return changed(program, lambda i: (i, ir.Fill(i.dst, 0.0)) if isinstance(i, ir.AllGather) else None)
+@pytest.mark.parametrize("wrong", [2, 5])
+def test_the_first_value_that_differs_is_told(wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pass over fusions, and in the second call of a function of a host program."""
+    from hostweave import pipeline
+
+    @hw.block(x=hw.f32["M@x", "N"], b=hw.f32["N"])
+    def layer(x: hw.Tensor, b: hw.Tensor) -> hw.Tensor:
+        moved = x + b
+        scaled = moved * 2
+        return hw.tanh(scaled)
+
+    @hw.fusion(mesh=hw.Mesh(x=2), x=hw.f32["M@x", "N"], b=hw.f32["N"], c=hw.f32["N"])
+    def model(x: hw.Tensor, b: hw.Tensor, c: hw.Tensor) -> hw.Tensor:
+        return layer(layer(x, b), c)
+
+    original = pipeline.PASSES[wrong]
+
+    @wraps(original)
+    def scaled_more(fusion: Fusion, options: Options) -> Fusion:
+        def more(op: Op) -> Op:
+            return replace(op, operands=(op.operands[0], 3)) if op.kind == "multiply" else op
+
+        return map_functions(original(fusion, options), lambda body: replace(body, ops=tuple(map(more, body.ops))))
+
+    monkeypatch.setattr(pipeline, "PASSES", (*pipeline.PASSES[:wrong], scaled_more, *pipeline.PASSES[wrong + 1 :]))
+    with pytest.raises(ProgramError, match=r"after the pass \w+, where %scaled \(test_results.py:\d+\) is the first value"):
+        hw.compile(model)
 
 
 def test_reports_what_it_leaves_out() -> None:

@@ -19,7 +19,7 @@ from hostweave.check.simulate import instantiate
 from hostweave.check.sizes import sizes_of_results, sizes_to_check, with_far_branches
 from hostweave.fusion_ir.ir import Fusion
 from hostweave.host_ir import ir, tree
-from hostweave.types.mesh import Sizes, shares
+from hostweave.types.mesh import Sizes, share
 
 if TYPE_CHECKING:
     from hostweave.check.results.results import Stages
@@ -227,7 +227,8 @@ _AFTERWARDS = {"input": "the caller may write it next", "output": "the caller re
 
 def _own_block(part: Operation, blocks: Layout, along: int | None) -> int:
     """Byte offset of a rank's own block among the blocks of all ranks."""
-    return shares(blocks.shape, along, part.process_group)[part.process_group.index(part.rank)].start * blocks.dtype.itemsize
+    group = part.process_group
+    return share(blocks.shape, along, len(group), group.index(part.rank)).start * blocks.dtype.itemsize
 
 
 def _verb(part: Operation, access: Access) -> str:

@@ -8,7 +8,7 @@ from itertools import pairwise, zip_longest
 from hostweave.base.errors import ProgramError
 from hostweave.check.operations import Instances, Operation, failure
 from hostweave.host_ir import ir
-from hostweave.types.mesh import shares
+from hostweave.types.mesh import share
 
 Channel = tuple[str, tuple[int, ...]]  # its name, and the global ranks of a process group
 
@@ -128,8 +128,8 @@ def _exchanged(part: Operation, other: Operation, sends: bool) -> int:
     """How many elements a rank sends to another one, or receives from it."""
     instruction, layout = part.instruction, part.accesses[0 if sends else -1].region.layout
     assert isinstance(instruction, ir.Collective)
-    along = instruction.sent_along if sends else instruction.received_along
-    return layout.count if along is None else len(shares(layout.shape, along, part.process_group)[part.process_group.index(other.rank)])
+    along, group = instruction.sent_along if sends else instruction.received_along, part.process_group
+    return layout.count if along is None else len(share(layout.shape, along, len(group), group.index(other.rank)))
 
 
 def _kind(part: Operation) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from hostweave.host_ir.calls import dedupe_functions, ends, inlined
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.instructions.inlined import AsGiven, Returned, TakeOver
 from hostweave.types.blocks import boxes, elements
-from hostweave.types.mesh import Mesh, RankSizes, Sizes, shares
+from hostweave.types.mesh import Mesh, RankSizes, Sizes, share
 from hostweave.types.size import LocalSize, Size
 from hostweave.types.tensor import BufferType, strides_of
 
@@ -281,7 +281,7 @@ def _get_of_block(b: _Binder, i: ir.OneSided, run: Run, operation: Operation) ->
     assert operation.peer is not None
     (src,), (dst,) = tree.names(i, "remote_read"), tree.names(i, "write")
     whole, group = b.layouts[dst], operation.process_group
-    block = shares(whole.shape, i.received_along, group)[group.index(operation.peer)]
+    block = share(whole.shape, i.received_along, len(group), group.index(operation.peer))
     taken = layout(whole.dtype, (len(block),), (1,))
     there, here = run.region(src, taken, i), run.region(dst, taken, i, block.start * whole.dtype.itemsize)
     return Access(src, there, reads=True, writes=False, at=operation.peer), Access(dst, here, reads=False, writes=True)

@@ -198,12 +198,12 @@ def local_range(size: int, ranks: int, rank_in_group: int) -> range:
     return range(min(rank_in_group * block, size), min((rank_in_group + 1) * block, size))
 
 
-def shares(shape: Sequence[int], dim: int | None, ranks: Sequence[int]) -> list[range]:
-    """Element ranges of each rank's block in a buffer with one block per rank.
+def share(shape: Sequence[int], dim: int | None, ranks: int, rank_in_group: int) -> range:
+    """Elements of one rank's block in a buffer with one block per rank.
 
     Blocks follow the shares of dim `dim`. If `dim` is None, they are equal.
     """
     size = prod(shape) if dim is None else shape[dim]
     each = prod(shape) // size if size else 0
-    own = (local_range(size, len(ranks), rank_in_group) for rank_in_group in range(len(ranks)))
-    return [range(part.start * each, part.stop * each) for part in own]
+    own = local_range(size, ranks, rank_in_group)
+    return range(own.start * each, own.stop * each)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -72,13 +72,17 @@ def function_of(op: Op) -> Any:
     return _OTHERWISE.get(op.kind, OPS[op.kind].numpy)
 
 
-def run_fusion(fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions) -> tuple[Lanes, ...]:
-    """The outputs of a fusion for these global inputs."""
+def run_fusion(
+    fusion: Fusion, inputs: dict[str, Lanes], sizes: Sizes, functions: Functions, observe: Callable[..., object] = lambda *_: None
+) -> tuple[Lanes, ...]:
+    """The outputs of a fusion for these global inputs. `observe` gets all values of each body."""
 
     def kernel(op: Op, tensors: Sequence[Lanes]) -> tuple[Lanes, ...]:
         return _run_kernel_on_ranks(op, tensors, op.result.type.mesh_in(fusion.mesh), sizes, functions)
 
-    arithmetic = Arithmetic(functions, dtype_in_lanes, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel)
+    arithmetic = Arithmetic(
+        functions, dtype_in_lanes, lambda x, dtype: cast_in_lanes(x, dtype, functions), apply, function_of, kernel, observe
+    )
     with np.errstate(all="ignore"):
         return evaluate(fusion, inputs, sizes, arithmetic)
 

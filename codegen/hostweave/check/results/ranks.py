@@ -6,7 +6,7 @@ come to the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -22,7 +22,7 @@ from hostweave.fusion_ir.ir import Op
 from hostweave.fusion_ir.ops import OPS
 from hostweave.fusion_ir.ops.definition import bound_attributes
 from hostweave.host_ir import ir, tree
-from hostweave.types.mesh import Sizes, shares
+from hostweave.types.mesh import Sizes, share
 from hostweave.types.tensor import global_shape
 
 REDUCTIONS = {"sum": "add", "prod": "multiply", "min": "minimum", "max": "maximum", "avg": "add"}
@@ -41,6 +41,7 @@ class Ranks:
         self.arrived: dict[tuple[Operation, ...], list[Lanes]] = {}  # what comes from these, reduced where it is to be
         self.bound: dict[tuple[str, int], list[tuple[Any, ...]]] = {}  # the ops of each kernel, at the sizes of a rank
         self.ran: set[tree.Instruction] = set()
+        self.watch: Callable[[int, Access, Lanes], None] | None = None  # gets what a rank holds after each write, of its own memory
 
     # --- memory ---
 
@@ -65,6 +66,13 @@ class Ranks:
         if len({(region.root, region.offset) for region in regions}) == 1:
             return self.buffer(regions[0].root).view(owners, regions[0].offset, regions[0].layout)
         return Views([self.buffer(r.root).view([owner], r.offset, r.layout) for owner, r in zip(owners, regions, strict=True)])
+
+    def fill(self, ranks: Sequence[int], accesses: Sequence[Access], value: Lanes) -> None:
+        """Writes to the memory that the accesses of ranks name."""
+        self.view(ranks, accesses).fill(value)
+        if watch := self.watch:
+            for rank, access in zip(ranks, accesses, strict=True):
+                watch(rank if access.at is None else access.at, access, self.view([rank], [access]).read())
 
     # --- control ---
 
@@ -133,7 +141,7 @@ class Ranks:
             for part in operation.communications:
                 for access in part.accesses:
                     if access.writes:
-                        self.view([rank], [access]).fill(self.received(rank, part))
+                        self.fill([rank], [access], self.received(rank, part))
 
     def received(self, rank: int, part: Operation) -> Lanes:
         """Returns the elements that a communication brings to a rank, in order."""
@@ -145,7 +153,7 @@ class Ranks:
         arrays = self.arrived[sources]
         if isinstance(instruction, ir.Collective) and instruction.sends_blocks:
             number = part.process_group.index(rank)
-            blocks = (shares(array.shape, instruction.sent_along, part.process_group)[number] for array in arrays)
+            blocks = (share(array.shape, instruction.sent_along, len(part.process_group), number) for array in arrays)
             arrays = [array.ravel()[block.start : block.stop] for array, block in zip(arrays, blocks, strict=True)]
         arrays = arrays or [self.functions.zeros((1,), np.int64)]
         arrived: Lanes = self.functions.concatenate(arrays) if len(arrays) > 1 else arrays[0]
@@ -174,7 +182,7 @@ class Ranks:
             read = [access for access in operation.accesses if access.reads]
             written = [access for access in operation.accesses if access.writes]
             for source, target in zip(read, written, strict=False):
-                self.view([rank], [target]).fill(self.view([rank], [source]).read())
+                self.fill([rank], [target], self.view([rank], [source]).read())
             self.posted[operation] = None
             self.ran.add(operation.instruction)
 
@@ -226,7 +234,7 @@ class Ranks:
         if len(columns) > 1:  # one may lie where another one was read
             results = [result.copy() if isinstance(result, Lanes) else result for result in results]
         for column, result in zip(columns, results, strict=True):
-            self.view(ranks, column).fill(cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
+            self.fill(ranks, column, cast_in_lanes(result, column[0].region.layout.dtype, self.functions))
 
 
 class _Queue:

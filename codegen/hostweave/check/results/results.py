@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from hostweave.base.errors import ExecutionError, ProgramError
 from hostweave.check.match_collectives import Meeting, meetings
-from hostweave.check.operations import Instances, instruction_text
+from hostweave.check.operations import Access, Instances, instruction_text
 from hostweave.check.results.arithmetic import HASHED, JOINED, run_fusion
 from hostweave.check.results.inputs import random_inputs, steering_integers
 from hostweave.check.results.lanes import Functions, Lanes
@@ -130,11 +131,16 @@ class Output:
 
 
 def computed_outputs(
-    wanted: Wanted, instances: Instances, met: Sequence[Meeting], ran: set[tree.Instruction] | None = None
+    wanted: Wanted,
+    instances: Instances,
+    met: Sequence[Meeting],
+    ran: set[tree.Instruction] | None = None,
+    watch: Callable[[int, Access, Lanes], None] | None = None,
 ) -> Iterator[Output]:
     """Runs a host program on all ranks, and yields the block of each rank for each output."""
     program, mesh = instances.program, instances.program.mesh
     ranks = Ranks(instances, met, wanted.seeds, wanted.functions)
+    ranks.watch = watch
     for parameter in program.inputs:
         whole = wanted.inputs[parameter.name]
         for rank in range(mesh.size):
@@ -183,8 +189,11 @@ class Results:
         values = {op.result.name: op for op in self.fusion.ops}
         output = [p.name for p in self.program.outputs].index(found.output)
         op = values.get(self.fusion.outputs[output])
-        after = first_wrong_stage(self.fusion, self.stages(), found) if self.stages else ""
+        after, first = first_wrong_stage(self.fusion, self.stages(), found) if self.stages else ("", None)
         where = f"; it is first so after the pass {after}" if after else ""
+        if first:
+            line = f" ({first.location})" if first.location else ""
+            where += f", where %{first.result.name}{line} is the first value that differs"
         remedy = "this is a bug of the compiler: please report it, and compile with Options(check=False) until it is mended"
         raise ProgramError(f"@{self.program.name}: {found}{where}: {remedy}", op.location if op else None)
 
@@ -201,15 +210,65 @@ def _without_values(i: tree.Instruction) -> tree.Instruction:
     return tree.with_expressions(i, lambda _: Const(0)) if i.work == "compute" else i
 
 
-def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> str:
-    """Returns the pass after which a program first has another result, or "" if no stage has."""
+def first_wrong_stage(fusion: Fusion, stages: Iterable[tuple[str, Fusion | ir.HostProgram]], found: Difference) -> tuple[str, Op | None]:
+    """Returns the pass after which a program first has another result, and the op of the first value that differs there.
+
+    The pass is "" if no stage has another result. The op is None if no value of the fusion differs that the stage has under its name.
+    """
+    right = fusion
     for name, stage in stages:
         try:
             if _is_wrong(fusion, stage, found):
-                return name
+                return name, _first_wrong_value(right, stage, found)
         except (ExecutionError, ProgramError):
             continue  # a stage that only later passes make whole
-    return ""
+        right = stage if isinstance(stage, Fusion) else right
+    return "", None
+
+
+Named = dict[str, tuple[Op, Lanes]]  # a name in an inlined host program -> the op that makes this value in a fusion
+
+
+def _named_values(fusion: Fusion, wanted: Wanted) -> Named:
+    """Values of a fusion and of the functions that it calls, under the names that they have where calls are inlined."""
+    found: Named = {}
+    calls: Counter[str] = Counter()
+
+    def observe(body: Fusion, values: Mapping[str, Lanes]) -> None:
+        calls[body.name] += 1
+        prefix, suffix = ("", "") if body is fusion else (f"{body.name}_", f"_{calls[body.name]}" if calls[body.name] > 1 else "")
+        found.update({f"{prefix}{op.result.name}{suffix}": (op, values[op.result.name]) for op in body.ops})
+
+    run_fusion(fusion, wanted.inputs, wanted.sizes, wanted.functions, observe)
+    return found
+
+
+@np.errstate(all="ignore")
+def _first_wrong_value(right: Fusion, stage: Fusion | ir.HostProgram, found: Difference) -> Op | None:
+    """Returns the op of the first value that differs between a fusion and what the next pass has made of it."""
+    wanted = Wanted(right, found.sizes, JOINED, found.seeds)
+    values = _named_values(right, wanted)
+    if isinstance(stage, Fusion):
+        for name, (op, got) in _named_values(stage, wanted).items():
+            if name in values and got.shape == (want := values[name][1]).shape and got.differs(want).any():
+                return op
+        return None
+    last: dict[tuple[str, int], bool] = {}  # by value and rank, in the order of the last writes: if the whole block is wrong then
+
+    def watch(rank: int, access: Access, got: Lanes) -> None:
+        if access.name not in values:
+            return
+        op, want = values[access.name]
+        if not op.result.type.partial and holds(op.result.type, right.mesh, rank):
+            block = want[block_of(op.result.type, right.mesh, rank, want.shape)]
+            if got.shape == block.shape:
+                last.pop((access.name, rank), None)
+                last[access.name, rank] = bool(got.differs(block).any())
+
+    instances = instantiate(stage, found.sizes)
+    for _ in computed_outputs(wanted, instances, meetings(instances), watch=watch):
+        pass
+    return next((values[name][0] for (name, _), is_wrong in last.items() if is_wrong), None)
 
 
 @np.errstate(all="ignore")
@@ -228,15 +287,18 @@ def _is_wrong(fusion: Fusion, stage: Fusion | ir.HostProgram, found: Difference)
 
 def work(fusion: Fusion, sizes: Sizes) -> float:
     """Returns the number of elements that all ops make. A hundred multiplications of a matmul count as one."""
-    return sum(_work(fusion, op, sizes) for op in fusion.ops) + sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs)
-
-
-def _work(fusion: Fusion, op: Op, sizes: Sizes) -> float:
-    if op.callee:
-        return work(op.callee, sizes) if op.kind != "output" else 0
-    made: float = prod(global_shape(op.result.type, sizes))
-    if OPS[op.kind].is_product:
-        left = next(v.type for v in (*fusion.inputs, *(o.result for o in fusion.ops)) if v.name == op.tensors[0])
-        terms = left.shape[:1] if op.kind == OUTER else left.shape[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
-        made *= 1 + prod(size.bind(sizes) for size in terms) / 100
-    return made
+    total = float(sum(prod(global_shape(v.type, sizes)) for v in fusion.inputs))
+    types, of_functions = fusion.values(), dict[str, float]()
+    for op in fusion.ops:
+        if op.callee:
+            name = op.callee.name
+            of_functions[name] = of_functions[name] if name in of_functions else work(op.callee, sizes)
+            total += of_functions[name] if op.kind != "output" else 0
+            continue
+        made: float = prod(global_shape(op.result.type, sizes))
+        if OPS[op.kind].is_product:
+            left = types[op.tensors[0]].type.shape
+            terms = left[:1] if op.kind == OUTER else left[-(op[CONTRACTED] if op.kind == "matmul" else 1) :]
+            made *= 1 + prod(size.bind(sizes) for size in terms) / 100
+        total += made
+    return total

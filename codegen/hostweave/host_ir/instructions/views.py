@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hostweave.host_ir.expr import Const, Expr
 from hostweave.host_ir.tree import Alias, Allocated, Freed, Instruction, Viewed
@@ -217,6 +218,7 @@ def _with(values: tuple[Size, ...], dim: int, value: Size) -> tuple[Size, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
+@lru_cache(maxsize=4096)
 def _reshaped_strides(shape: tuple[Size, ...], strides: tuple[Size, ...], wanted: tuple[Size, ...]) -> tuple[Size, ...]:
     """Strides of the same elements under another shape. Each run of dims that is split or merged must be contiguous.
 
